@@ -1,0 +1,61 @@
+# `make serve` and `make test` do all their own set-up. PIP_FLAGS passes options to every pip call: on a machine
+# without a GPU, PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu' saves some gigabytes.
+PYTHON ?= python3
+PIP_FLAGS ?=
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/ready
+READY_DEV := .venv/ready-dev
+
+.PHONY: help setup serve test bench format lint typecheck protos train clean
+
+help:
+	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
+	@echo "make test  [ARGS='-k name ...']       run the tests"
+	@echo "make bench                            measure speed and acceptance; results in bench/results"
+	@echo "make setup | format | lint | typecheck | protos | train"
+
+setup: $(READY_DEV)
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv || { echo "python's venv module is missing: apt-get install python3-venv" >&2; exit 1; }
+
+$(READY): pyproject.toml | .venv/bin/python
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -e .
+	@touch $@
+
+$(READY_DEV): pyproject.toml | .venv/bin/python
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev]'
+	@touch $@ $(READY)
+
+serve: $(READY)
+	@exec $(BIN)/outrider serve $(ARGS)
+
+test: $(READY_DEV)
+	$(BIN)/pytest $(ARGS)
+
+bench: $(READY_DEV)
+	$(BIN)/python -m bench.speedup $(ARGS)
+
+train: $(READY_DEV)
+	$(BIN)/outrider train $(ARGS)
+
+format: $(READY_DEV)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY_DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+typecheck: $(READY_DEV)
+	$(BIN)/mypy
+
+# protoc runs from the project's root, with imports written from there: any other root breaks the modules.
+protos: $(READY_DEV)
+	$(BIN)/python -m protos.generate
+
+clean:
+	rm -rf .venv build dist *.egg-info
