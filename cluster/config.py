@@ -1,0 +1,165 @@
+"""The configuration: one YAML tree for every program, read once, unknown keys refused.
+
+    config = load_config(Path("cluster.yaml"), overrides=["speculation.num_speculative_tokens=6"])
+
+Nothing is read from the environment. What can be derived is a property.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from cluster.errors import ConfigurationError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WorkerConfig(_Section):
+    """One pool of workers, all with the same model and engine settings."""
+
+    model: str = Field(description="Hugging Face folder, hub name, or the name of a bundled model")
+    dtype: Dtype = Field("auto", description="auto: bfloat16 for a target and on GPU, float32 for a draft on CPU")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: PositiveInt | None = Field(None, description="compute threads; default: every core it may use")
+    cpus: tuple[int, ...] | None = Field(None, description="pin the worker to these cores")
+    replicas: PositiveInt = 1
+    block_size: PositiveInt = Field(16, description="tokens in a KV block")
+    kv_cache_bytes: PositiveInt = 256 * 2**20
+    max_model_len: PositiveInt | None = Field(None, description="default: the model's own limit")
+    max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
+    max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
+    addresses: tuple[Address, ...] = Field(
+        (),
+        description="where the pool's workers listen, for those who call them; a worker listens at the first",
+    )
+    metrics_port: Port | None = Field(None, description="0 picks a free port; default: no metrics page")
+
+    @property
+    def listen_address(self) -> str:
+        if not self.addresses:
+            raise ConfigurationError(
+                "no address to listen at: set `target.addresses` or `draft.addresses` to [host:port]"
+            )
+        return self.addresses[0]
+
+
+class TargetConfig(WorkerConfig):
+    model: str = "outrider-target-12m"
+
+
+class DraftConfig(WorkerConfig):
+    model: str = "outrider-draft-2m"
+    replicas: Annotated[int, Field(ge=0)] = 1
+
+
+class SpeculationConfig(_Section):
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
+        4,
+        description="draft tokens a round (k); the most a request may ask for is max_speculative_tokens",
+    )
+    max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = 16
+    controller: Literal["fixed"] = "fixed"
+    acceptance: Literal["coupled"] = "coupled"
+    max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="window in tokens past the committed ones; default 2k+2"
+    )
+    draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
+        50.0, description="how long a step waits for a proposal before it decodes plainly"
+    )
+
+    @model_validator(mode="after")
+    def _default_within_limit(self) -> SpeculationConfig:
+        if self.num_speculative_tokens > self.max_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens {self.num_speculative_tokens} exceeds max_speculative_tokens "
+                f"{self.max_speculative_tokens}: raise the latter"
+            )
+        return self
+
+    def window(self, num_speculative_tokens: int) -> int:
+        """How far past the committed tokens a drafter may run for a sequence with this k."""
+        if self.max_run_ahead is None:
+            return 2 * num_speculative_tokens + 2
+        return max(self.max_run_ahead, num_speculative_tokens)
+
+
+class RouterConfig(_Section):
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    max_waiting_requests: PositiveInt = Field(1024, description="requests in flight before new ones are answered 503")
+    max_body_bytes: PositiveInt = 8 * 2**20
+
+
+class Config(_Section):
+    target: TargetConfig = TargetConfig()
+    draft: DraftConfig = DraftConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    router: RouterConfig = RouterConfig()
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Reads the YAML file at `path` (default: none, all defaults), then applies `overrides`.
+
+    An override is `section.key=value`, its value read as YAML. Raises ConfigurationError naming the key.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"the configuration {path} is not YAML: {error}") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigurationError(f"the configuration {path} must be a mapping of sections")
+        tree = loaded or {}
+    for override in overrides:
+        _apply_override(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigurationError(_describe(error)) from error
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not separator or not dot or not section or not name:
+        raise ConfigurationError(f"cannot apply {override!r}: write section.key=value")
+    branch = tree.setdefault(section, {})
+    if not isinstance(branch, dict):
+        raise ConfigurationError(f"cannot apply {override!r}: {section!r} is not a section")
+    try:
+        branch[name] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"cannot apply {override!r}: its value is not YAML: {error}") from error
+
+
+def _describe(error: ValidationError) -> str:
+    """The first complaint, with the key it is about and, for an unknown key, the nearest known one."""
+    complaint = error.errors()[0]
+    location = [str(part) for part in complaint["loc"]]
+    key = ".".join(location) or "configuration"
+    if complaint["type"] != "extra_forbidden":
+        return f"{key}: {complaint['msg']} (got {complaint['input']!r})"
+    section: type[BaseModel] = Config
+    for part in location[:-1]:
+        annotation = section.model_fields[part].annotation
+        assert isinstance(annotation, type)
+        section = annotation
+    known = list(section.model_fields)
+    nearest = difflib.get_close_matches(location[-1], known, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(known)}"
+    return f"unknown key {key!r}; {hint}"

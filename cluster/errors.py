@@ -1,0 +1,80 @@
+"""The exceptions of Outrider and their faces on gRPC and HTTP.
+
+OutriderError
+├── ConfigurationError      a setting, flag, model folder or port is unusable
+├── InvalidRequestError     400  INVALID_ARGUMENT    the caller's request is unusable; `param` names the field
+├── NotFoundError           404  NOT_FOUND           no such model or route
+├── OverloadedError         503  RESOURCE_EXHAUSTED  the queue is full; nothing was started
+├── UnavailableError        503  UNAVAILABLE         no worker can answer now
+└── InternalError           500  INTERNAL            we broke something
+
+Foreign errors are translated once, where they enter: gRPC's in `from_grpc`, pydantic's in `cluster.config` and
+in the router's request parsing.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+
+class OutriderError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    http_status = 500
+    grpc_code = grpc.StatusCode.INTERNAL
+    error_type = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigurationError(OutriderError):
+    """A setting that cannot work; the message says which and what to do."""
+
+    grpc_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class InvalidRequestError(OutriderError):
+    http_status = 400
+    grpc_code = grpc.StatusCode.INVALID_ARGUMENT
+    error_type = "invalid_request_error"
+
+
+class NotFoundError(OutriderError):
+    http_status = 404
+    grpc_code = grpc.StatusCode.NOT_FOUND
+    error_type = "not_found_error"
+
+
+class OverloadedError(OutriderError):
+    http_status = 503
+    grpc_code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    error_type = "overloaded_error"
+
+
+class UnavailableError(OutriderError):
+    http_status = 503
+    grpc_code = grpc.StatusCode.UNAVAILABLE
+    error_type = "unavailable_error"
+
+
+class InternalError(OutriderError):
+    pass
+
+
+_BY_GRPC_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
+    error.grpc_code: error for error in (InvalidRequestError, NotFoundError, OverloadedError, UnavailableError)
+}
+
+# Names the offending field of an INVALID_ARGUMENT in the trailing metadata of a gRPC call.
+PARAM_METADATA_KEY = "outrider-param"
+
+
+def from_grpc(error: grpc.aio.AioRpcError) -> OutriderError:
+    """The exception that `error` stands for."""
+    kind = _BY_GRPC_CODE.get(error.code(), InternalError)
+    metadata = dict(error.trailing_metadata() or ())
+    param = metadata.get(PARAM_METADATA_KEY)
+    return kind(error.details() or error.code().name, param=param if isinstance(param, str) else None)

@@ -1,0 +1,144 @@
+"""From logits to choices: the distribution is shaped as the request asks, then drawn by the Gumbel-max rule.
+
+    choice = argmax_i (log p_i + g_i)            exact sample of p (Gumbel 1954; Maddison et al. 2014)
+
+`log p` need only be known up to a constant, so the shaped logits serve as they are. Ties go to the lowest ID
+(torch.argmax returns the first maximum). Target and draft call the same function: the draft's result is a guess
+of the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cluster.speculation.noise import NoiseKey, gumbel_noise
+from cluster.speculation.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Consecutive rows of logits that belong to one sequence.
+
+    `token_ids` are the sequence's tokens up to and including the input of the last row: of n rows, row j draws the
+    token at position `len(token_ids) - n + 1 + j`, after all tokens before that position. Drafts under
+    verification are simply its last tokens, which makes penalties right inside a draft.
+    """
+
+    params: SamplingParams
+    noise_key: NoiseKey
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    num_rows: int = 1
+
+    @property
+    def first_position(self) -> int:
+        return len(self.token_ids) - self.num_rows + 1
+
+
+def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+    """The choice of every row. `logits` [num_rows, vocab_size], any float dtype, rows in the order of `requests`."""
+    scores = perturbed_logits(logits, requests)
+    choices: list[int] = scores.argmax(dim=-1).tolist()
+    return choices
+
+
+def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
+    """`logits / T + g` after every filter, float32 [num_rows, vocab_size]: what the argmax is taken of.
+
+    Filtered tokens are -inf. A greedy row is its logits after bias and penalties.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    _bias_and_penalise(scores, requests)
+    params = [request.params for request in requests for _ in range(request.num_rows)]
+    if all(row.is_greedy for row in params):
+        return scores
+    temperatures = [1.0 if row.is_greedy else row.temperature for row in params]
+    if any(temperature != 1.0 for temperature in temperatures):
+        scores /= torch.tensor(temperatures, dtype=torch.float32, device=scores.device)[:, None]
+    filtered = [i for i, row in enumerate(params) if row.has_filter]
+    if filtered:
+        scores[filtered] = _filter(scores[filtered], [params[i] for i in filtered])
+    _add_noise(scores, requests)
+    return scores
+
+
+def _bias_and_penalise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
+    """Adds logit bias and applies the penalties, in place."""
+    start = 0
+    for request in requests:
+        rows = scores[start : start + request.num_rows]
+        start += request.num_rows
+        params = request.params
+        if params.logit_bias:
+            token_ids = torch.tensor([token for token, _ in params.logit_bias], device=scores.device)
+            biases = torch.tensor([bias for _, bias in params.logit_bias], device=scores.device)
+            rows[:, token_ids] += biases
+        if params.has_penalty:
+            _penalise(rows, request)
+
+
+def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
+    """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its own prefix."""
+    params, vocab_size, device = request.params, rows.shape[-1], rows.device
+    num_prompt, first = request.num_prompt_tokens, request.first_position
+    tokens = torch.tensor(request.token_ids, device=device)
+    seen_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    seen_in_prompt[tokens[:num_prompt]] = True
+    counts = torch.bincount(tokens[num_prompt:first], minlength=vocab_size).to(torch.float32)
+    for j, row in enumerate(rows):
+        if j:
+            counts[tokens[first + j - 1]] += 1
+        generated = counts > 0
+        if params.repetition_penalty != 1.0:
+            penalty = params.repetition_penalty
+            penalised = torch.where(row > 0, row / penalty, row * penalty)
+            row.copy_(torch.where(seen_in_prompt | generated, penalised, row))
+        row -= params.frequency_penalty * counts
+        row -= params.presence_penalty * generated
+
+
+def _filter(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Min-p, then top-k, then top-p, as vLLM orders them. `scores` [num_rows, vocab_size], after temperature."""
+    device, vocab_size = scores.device, scores.shape[-1]
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+    if any(p.min_p > 0 for p in params):
+        probabilities = scores.softmax(dim=-1)
+        threshold = probabilities.amax(dim=-1, keepdim=True) * column([p.min_p for p in params])
+        scores = scores.masked_fill(probabilities < threshold, -torch.inf)
+    if not any(p.top_k > 0 or p.top_p < 1.0 for p in params):
+        return scores
+    # Stable and descending: among equal scores the lowest ID stays in.
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(vocab_size, device=device)[None, :]
+    top_k = column([p.top_k if p.top_k > 0 else vocab_size for p in params])
+    ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
+    mass_before = ordered.softmax(dim=-1).cumsum(dim=-1)
+    mass_before = torch.cat([torch.zeros_like(mass_before[:, :1]), mass_before[:, :-1]], dim=-1)
+    # The most likely token always stays; a row without top-p keeps everything, whatever the sum rounds to.
+    top_p = column([p.top_p if p.top_p < 1.0 else 2.0 for p in params])
+    outside = (mass_before >= top_p) & (ranks > 0)
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.full_like(scores, -torch.inf).scatter_(-1, order, ordered)
+
+
+def _add_noise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
+    """Adds the Gumbel noise of every row that is not greedy, in place."""
+    rows: list[int] = []
+    draws: list[tuple[NoiseKey, int]] = []
+    start = 0
+    for request in requests:
+        if not request.params.is_greedy:
+            rows.extend(range(start, start + request.num_rows))
+            draws.extend((request.noise_key, request.first_position + j) for j in range(request.num_rows))
+        start += request.num_rows
+    noise = torch.from_numpy(gumbel_noise(draws, scores.shape[-1])).to(scores.device)
+    if len(rows) == len(scores):
+        scores += noise
+    else:
+        scores[rows] += noise

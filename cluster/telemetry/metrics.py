@@ -1,0 +1,103 @@
+"""What the programs count, by Prometheus's rules: raw counters and histograms, rates are left to the reader.
+
+Each program has a class of its own over its own registry. A metric is named as in vLLM where vLLM has it and
+starts with `outrider_` otherwise.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    start_http_server,
+)
+
+from cluster.errors import ConfigurationError
+
+_FIRST_TOKEN_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+
+
+class RouterMetrics:
+    """What the router counts: its requests, and the cluster's totals of tokens and speculation.
+
+    Requests that fail, per second:
+        sum(rate(outrider_requests_total{code=~"5.."}[1m]))
+    Generated tokens per second:
+        rate(vllm:generation_tokens_total[1m])
+    Acceptance rate:
+        rate(vllm:spec_decode_num_accepted_tokens_total[1m])
+          / rate(vllm:spec_decode_num_draft_tokens_total[1m])
+    Acceptance length (rounds that verified no draft are left out):
+        1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m])
+          / rate(vllm:spec_decode_num_drafts_total[1m])
+    Median time to the first token:
+        histogram_quantile(0.5, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket[1m])))
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._model_name = model_name
+
+        def counter(name: str, documentation: str) -> Counter:
+            return Counter(name, documentation, ["model_name"], registry=registry).labels(model_name)
+
+        def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, documentation, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+
+        self.requests_running: Gauge = Gauge(
+            "vllm:num_requests_running",
+            "Requests in flight.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        self.num_drafts = counter("vllm:spec_decode_num_drafts", "Rounds that verified at least one draft token.")
+        self.num_draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
+        self.num_accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self.time_to_first_token = histogram(
+            "vllm:time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            _FIRST_TOKEN_BUCKETS,
+        )
+        self.e2e_latency = histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From the request's arrival to its last token.",
+            _LATENCY_BUCKETS,
+        )
+        self._requests = Counter(
+            "outrider_requests",
+            "Requests by how they ended: the HTTP status, 499 when the client left first, and the status "
+            "that a failure would have had when it came after the answer had begun.",
+            ["model_name", "code"],
+            registry=registry,
+        )
+
+    def count_request(self, code: int) -> None:
+        """Counts one request that ended with `code`."""
+        self._requests.labels(self._model_name, str(code)).inc()
+
+    def render(self) -> bytes:
+        """The page in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+def serve_metrics(registry: CollectorRegistry, port: int) -> int:
+    """Serves `registry` at `/metrics` on loopback from a daemon thread; returns the port (0: a free one)."""
+    try:
+        server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot serve metrics on port {port}: {error.strerror}; set another `metrics_port`"
+        ) from error
+    return int(server.server_port)
