@@ -1,0 +1,109 @@
+"""A small model as the drafter: it proposes what it would choose itself under the target's noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cluster.drafters.base import Drafter, DraftSequence
+from cluster.engine.batch import Segment
+from cluster.engine.runner import ModelRunner
+from cluster.speculation.sampling import SampleRequest, sample
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What the KV cache holds of one sequence."""
+
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a model of the PyTorch engine.
+
+    Blocks for a sequence's tokens and window are taken when it is admitted, more as it grows; one that cannot grow
+    is given up.
+    """
+
+    def __init__(self, runner: ModelRunner, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.max_model_len = max_model_len
+        self._runner = runner
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._caches: dict[DraftSequence, _Cache] = {}
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._runner.blocks.num_used_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return self._runner.blocks.num_blocks
+
+    def admit(self, sequence: DraftSequence) -> bool:
+        if len(self._caches) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
+            return False
+        cache = _Cache()
+        if not self._reserve(cache, len(sequence.token_ids) + sequence.window):
+            return False
+        self._caches[sequence] = cache
+        return True
+
+    def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        segments: list[Segment] = []
+        completed: list[DraftSequence] = []
+        without_room: list[DraftSequence] = []
+        budget = self._max_num_batched_tokens
+        for sequence in sequences:
+            cache = self._caches[sequence]
+            if not self._reserve(cache, len(sequence.token_ids)):
+                without_room.append(sequence)
+                continue
+            start = cache.num_computed_tokens
+            end = min(len(sequence.token_ids), start + budget)
+            if start == end:
+                break
+            is_complete = end == len(sequence.token_ids)
+            segments.append(
+                Segment(sequence.token_ids[start:end], start, cache.block_table, num_logits=int(is_complete))
+            )
+            if is_complete:
+                completed.append(sequence)
+            cache.num_computed_tokens = end
+            budget -= end - start
+        if segments:
+            logits = self._runner.run(segments)
+            for sequence, choice in zip(completed, self._choose(logits, completed), strict=True):
+                sequence.token_ids.append(choice)
+        return without_room
+
+    @staticmethod
+    def _choose(logits: torch.Tensor, sequences: Sequence[DraftSequence]) -> list[int]:
+        if not sequences:
+            return []
+        return sample(
+            logits,
+            [SampleRequest(s.params, s.noise_key, s.token_ids, s.num_prompt_tokens) for s in sequences],
+        )
+
+    def rewind(self, sequence: DraftSequence, num_tokens: int) -> None:
+        cache = self._caches[sequence]
+        cache.num_computed_tokens = min(cache.num_computed_tokens, num_tokens)
+
+    def release(self, sequence: DraftSequence) -> None:
+        self._runner.blocks.free(self._caches.pop(sequence).block_table)
+
+    def _reserve(self, cache: _Cache, num_tokens: int) -> bool:
+        """Extends the block table to hold `num_tokens` tokens, within the model's length."""
+        blocks = self._runner.blocks
+        missing = blocks.num_blocks_for(min(num_tokens, self.max_model_len)) - len(cache.block_table)
+        if missing <= 0:
+            return True
+        more = blocks.allocate(missing)
+        if more is None:
+            return False
+        cache.block_table.extend(more)
+        return True

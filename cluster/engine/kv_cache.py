@@ -1,0 +1,37 @@
+"""The paged KV cache: one pool of slots for all sequences."""
+
+from __future__ import annotations
+
+import torch
+
+from cluster.engine.model_config import ModelConfig
+
+
+class KVCache:
+    """Keys and values of every layer, addressed by slot = block * block_size + offset.
+
+    `keys[layer]` and `values[layer]` have shape [num_slots, num_kv_heads, head_dim].
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores the rows of a step. `keys`, `values` [num_tokens, num_kv_heads, head_dim]; `slots` [num_tokens]."""
+        self.keys[layer].index_copy_(0, slots, keys)
+        self.values[layer].index_copy_(0, slots, values)
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of `block_size` tokens in every layer."""
+    return 2 * config.num_layers * config.kv_size * dtype.itemsize * block_size

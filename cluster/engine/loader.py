@@ -1,0 +1,129 @@
+"""Loads a Hugging Face folder into the engine's model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from cluster.engine.linear import Linear
+from cluster.engine.model import LayerWeights, LlamaModel, ModelWeights
+from cluster.engine.model_config import ModelConfig
+from cluster.errors import ConfigurationError
+
+Progress = Callable[[int, int], None]
+"""Told (tensors read, tensors in all) while a model loads."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device 'cuda' was asked for, but PyTorch sees no GPU")
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str, device: torch.device, *, on_cpu: torch.dtype) -> torch.dtype:
+    """`auto` is bfloat16 on GPU and `on_cpu` on CPU."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    return torch.bfloat16 if device.type == "cuda" else on_cpu
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None = None) -> LlamaModel:
+    """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete."""
+    config = ModelConfig.from_folder(folder)
+    tensors = _TensorReader(folder, dtype, device, progress)
+    try:
+        weights = _read_weights(config, tensors)
+    finally:
+        tensors.close()
+    return LlamaModel(config, weights, dtype, device)
+
+
+def _read_weights(config: ModelConfig, tensors: _TensorReader) -> ModelWeights:
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+
+    def linear(*parts: tuple[str, int], in_features: int) -> Linear:
+        """One product for several projections of the same input, fused by stacking their rows."""
+        weights = [tensors.read(f"{name}.weight", out, in_features) for name, out in parts]
+        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+
+    def layer(index: int) -> LayerWeights:
+        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+        return LayerWeights(
+            input_norm=tensors.read(f"model.layers.{index}.input_layernorm.weight", hidden),
+            qkv=linear(
+                (f"{attention}.q_proj", config.q_size),
+                (f"{attention}.k_proj", config.kv_size),
+                (f"{attention}.v_proj", config.kv_size),
+                in_features=hidden,
+            ),
+            output=linear((f"{attention}.o_proj", hidden), in_features=config.q_size),
+            post_attention_norm=tensors.read(f"model.layers.{index}.post_attention_layernorm.weight", hidden),
+            gate_up=linear(
+                (f"{mlp}.gate_proj", intermediate),
+                (f"{mlp}.up_proj", intermediate),
+                in_features=hidden,
+            ),
+            down=linear((f"{mlp}.down_proj", hidden), in_features=intermediate),
+        )
+
+    embedding = tensors.read("model.embed_tokens.weight", config.vocab_size, hidden)
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(layer(index) for index in range(config.num_layers)),
+        norm=tensors.read("model.norm.weight", hidden),
+        head=Linear(embedding)
+        if config.tie_word_embeddings
+        else linear(("lm_head", config.vocab_size), in_features=hidden),
+    )
+
+
+class _TensorReader:
+    """Reads tensors by name from the memory-mapped shards of a folder."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
+        self._folder, self._dtype, self._device, self._progress = folder, dtype, device, progress
+        self._shards: dict[str, Any] = {}
+        self._file_of = _weight_map(folder)
+        self._num_read = 0
+
+    def read(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `name` in the model's dtype, on its device."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise ConfigurationError(f"{self._folder} has no weight named {name!r}")
+        if file not in self._shards:
+            self._shards[file] = safe_open(self._folder / file, framework="pt")
+        tensor: torch.Tensor = self._shards[file].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ConfigurationError(
+                f"{self._folder}: {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
+            )
+        self._num_read += 1
+        if self._progress is not None:
+            self._progress(self._num_read, len(self._file_of))
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def close(self) -> None:
+        self._shards.clear()
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Which file holds each tensor."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return weight_map
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ConfigurationError(f"{folder} has no model.safetensors (nor an index of shards)")
+    with safe_open(single, framework="pt") as shard:
+        return dict.fromkeys(shard.keys(), single.name)

@@ -1,0 +1,46 @@
+"""Runs steps of one model: packs segments, computes, hands back logits. Target and draft engines both use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cluster.config import WorkerConfig
+from cluster.engine.batch import Segment, pack
+from cluster.engine.blocks import BlockManager
+from cluster.engine.kv_cache import KVCache, block_bytes
+from cluster.engine.loader import Progress, load_model, resolve_device, resolve_dtype
+from cluster.engine.model import LlamaModel
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+
+
+class ModelRunner:
+    """A model with its KV cache and the manager of its blocks."""
+
+    def __init__(self, model: LlamaModel, block_size: int, num_blocks: int) -> None:
+        self.model = model
+        self.blocks = BlockManager(num_blocks, block_size)
+        self._kv_cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
+
+    @classmethod
+    def from_config(
+        cls, config: WorkerConfig, *, dtype_on_cpu: torch.dtype, progress: Progress | None = None
+    ) -> ModelRunner:
+        """Loads the model that `config` names and sizes the cache. Raises ConfigurationError."""
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
+        model = load_model(resolve_model_folder(config.model), dtype, device, progress)
+        num_blocks = config.kv_cache_bytes // block_bytes(model.config, config.block_size, dtype)
+        if num_blocks == 0:
+            raise ConfigurationError(
+                f"kv_cache_bytes {config.kv_cache_bytes} holds no block of {config.block_size} tokens of "
+                f"{config.model!r}: give it at least {block_bytes(model.config, config.block_size, dtype)}"
+            )
+        return cls(model, config.block_size, num_blocks)
+
+    def run(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """One step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""
+        batch = pack(segments, self.blocks.block_size, self.model.device)
+        return self.model.forward(batch, self._kv_cache)

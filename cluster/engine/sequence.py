@@ -1,0 +1,53 @@
+"""The engine's state of one generation."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # an end-of-sequence token
+    LENGTH = "length"  # max_tokens
+    ABORT = "abort"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Committed tokens and where their KV is.
+
+    `token_ids` are the prompt and the committed tokens. The KV of the first `num_computed_tokens` of them is in
+    the blocks of `block_table`; while a sequence decodes all but its last token are computed. Slots after those
+    may hold the KV of rejected drafts: they are written again before they are read.
+    """
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_len: int  # prompt and generated tokens at most
+    eos_token_ids: frozenset[int]  # empty: end-of-sequence tokens are ignored
+    num_speculative_tokens: int
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed_tokens < len(self.token_ids) - 1
+
+    @property
+    def max_useful_drafts(self) -> int:
+        """Drafts beyond this could not be committed: the bonus token takes the last place."""
+        return max(0, min(self.num_speculative_tokens, self.max_len - len(self.token_ids) - 1))
+
+    def commit(self, token_ids: Tokens[int]) -> int:
+        """Appends `token_ids`, at most up to where the sequence ends; returns how many of them were appended."""
+        for count, token in enumerate(token_ids, start=1):
+            self.token_ids.append(token)
+            if token in self.eos_token_ids:
+                self.finish_reason = FinishReason.STOP
+                return count
+            if len(self.token_ids) >= self.max_len:
+                self.finish_reason = FinishReason.LENGTH
+                return count
+        return len(token_ids)
