@@ -1,0 +1,137 @@
+"""A coordinator's end of the stream to one draft worker: connects, checks the pair, reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.coordination.codec import decode_reply, encode_request
+from cluster.coordination.messages import SpeculateReply, SpeculateRequest
+from cluster.coordination.outbox import Outbox
+from cluster.errors import ConfigurationError
+from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
+
+logger = logging.getLogger(__name__)
+
+_RECONNECT_SECONDS = (0.1, 0.2, 0.5, 1.0)
+_DESCRIBE_TIMEOUT_SECONDS = 5.0
+_CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 16 * 2**20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+
+class LinkState(enum.Enum):
+    DOWN = enum.auto()
+    UP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvent:
+    """Something that happened on a link: it went up or down, or a reply came."""
+
+    link: DraftLink
+    event: LinkState | SpeculateReply
+
+
+@dataclass(slots=True)
+class LinkBytes:
+    """Protobuf payload over a link's whole life."""
+
+    opens: int = 0  # sent, for opening sequences
+    sent: int = 0  # all else that was sent
+    received: int = 0
+
+
+class DraftLink:
+    """One draft worker. `run` belongs to an event loop; `send` may be called from any thread and never blocks."""
+
+    def __init__(self, address: str, tokenizer_fingerprint: str, notify: Callable[[LinkEvent], None]) -> None:
+        self.address = address
+        self.bytes = LinkBytes()
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._notify = notify
+        self._outbox: Outbox[SpeculateRequest] | None = None  # while the stream is up
+
+    @property
+    def is_up(self) -> bool:
+        return self._outbox is not None
+
+    def send(self, request: SpeculateRequest) -> None:
+        """Hands `request` to the stream. Dropped while the link is down: its sequences are gone there."""
+        outbox = self._outbox
+        if outbox is not None:
+            outbox.put(request)
+
+    async def run(self) -> None:
+        """Keeps the link up until cancelled."""
+        attempt = 0
+        async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+            stub = draft_pb2_grpc.DraftStub(channel)
+            while True:
+                try:
+                    await self._check_pair(stub)
+                    attempt = 0
+                    await self._stream(stub)
+                except grpc.aio.AioRpcError as error:
+                    logger.debug("draft worker %s: %s", self.address, error.details())
+                except ValueError as error:
+                    logger.error("draft worker %s sent an unusable message: %s", self.address, error)
+                except ConfigurationError as error:
+                    logger.error("%s", error)
+                    attempt = len(_RECONNECT_SECONDS)
+                await asyncio.sleep(_RECONNECT_SECONDS[min(attempt, len(_RECONNECT_SECONDS) - 1)])
+                attempt += 1
+
+    async def _check_pair(self, stub: draft_pb2_grpc.DraftStub) -> None:
+        """Raises ConfigurationError when the worker's tokenizer is another than the target's."""
+        description = await stub.Describe(types_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_SECONDS)
+        fingerprint = description.model.tokenizer_fingerprint
+        if fingerprint != self._tokenizer_fingerprint:
+            raise ConfigurationError(
+                f"draft worker {self.address} ({description.model.name}) is not used: its tokenizer "
+                f"{fingerprint} differs from the target's {self._tokenizer_fingerprint}"
+            )
+
+    async def _stream(self, stub: draft_pb2_grpc.DraftStub) -> None:
+        """One life of the stream: up, replies, down."""
+        call = stub.Speculate()
+        await call.wait_for_connection()
+        outbox: Outbox[SpeculateRequest] = Outbox()
+        self._outbox = outbox
+        logger.info("link to draft worker %s is up", self.address)
+        self._notify(LinkEvent(self, LinkState.UP))
+        writer = asyncio.create_task(self._write(call, outbox))
+        try:
+            async for message in call:
+                self.bytes.received += message.ByteSize()
+                self._notify(LinkEvent(self, decode_reply(message)))
+        finally:
+            self._outbox = None
+            call.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            logger.info("link to draft worker %s is down", self.address)
+            self._notify(LinkEvent(self, LinkState.DOWN))
+
+    async def _write(
+        self,
+        call: grpc.aio.StreamStreamCall[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply],
+        outbox: Outbox[SpeculateRequest],
+    ) -> None:
+        while True:
+            message = encode_request(await outbox.take())
+            num_bytes = message.ByteSize()
+            num_open_bytes = sum(entry.ByteSize() for entry in message.open)
+            self.bytes.opens += num_open_bytes
+            self.bytes.sent += num_bytes - num_open_bytes
+            await call.write(message)

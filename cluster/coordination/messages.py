@@ -1,0 +1,84 @@
+"""What coordinator and draft worker say to each other, as the code on both sides handles it.
+
+A message holds at most one entry a sequence. Two messages that wait for the same link are merged into one, so
+that a sender never queues more than one entry a sequence however slow the link is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sequence to draft for, with every token committed so far."""
+
+    sequence: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    noise_key: NoiseKey
+    num_speculative_tokens: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Every token committed since `base`, a length the drafter is known to have been told."""
+
+    sequence: int
+    base: int
+    token_ids: Sequence[int]
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens that follow the first `base` tokens of a sequence."""
+
+    sequence: int
+    base: int
+    token_ids: Sequence[int]
+
+
+@dataclass(slots=True)
+class SpeculateRequest:
+    """From coordinator to draft worker."""
+
+    opens: dict[int, Open] = field(default_factory=dict)
+    advances: dict[int, Advance] = field(default_factory=dict)
+    closes: set[int] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.opens or self.advances or self.closes)
+
+    def merge(self, newer: SpeculateRequest) -> None:
+        """Takes in a later request. Advances are cumulative, so the later one stands for both."""
+        self.opens |= newer.opens
+        self.advances |= newer.advances
+        self.closes |= newer.closes
+        for sequence in newer.closes:
+            self.opens.pop(sequence, None)
+            self.advances.pop(sequence, None)
+
+
+@dataclass(slots=True)
+class SpeculateReply:
+    """From draft worker to coordinator."""
+
+    proposals: dict[int, Proposal] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)  # not held, or a base it was never told
+    refused: set[int] = field(default_factory=set)  # no room
+
+    def __bool__(self) -> bool:
+        return bool(self.proposals or self.lost or self.refused)
+
+    def merge(self, newer: SpeculateReply) -> None:
+        """Takes in a later reply; its proposal for a sequence replaces the earlier one."""
+        self.proposals |= newer.proposals
+        self.lost |= newer.lost
+        self.refused |= newer.refused

@@ -1,0 +1,63 @@
+"""The draft workers that one coordinator may use."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+
+from cluster.coordination.link import DraftLink, LinkEvent
+
+
+class DraftPool:
+    """Links to draft workers, run by an event loop, used by an engine's thread.
+
+    `run` follows `endpoints`: each item is the whole list of addresses as it is from then on. What happens on the
+    links collects until the engine's thread takes it with `poll`.
+    """
+
+    def __init__(self, tokenizer_fingerprint: str) -> None:
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._links: dict[str, DraftLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._events: list[LinkEvent] = []
+        self._happened = threading.Condition()
+
+    @property
+    def links(self) -> Sequence[DraftLink]:
+        return tuple(self._links.values())
+
+    @property
+    def num_links_up(self) -> int:
+        return sum(link.is_up for link in self._links.values())
+
+    async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
+        """Keeps a link to every endpoint until cancelled."""
+        try:
+            async for addresses in endpoints:
+                self._follow(addresses)
+            await asyncio.Event().wait()  # a list that ends is a list that stays
+        finally:
+            self._follow(())
+
+    def _follow(self, addresses: Sequence[str]) -> None:
+        for address in self._links.keys() - set(addresses):
+            self._tasks.pop(address).cancel()
+            del self._links[address]
+        for address in set(addresses) - self._links.keys():
+            link = DraftLink(address, self._tokenizer_fingerprint, self._record)
+            self._links[address] = link
+            self._tasks[address] = asyncio.create_task(link.run())
+
+    def _record(self, event: LinkEvent) -> None:
+        with self._happened:
+            self._events.append(event)
+            self._happened.notify()
+
+    def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
+        """What happened since the last call; waits up to `timeout` seconds for something to happen."""
+        with self._happened:
+            if not self._events and timeout > 0.0:
+                self._happened.wait(timeout)
+            events, self._events = self._events, []
+        return events

@@ -1,0 +1,201 @@
+"""The draft worker's loop: one drafter serves the sequences of many links and runs ahead while targets verify."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.drafters.base import Drafter, DraftSequence
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[SpeculateReply], None]
+"""Takes a reply towards a coordinator; never blocks."""
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A sequence and what is owed for it."""
+
+    name: int  # its number on its link
+    link: int
+    sequence: DraftSequence
+    owes_proposal: bool = True
+
+    def has_proposal(self, max_model_len: int) -> bool:
+        """Whether the proposal that is owed is complete, or as long as it can become."""
+        sequence = self.sequence
+        return sequence.num_drafted >= sequence.num_speculative_tokens or len(sequence.token_ids) >= max_model_len
+
+    def may_run_ahead(self, max_model_len: int) -> bool:
+        return self.sequence.num_drafted < self.sequence.window and len(self.sequence.token_ids) < max_model_len
+
+    def proposal(self) -> Proposal:
+        sequence = self.sequence
+        drafts = sequence.draft_token_ids[: sequence.num_speculative_tokens]
+        return Proposal(self.name, sequence.num_committed, drafts)
+
+
+class DraftWorker:
+    """Drafts in a thread of its own.
+
+    A turn of the loop: take in what arrived; run one step of the drafter for the sequences whose proposal is owed,
+    or, when none is, for those that may still run ahead; send what became complete, one message a link. With
+    nothing to do the thread sleeps.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._entries: dict[tuple[int, int], _Entry] = {}
+        self._links: dict[int, Deliver] = {}
+        self._num_links_ever = 0
+        self._inbox: list[tuple[int, SpeculateRequest | None]] = []  # None: the link is gone
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop after the step that is running."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._entries)
+
+    # Called from the links' threads.
+
+    def attach(self, deliver: Deliver) -> int:
+        """A new link, whose replies go to `deliver`. Returns its number."""
+        with self._wake:
+            self._num_links_ever += 1
+            self._links[self._num_links_ever] = deliver
+            return self._num_links_ever
+
+    def receive(self, link: int, request: SpeculateRequest) -> None:
+        with self._wake:
+            self._inbox.append((link, request))
+            self._wake.notify()
+
+    def detach(self, link: int) -> None:
+        """The link is gone, and with it all its sequences."""
+        with self._wake:
+            self._links.pop(link, None)
+            self._inbox.append((link, None))
+            self._wake.notify()
+
+    # The loop's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._step()
+        except BaseException as error:
+            # The process must not look healthy with a dead loop; its main program watches `error`.
+            self.error = error
+            logger.exception("the drafting loop ended")
+
+    def _step(self) -> None:
+        replies: dict[int, SpeculateReply] = {}
+        batch = self._next_batch()
+        for link, request in self._take_inbox(wait=not batch):
+            reply = replies.setdefault(link, SpeculateReply())
+            if request is None:
+                self._release_link(link)
+            else:
+                self._apply(link, request, reply)
+        # What arrived may be more urgent than what was next, or have taken it away.
+        batch = self._next_batch()
+        if batch:
+            stuck = self._drafter.draft([entry.sequence for entry in batch])
+            for entry in [entry for entry in batch if entry.sequence in stuck]:
+                self._release(entry)
+                replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)
+        self._collect_proposals(replies)
+        for link, reply in replies.items():
+            deliver = self._links.get(link)
+            if reply and deliver is not None:
+                deliver(reply)
+
+    def _take_inbox(self, *, wait: bool) -> list[tuple[int, SpeculateRequest | None]]:
+        with self._wake:
+            while wait and not self._inbox and not self._stopping:
+                self._wake.wait()
+            inbox, self._inbox = self._inbox, []
+        return inbox
+
+    def _next_batch(self) -> list[_Entry]:
+        """The sequences whose proposal is owed; when there are none, those that may run ahead."""
+        limit = self._drafter.max_model_len
+        urgent = [e for e in self._entries.values() if e.owes_proposal and not e.has_proposal(limit)]
+        return urgent or [e for e in self._entries.values() if e.may_run_ahead(limit)]
+
+    def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
+        limit = self._drafter.max_model_len
+        for entry in self._entries.values():
+            if entry.owes_proposal and entry.has_proposal(limit):
+                entry.owes_proposal = False
+                replies.setdefault(entry.link, SpeculateReply()).proposals[entry.name] = entry.proposal()
+
+    def _apply(self, link: int, request: SpeculateRequest, reply: SpeculateReply) -> None:
+        for opening in request.opens.values():
+            if not self._open(link, opening):
+                reply.refused.add(opening.sequence)
+        for advance in request.advances.values():
+            if advance.sequence not in reply.refused and not self._advance(link, advance):
+                reply.lost.add(advance.sequence)
+        for name in request.closes:
+            entry = self._entries.get((link, name))
+            if entry is not None:
+                self._release(entry)
+
+    def _open(self, link: int, opening: Open) -> bool:
+        """False when there is no room. Opening again replaces what was there."""
+        known = self._entries.get((link, opening.sequence))
+        if known is not None:
+            self._release(known)
+        sequence = DraftSequence(
+            token_ids=list(opening.token_ids),
+            num_prompt_tokens=opening.num_prompt_tokens,
+            params=opening.params,
+            noise_key=opening.noise_key,
+            num_speculative_tokens=opening.num_speculative_tokens,
+            window=opening.window,
+        )
+        if not self._drafter.admit(sequence):
+            return False
+        self._entries[link, opening.sequence] = _Entry(opening.sequence, link, sequence)
+        return True
+
+    def _advance(self, link: int, advance: Advance) -> bool:
+        """False when the sequence, or the tokens before the advance's base, are not known here."""
+        entry = self._entries.get((link, advance.sequence))
+        if entry is None:
+            return False
+        sequence = entry.sequence
+        if sequence.is_behind(advance.base):
+            self._release(entry)
+            return False
+        num_kept = sequence.commit(advance.base, advance.token_ids)
+        if num_kept is not None:
+            self._drafter.rewind(sequence, num_kept)
+            sequence.num_speculative_tokens = advance.num_speculative_tokens
+            entry.owes_proposal = True
+        return True
+
+    def _release(self, entry: _Entry) -> None:
+        del self._entries[entry.link, entry.name]
+        self._drafter.release(entry.sequence)
+
+    def _release_link(self, link: int) -> None:
+        for entry in [entry for entry in self._entries.values() if entry.link == link]:
+            self._release(entry)

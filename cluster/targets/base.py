@@ -1,0 +1,83 @@
+"""Who verifies: the interface of every target engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.engine.sequence import FinishReason
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate."""
+
+    request_id: str  # unique among those that are running
+    token_ids: list[int]  # the prompt, then what was generated elsewhere
+    num_prompt_tokens: int
+    params: SamplingParams
+    noise_key: NoiseKey
+    max_tokens: int  # generated tokens in all
+    ignore_eos: bool
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """What one step committed for one request."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    finish_reason: FinishReason | None
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLoad:
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
+    num_draft_links: int
+
+
+Publish = Callable[[Sequence[GenerationOutput]], None]
+"""Takes the outputs of one step; called from the engine's thread, never blocks."""
+
+
+class Target(ABC):
+    """A target engine with its coordinator."""
+
+    name: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    error: BaseException | None = None  # why the step loop ended, when it did
+
+    @abstractmethod
+    def start(self, publish: Publish) -> None:
+        """Starts the step loop in a thread of its own."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends the step loop after the step that is running."""
+
+    @abstractmethod
+    async def run_links(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
+        """Keeps the links to the draft workers at `endpoints` up until cancelled."""
+
+    @abstractmethod
+    def submit(self, request: GenerationRequest) -> None:
+        """Any thread. Raises InvalidRequestError, changing nothing, when the request can never run."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> None:
+        """Any thread. Frees the request within a step; nothing more is published for it. Unknown: ignored."""
+
+    @abstractmethod
+    def load(self) -> TargetLoad: ...

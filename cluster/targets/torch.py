@@ -1,0 +1,226 @@
+"""The PyTorch target: the engine's step loop, and the coordinator that runs the rounds beside it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.coordinator import Coordinator, SpeculativeSequence
+from cluster.coordination.pool import DraftPool
+from cluster.engine import sequence as engine
+from cluster.engine.runner import ModelRunner
+from cluster.engine.scheduler import ScheduledSequence, Scheduler
+from cluster.errors import InvalidRequestError
+from cluster.speculation.acceptance import count_accepted
+from cluster.speculation.sampling import SampleRequest, sample
+from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A request with its state in the engine and in the coordinator, which share one list of tokens."""
+
+    request: GenerationRequest
+    sequence: engine.Sequence
+    speculative: SpeculativeSequence
+
+
+class TorchTarget(Target):
+    """A step: take in requests, wait for proposals, schedule, run, sample, accept, commit, tell, publish."""
+
+    def __init__(
+        self,
+        name: str,
+        runner: ModelRunner,
+        pool: DraftPool,
+        speculation: SpeculationConfig,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        config = runner.model.config
+        self.name = name
+        self.dtype = str(runner.model.dtype).removeprefix("torch.")
+        self.vocab_size = config.vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = config.eos_token_ids
+        self._runner = runner
+        self._pool = pool
+        self._coordinator = Coordinator(pool, speculation, config.vocab_size)
+        self._scheduler = Scheduler(runner.blocks, max_num_seqs, max_num_batched_tokens)
+        self._running: dict[str, _Running] = {}
+        self._request_of: dict[engine.Sequence, _Running] = {}
+        self._submitted: list[GenerationRequest] = []
+        self._aborted: set[str] = set()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self._coordinator
+
+    def start(self, publish: Publish) -> None:
+        self._thread = threading.Thread(target=self._run, args=(publish,), name="target", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    async def run_links(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
+        await self._pool.run(endpoints)
+
+    def submit(self, request: GenerationRequest) -> None:
+        needed = self._scheduler.num_blocks_needed(
+            request.num_prompt_tokens + request.max_tokens, request.num_speculative_tokens
+        )
+        if needed > self._runner.blocks.num_blocks:
+            raise InvalidRequestError(
+                f"the prompt ({request.num_prompt_tokens} tokens) and max_tokens {request.max_tokens} need "
+                f"{needed} KV blocks, this worker has {self._runner.blocks.num_blocks}",
+                param="max_tokens",
+            )
+        with self._wake:
+            self._submitted.append(request)
+            self._wake.notify()
+
+    def abort(self, request_id: str) -> None:
+        with self._wake:
+            self._aborted.add(request_id)
+            self._wake.notify()
+
+    def load(self) -> TargetLoad:
+        return TargetLoad(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting) + len(self._submitted),
+            num_used_blocks=self._runner.blocks.num_used_blocks,
+            num_blocks=self._runner.blocks.num_blocks,
+            num_draft_links=self._pool.num_links_up,
+        )
+
+    # The step loop's thread.
+
+    def _run(self, publish: Publish) -> None:
+        try:
+            while not self._stopping:
+                self._step(publish)
+        except BaseException as error:
+            # The process must not look healthy with a dead loop; its main program watches `error`.
+            self.error = error
+            logger.exception("the target's step loop ended")
+
+    def _step(self, publish: Publish) -> None:
+        self._take_commands()
+        for sequence in self._scheduler.admit():
+            self._coordinator.open(self._request_of[sequence].speculative)
+        # Openings go out before the target's own prefill, so that the draft's runs beside it.
+        self._coordinator.flush()
+        decoding = [s for s in self._scheduler.running if not s.is_prefilling]
+        self._coordinator.wait(self._request_of[s].speculative for s in decoding)
+        step = self._scheduler.schedule(
+            lambda sequence: self._coordinator.drafts(self._request_of[sequence].speculative)
+        )
+        if step:
+            outputs = self._commit(step, self._verify(step))
+            self._coordinator.flush()
+            publish(outputs)
+
+    def _verify(self, step: Sequence[ScheduledSequence]) -> list[int]:
+        """Runs the step; returns the target's choice for every row that yields one, in order."""
+        logits = self._runner.run([scheduled.segment() for scheduled in step])
+        requests = [
+            SampleRequest(
+                params=running.request.params,
+                noise_key=running.request.noise_key,
+                token_ids=scheduled.sequence.token_ids + scheduled.draft_token_ids,
+                num_prompt_tokens=running.request.num_prompt_tokens,
+                num_rows=scheduled.num_choices,
+            )
+            for scheduled in step
+            if scheduled.yields_choices
+            for running in [self._request_of[scheduled.sequence]]
+        ]
+        return sample(logits, requests) if requests else []
+
+    def _commit(self, step: Sequence[ScheduledSequence], choices: Sequence[int]) -> list[GenerationOutput]:
+        """Accepts, commits and rolls back every sequence of the step; finished ones are freed."""
+        outputs: list[GenerationOutput] = []
+        start = 0
+        for scheduled in step:
+            sequence = scheduled.sequence
+            if not scheduled.yields_choices:
+                sequence.num_computed_tokens += scheduled.num_new_tokens
+                continue
+            own_choices = choices[start : start + scheduled.num_choices]
+            start += scheduled.num_choices
+            num_accepted = count_accepted(scheduled.draft_token_ids, own_choices)
+            # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
+            sequence.num_computed_tokens += scheduled.num_new_tokens + num_accepted
+            num_committed = sequence.commit(own_choices[: num_accepted + 1])
+            running = self._request_of[sequence]
+            outputs.append(
+                GenerationOutput(
+                    request_id=running.request.request_id,
+                    token_ids=own_choices[:num_committed],
+                    finish_reason=sequence.finish_reason,
+                    num_draft_tokens=len(scheduled.draft_token_ids),
+                    num_accepted_tokens=min(num_accepted, num_committed),
+                )
+            )
+            if sequence.finish_reason is None:
+                self._coordinator.commit(running.speculative)
+            else:
+                self._release(running)
+        return outputs
+
+    def _take_commands(self) -> None:
+        """Requests and aborts that came since the last step; sleeps while there is nothing to do at all."""
+        with self._wake:
+            while not (self._submitted or self._aborted or self._running or self._stopping):
+                self._wake.wait()
+            submitted, self._submitted = self._submitted, []
+            aborted, self._aborted = self._aborted, set()
+        for request in submitted:
+            if request.request_id not in aborted:
+                self._add(request)
+        for request_id in aborted:
+            running = self._running.get(request_id)
+            if running is not None:
+                self._release(running)
+
+    def _add(self, request: GenerationRequest) -> None:
+        token_ids = list(request.token_ids)
+        sequence = engine.Sequence(
+            token_ids=token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_len=request.num_prompt_tokens + request.max_tokens,
+            eos_token_ids=frozenset() if request.ignore_eos else frozenset(self.eos_token_ids),
+            num_speculative_tokens=request.num_speculative_tokens,
+        )
+        speculative = SpeculativeSequence(
+            token_ids=token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            params=request.params,
+            noise_key=request.noise_key,
+            num_speculative_tokens=request.num_speculative_tokens,
+        )
+        running = _Running(request, sequence, speculative)
+        self._running[request.request_id] = running
+        self._request_of[sequence] = running
+        self._scheduler.add(sequence)
+
+    def _release(self, running: _Running) -> None:
+        self._scheduler.remove(running.sequence)
+        self._coordinator.close(running.speculative)
+        del self._running[running.request.request_id]
+        del self._request_of[running.sequence]
