@@ -1,0 +1,52 @@
+"""The draft worker program."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from cluster.config import Config
+from cluster.coordination.worker import DraftWorker
+from cluster.drafters.model import ModelDrafter
+from cluster.engine.runner import ModelRunner
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
+from protos.speculation.v1 import draft_pb2_grpc, types_pb2
+from services.draft.servicer import DraftServicer
+from services.worker import loading_progress, prepare_process, serve
+
+
+def run(config: Config) -> int:
+    """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
+    draft = config.draft
+    prepare_process(draft)
+    runner = ModelRunner.from_config(draft, dtype_on_cpu=torch.float32, progress=loading_progress(draft.model))
+    model_config = runner.model.config
+    max_model_len = min(
+        draft.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings
+    )
+    drafter = ModelDrafter(runner, max_model_len, draft.max_num_seqs, draft.max_num_batched_tokens)
+    description = types_pb2.ModelDescription(
+        name=draft.model,
+        tokenizer_fingerprint=Tokenizer(resolve_model_folder(draft.model)).fingerprint(),
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        dtype=str(runner.model.dtype).removeprefix("torch."),
+    )
+    return asyncio.run(_serve(config, drafter, description))
+
+
+async def _serve(config: Config, drafter: ModelDrafter, description: types_pb2.ModelDescription) -> int:
+    worker = DraftWorker(drafter)
+    worker.start()
+    servicer = DraftServicer(worker, drafter, description)
+    try:
+        return await serve(
+            config.draft.listen_address,
+            "speculation.v1.Draft",
+            lambda server: draft_pb2_grpc.add_DraftServicer_to_server(servicer, server),
+            failure=lambda: worker.error,
+        )
+    finally:
+        worker.stop()

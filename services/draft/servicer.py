@@ -1,0 +1,62 @@
+"""gRPC `Draft`: converts and delegates to the draft worker's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from cluster.coordination.codec import decode_request, encode_reply
+from cluster.coordination.messages import SpeculateReply
+from cluster.coordination.outbox import Outbox
+from cluster.coordination.worker import DraftWorker
+from cluster.drafters.model import ModelDrafter
+from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
+from services.worker import new_epoch
+
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply]
+    _DescribeContext = grpc.aio.ServicerContext[types_pb2.DescribeRequest, Awaitable[draft_pb2.DraftDescription]]
+
+
+class DraftServicer(draft_pb2_grpc.DraftServicer):
+    def __init__(self, worker: DraftWorker, drafter: ModelDrafter, model: types_pb2.ModelDescription) -> None:
+        self._worker = worker
+        self._drafter = drafter
+        self._model = model
+        self._epoch = new_epoch()
+
+    async def Speculate(  # type: ignore[override]  # a handler that writes, not an iterator: gRPC takes both
+        self, request_iterator: AsyncIterator[draft_pb2.SpeculateRequest], context: _Context
+    ) -> None:
+        outbox: Outbox[SpeculateReply] = Outbox()
+        link = self._worker.attach(outbox.put)
+        writer = asyncio.create_task(_write(outbox, context))
+        try:
+            async for message in request_iterator:
+                self._worker.receive(link, decode_request(message))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._worker.detach(link)
+            writer.cancel()
+
+    async def Describe(
+        self, request: types_pb2.DescribeRequest, context: _DescribeContext
+    ) -> draft_pb2.DraftDescription:
+        return draft_pb2.DraftDescription(
+            model=self._model,
+            load=types_pb2.Load(
+                num_running=self._worker.num_sequences,
+                num_used_blocks=self._drafter.num_used_blocks,
+                num_blocks=self._drafter.num_blocks,
+            ),
+            epoch=self._epoch,
+        )
+
+
+async def _write(outbox: Outbox[SpeculateReply], context: _Context) -> None:
+    while True:
+        await context.write(encode_reply(await outbox.take()))

@@ -1,0 +1,92 @@
+"""One program that the launcher runs, and starts again when it dies."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from cluster.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+# The command line's exit code for a setting that cannot work: starting again would not help.
+EXIT_CONFIGURATION = 2
+
+_RESTART_SECONDS = (0.1, 0.5, 2.0, 5.0)
+_HEALTHY_AFTER_SECONDS = 30.0
+_TERMINATE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A program in a process of its own. It ends when the launcher does, however that happens."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self._command = [sys.executable, "-m", "services.cli", *arguments]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._num_restarts = 0
+        self._restart_at: float | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        # Threads that spin while they wait for each other would take the cores from the other programs.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", **os.environ}
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the launcher, which ends its children in order
+            preexec_fn=_end_with_parent,
+        )
+        self._started_at = time.monotonic()
+
+    def watch(self) -> None:
+        """Starts the program again, after a pause, if it died. Raises ConfigurationError if that is pointless."""
+        if self._process is None or (code := self._process.poll()) is None:
+            return
+        now = time.monotonic()
+        if code == EXIT_CONFIGURATION:
+            raise ConfigurationError(f"the {self.name} could not start; its message is above")
+        if self._restart_at is None:
+            if now - self._started_at > _HEALTHY_AFTER_SECONDS:
+                self._num_restarts = 0
+            pause = _RESTART_SECONDS[min(self._num_restarts, len(_RESTART_SECONDS) - 1)]
+            self._restart_at = now + pause
+            logger.warning("the %s ended with code %d; starting it again in %.1f s", self.name, code, pause)
+        elif now >= self._restart_at:
+            self._restart_at = None
+            self._num_restarts += 1
+            self.start()
+
+    def terminate(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(signal.SIGCONT)  # a stopped process takes no other signal
+
+    def wait(self) -> None:
+        """Waits for the end after `terminate`, and forces it."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(_TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("the %s does not end; killing it", self.name)
+            self._process.kill()
+            self._process.wait()
+
+
+def _end_with_parent() -> None:
+    """Asks the kernel to end this process when the launcher's ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

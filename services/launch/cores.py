@@ -1,0 +1,34 @@
+"""How a small host's cores are divided among the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# With at least this many cores for each worker the operating system divides them well enough.
+_AMPLE_CORES_PER_WORKER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShares:
+    """The cores of each target and each draft worker; None leaves a worker unpinned."""
+
+    targets: tuple[tuple[int, ...] | None, ...]
+    drafts: tuple[tuple[int, ...] | None, ...]
+
+
+def divide_cores(cpus: Sequence[int], num_targets: int, num_drafts: int) -> CoreShares:
+    """Targets get all cores in equal shares; a draft worker gets the last core, shared with a target.
+
+    A draft worker that has filled its window sleeps, and while it drafts the target mostly waits for it: a core of
+    its own would stand idle for most of a round, and the target's verify step would be the slower for it.
+    """
+    if len(cpus) >= _AMPLE_CORES_PER_WORKER * (num_targets + num_drafts):
+        return CoreShares((None,) * num_targets, (None,) * num_drafts)
+    share = max(1, len(cpus) // num_targets)
+    targets = tuple(
+        tuple(cpus[(i * share) % len(cpus) :][:share]) if num_targets > 1 else tuple(cpus)
+        for i in range(num_targets)
+    )
+    drafts = tuple((cpus[-1 - i % len(cpus)],) for i in range(num_drafts))
+    return CoreShares(targets, drafts)

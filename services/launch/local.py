@@ -1,0 +1,206 @@
+"""Runs a whole cluster on this machine: router, target and draft workers as processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from cluster.config import Config
+from cluster.errors import ConfigurationError, UnavailableError
+from services.launch.child import Child
+from services.launch.cores import divide_cores
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+
+
+class LocalCluster:
+    """A cluster of processes.
+
+        with LocalCluster(config) as cluster:
+            cluster.wait_ready(timeout=60)
+            ... cluster.url ...
+
+    Raises ConfigurationError when the router's port is taken or a program cannot start.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = _resolve(config)
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
+        config_file = Path(self._folder.name) / "cluster.yaml"
+        config_file.write_text(yaml.safe_dump(self.config.model_dump(mode="json")), encoding="utf-8")
+        self.drafts = [_worker(config_file, self.config, "draft", i) for i in range(self.config.draft.replicas)]
+        self.targets = [_worker(config_file, self.config, "target", i) for i in range(self.config.target.replicas)]
+        self.router = Child("router", ["router", "--config", str(config_file)])
+
+    @property
+    def url(self) -> str:
+        host = self.config.router.host
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        return f"http://{shown}:{self.config.router.port}"
+
+    @property
+    def _children(self) -> list[Child]:
+        return [*self.drafts, *self.targets, self.router]
+
+    def start(self) -> None:
+        for child in self._children:
+            child.start()
+
+    def watch(self) -> None:
+        """Starts programs that died again. Raises ConfigurationError when one never can."""
+        for child in self._children:
+            child.watch()
+
+    def health(self) -> dict[str, Any] | None:
+        """What the router says at /health; None unless the whole path can answer."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                body: dict[str, Any] = json.load(response)
+                return body
+        except (urllib.error.URLError, OSError):
+            return None
+
+    def is_ready(self) -> bool:
+        """Whether every target answers and every one of its links is up."""
+        health = self.health()
+        if health is None:
+            return False
+        targets = health["targets"]
+        return len(targets) == len(self.targets) and all(
+            target["num_draft_links"] == target["num_draft_links_configured"] for target in targets
+        )
+
+    def wait_ready(self, timeout: float) -> None:
+        """Raises UnavailableError when the cluster is not ready after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self.is_ready():
+            self.watch()
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"the cluster is not ready after {timeout:.0f} s")
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self) -> None:
+        # The router first: it ends its calls while the workers can still hear of it.
+        for child in reversed(self._children):
+            child.terminate()
+        for child in reversed(self._children):
+            child.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> LocalCluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def serve(config: Config) -> int:
+    """Runs a cluster until SIGINT or SIGTERM; returns the exit code."""
+    stopping = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
+    started_at = time.monotonic()
+    is_announced = False
+    with LocalCluster(config) as cluster:
+        while not stopping:
+            cluster.watch()
+            if not is_announced and cluster.is_ready():
+                is_announced = True
+                _announce(cluster, time.monotonic() - started_at)
+            time.sleep(_POLL_SECONDS if not is_announced else 0.2)
+        logger.info("stopping")
+    return 0
+
+
+def _announce(cluster: LocalCluster, seconds: float) -> None:
+    print(
+        f"""
+Outrider is ready at {cluster.url} after {seconds:.1f} s. Try:
+
+  curl {cluster.url}/v1/completions -H 'Content-Type: application/json' \\
+    -d '{{"prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
+""",
+        flush=True,
+    )
+
+
+def _resolve(config: Config) -> Config:
+    """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0."""
+    if config.speculation.num_speculative_tokens == 0:
+        config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
+    target_ports = _free_ports(config.target.replicas)
+    draft_ports = _free_ports(config.draft.replicas)
+    port = _router_port(config)
+
+    def addresses(ports: list[int]) -> tuple[str, ...]:
+        return tuple(f"127.0.0.1:{port}" for port in ports)
+
+    return config.model_copy(
+        update={
+            "target": config.target.model_copy(update={"addresses": addresses(target_ports)}),
+            "draft": config.draft.model_copy(update={"addresses": addresses(draft_ports)}),
+            "router": config.router.model_copy(update={"port": port}),
+        }
+    )
+
+
+def _router_port(config: Config) -> int:
+    """The router's port, known to be free; port 0 becomes one that is."""
+    host, port = config.router.host, config.router.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot listen at {host}:{port}: {error.strerror}; choose another with --port"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at; all are held until all are chosen, so that they differ."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def _worker(config_file: Path, config: Config, pool: str, index: int) -> Child:
+    """The worker `index` of `pool`, on its own address and cores."""
+    worker = config.target if pool == "target" else config.draft
+    arguments = [pool, "--config", str(config_file), "--set", f"{pool}.addresses=[{worker.addresses[index]!r}]"]
+    if worker.cpus is None and worker.device != "cuda":
+        shares = divide_cores(sorted(os.sched_getaffinity(0)), config.target.replicas, config.draft.replicas)
+        cpus = (shares.targets if pool == "target" else shares.drafts)[index]
+        if cpus is not None:
+            arguments += ["--set", f"{pool}.cpus={list(cpus)}"]
+    name = pool if worker.replicas == 1 else f"{pool} {index}"
+    return Child(name, arguments)

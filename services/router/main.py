@@ -1,0 +1,67 @@
+"""The router as a program."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from cluster.config import Config, RouterConfig
+from cluster.errors import ConfigurationError
+from services.router.app import create_app
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_TIMEOUT_S = 30
+
+
+def run(config: Config) -> int:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish; returns the exit status.
+
+    Raises ConfigurationError when the configuration cannot work.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s router: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    app = create_app(config)
+    listener = _listen(config.router)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=_DRAIN_TIMEOUT_S,
+        )
+    )
+
+    def stop(_: int, __: FrameType | None) -> None:
+        server.should_exit = True
+
+    # The server installs its own handlers while it runs and then raises the signal again for ours: with the
+    # default ones the process would die of it after a clean shutdown.
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    host, port = listener.getsockname()[:2]
+    logger.info("listening at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+def _listen(config: RouterConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen at {config.host}:{config.port}: {error.strerror}; set `router.port`"
+        ) from error
+    # Inherited by the connections: not every event loop sets it, and without it a chunk waits for 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener

@@ -1,0 +1,165 @@
+"""The target replicas: which of them can answer, which is least loaded, and calling one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+
+import grpc
+
+from cluster.errors import (
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    OverloadedError,
+    UnavailableError,
+    from_grpc,
+)
+from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+POLL_TIMEOUT_S = 3.0
+_MAX_MESSAGE_BYTES = 16 * 2**20
+
+_CHANNEL_OPTIONS = [
+    # Descriptions cross every half second, so a ping is sent only when the other side has gone silent: a
+    # frozen worker is noticed in four seconds.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    # By default a worker that was away for minutes would be tried again only minutes after its return.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class Target:
+    """One target worker as the router sees it. Make it inside a running event loop."""
+
+    def __init__(self, address: str, tokenizer_fingerprint: str) -> None:
+        self.address = address
+        self.description: target_pb2.TargetDescription | None = None
+        self.problem: str | None = "has not answered yet"  # None: requests may be sent here
+        self.num_in_flight = 0
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub = target_pb2_grpc.TargetStub(self._channel)
+
+    @property
+    def load(self) -> int:
+        """Sequences there now: those it reported, whoever sent them, or ours where they are more."""
+        if self.description is None:
+            return self.num_in_flight
+        reported = self.description.load
+        return max(self.num_in_flight, reported.num_running + reported.num_waiting)
+
+    async def poll(self) -> None:
+        """Asks for the description and decides from it whether requests may be sent here."""
+        try:
+            self.description = await self._stub.Describe(types_pb2.DescribeRequest(), timeout=POLL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            self.description = None
+            self._set_problem(f"does not answer ({error.code().name})")
+            return
+        fingerprint = self.description.model.tokenizer_fingerprint
+        if fingerprint == self._tokenizer_fingerprint:
+            self._set_problem(None)
+        else:
+            self._set_problem(
+                f"its tokenizer has the fingerprint {fingerprint[:64] or 'none'}, the router's has "
+                f"{self._tokenizer_fingerprint}: start both with the same model"
+            )
+
+    async def poll_forever(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            await self.poll()
+
+    async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[target_pb2.GenerateReply, None]:
+        """Streams the replies to `request`. Closing the iterator cancels the call."""
+        call = self._stub.Generate(request)
+        self.num_in_flight += 1
+        try:
+            async for reply in call:
+                yield reply
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        finally:
+            self.num_in_flight -= 1
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def _translate(self, error: grpc.aio.AioRpcError) -> OutriderError:
+        """What the client is told: the worker's own words only about the request, which hold no secrets."""
+        translated = from_grpc(error)
+        if isinstance(translated, InvalidRequestError):
+            return translated
+        logger.warning("target %s: %s: %s", self.address, error.code().name, error.details())
+        if isinstance(translated, OverloadedError):
+            return OverloadedError("the target's queue is full; retry later")
+        if isinstance(translated, UnavailableError):
+            # Until it has answered again, others are chosen.
+            self._set_problem("was lost")
+            return UnavailableError("the target worker was lost; retry")
+        if error.code() is grpc.StatusCode.CANCELLED:
+            return UnavailableError("the target worker gave the request up; retry")
+        return InternalError("the target worker failed")
+
+    def _set_problem(self, problem: str | None) -> None:
+        if problem != self.problem:
+            if problem is None:
+                logger.info("target %s is up", self.address)
+            else:
+                logger.warning("target %s is not used: %s", self.address, problem)
+        self.problem = problem
+
+
+class TargetPool:
+    """The replicas at `addresses`, polled in the background while the pool is entered."""
+
+    def __init__(self, addresses: Sequence[str], tokenizer_fingerprint: str) -> None:
+        self.targets: tuple[Target, ...] = ()
+        self._addresses = tuple(addresses)
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._polls: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> TargetPool:
+        self.targets = tuple(Target(address, self._tokenizer_fingerprint) for address in self._addresses)
+        await asyncio.gather(*(target.poll() for target in self.targets))
+        self._polls = [asyncio.create_task(target.poll_forever()) for target in self.targets]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for poll in self._polls:
+            poll.cancel()
+        await asyncio.gather(*self._polls, return_exceptions=True)
+        for target in self.targets:
+            with contextlib.suppress(grpc.aio.BaseError):
+                await target.close()
+
+    @property
+    def usable(self) -> list[Target]:
+        return [target for target in self.targets if target.problem is None]
+
+    def choose(self) -> Target:
+        """The least loaded replica. Raises UnavailableError when none can answer."""
+        usable = self.usable
+        if not usable:
+            raise UnavailableError("no target worker can answer now; see /health")
+        return min(usable, key=lambda target: target.load)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import Config, SpeculationConfig, load_config
+from cluster.errors import ConfigurationError
+
+
+def test_no_file_gives_the_defaults():
+    assert load_config() == Config()
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("# nothing\n")
+    assert load_config(path) == Config()
+
+
+def test_a_file_and_overrides_are_merged(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("target:\n  threads: 2\n  block_size: 32\nrouter:\n  port: 9000\n")
+    config = load_config(
+        path,
+        overrides=[
+            "target.threads=3",
+            "target.cpus=[0, 1]",
+            "target.addresses=[localhost:5000, '[::1]:5001']",
+            "speculation.num_speculative_tokens=6",
+            "draft.model=a=b",
+        ],
+    )
+    assert config.target.threads == 3
+    assert config.target.block_size == 32
+    assert config.target.cpus == (0, 1)
+    assert config.target.listen_address == "localhost:5000"
+    assert config.speculation.num_speculative_tokens == 6
+    assert config.router.port == 9000
+    assert config.draft.model == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("target.thread=2", ["unknown key 'target.thread'", "'threads'"]),
+        ("speculation.num_speculativ_tokens=2", ["'num_speculative_tokens'"]),
+        ("routr.port=1", ["unknown key 'routr'", "'router'"]),
+        ("router.zzz=1", ["unknown key 'router.zzz'", "known keys: host, port"]),
+        ("target.threads=0", ["target.threads", "greater than 0", "0"]),
+        ("target.threads=many", ["target.threads", "'many'"]),
+        ("target.dtype=float8", ["target.dtype", "'float8'"]),
+        ("target.addresses=[nowhere]", ["target.addresses.0", "'nowhere'"]),
+        ("router.port=70000", ["router.port", "65535"]),
+        ("draft.replicas=-1", ["draft.replicas", "-1"]),
+        ("speculation.num_speculative_tokens=65", ["speculation.num_speculative_tokens", "64"]),
+        ("speculation.num_speculative_tokens=17", ["speculation", "raise the latter"]),
+        ("speculation.draft_timeout_ms=0", ["speculation.draft_timeout_ms"]),
+        ("speculation.draft_timeout_ms=.nan", ["speculation.draft_timeout_ms"]),
+        ("target.threads", ["write section.key=value"]),
+        ("threads=2", ["write section.key=value"]),
+        (".threads=2", ["write section.key=value"]),
+        ("target.=2", ["write section.key=value"]),
+        ("target.cpus=[1", ["target.cpus=[1", "not YAML"]),
+    ],
+)
+def test_a_bad_setting_names_the_key_and_what_to_do(override, said):
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(overrides=[override])
+    assert all(part in caught.value.message for part in said), caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("target: [1", "not YAML"),
+        ("- target", "must be a mapping"),
+        ("target: 5", "target"),
+        ("nonsense: {}", "known keys: target, draft, speculation, router"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, text, said):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=said):
+        load_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_an_override_of_what_is_no_section_is_refused(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("target: 5")
+    with pytest.raises(ConfigurationError, match="not a section"):
+        load_config(path, ["target.threads=1"])
+
+
+def test_the_tree_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().router.port = 1
+
+
+def test_without_an_address_there_is_nowhere_to_listen():
+    with pytest.raises(ConfigurationError, match="address"):
+        _ = Config().target.listen_address
+
+
+@pytest.mark.parametrize(
+    ("max_run_ahead", "num_speculative_tokens", "window"), [(None, 4, 10), (None, 0, 2), (6, 4, 6), (3, 5, 5)]
+)
+def test_window(max_run_ahead, num_speculative_tokens, window):
+    speculation = SpeculationConfig(max_run_ahead=max_run_ahead)
+    assert speculation.window(num_speculative_tokens) == window

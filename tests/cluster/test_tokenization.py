@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from cluster.errors import ConfigurationError
+from cluster.tokenization import IncrementalDetokenizer, Tokenizer
+
+TEXTS = [
+    "",
+    "the quick brown fox",
+    "naïve café, Ωμέγα, 日本語, 🦊👩‍👩‍👧",
+    "\ufffd a replacement character of its own \ufffd",
+    "  spaces\n\n\tand tabs  ",
+    "a\x00b",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A byte-level BPE tokenizer: every character beyond ASCII is several tokens."""
+    raw = RawTokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
+    path = tmp_path_factory.mktemp("model")
+    raw.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+def changed(folder: Path, into: Path, change: Any) -> Tokenizer:
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    change(definition)
+    (into / "tokenizer.json").write_text(json.dumps(definition))
+    return Tokenizer(into)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_undoes_encoding(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_have_no_text(tokenizer):
+    assert tokenizer.decode([0, *tokenizer.encode("fox"), 0]) == "fox"
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_of_a_text_add_up_and_end_between_characters(tokenizer, text):
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.push([token_id]) for token_id in tokenizer.encode(text)]
+    pieces.append(detokenizer.flush())
+    assert "".join(pieces) == text
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_pieces_of_random_tokens_add_up(tokenizer, seed):
+    """Random tokens are mostly bytes that are no UTF-8."""
+    source = random.Random(seed)
+    text = "".join(source.choices("aé日🦊 \ufffd", k=20))
+    token_ids = [
+        *source.choices(range(tokenizer.vocab_size), k=source.randrange(40)),
+        *tokenizer.encode(text),
+        *source.choices(range(tokenizer.vocab_size), k=source.randrange(40)),
+    ]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = []
+    start = 0
+    while start < len(token_ids):
+        end = start + source.randrange(1, 5)
+        pieces.append(detokenizer.push(token_ids[start:end]))
+        start = end
+    pieces.append(detokenizer.flush())
+    assert "".join(pieces) == tokenizer.decode(token_ids)
+
+
+def test_text_comes_out_while_garbage_follows_it(tokenizer):
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    (first_byte, *_) = tokenizer.encode("🦊")
+    assert detokenizer.push([*tokenizer.encode("fox"), first_byte]) == "fox"
+    assert detokenizer.push(tokenizer.encode("y")) == "\ufffdy"
+
+
+def test_the_fingerprint_is_of_the_tokenizers_meaning(folder, tokenizer, tmp_path):
+    fingerprint = tokenizer.fingerprint()
+    assert len(fingerprint) == 64
+    assert Tokenizer(folder).fingerprint() == fingerprint
+
+    def same(definition: dict) -> None:
+        merges = definition["model"]["merges"]
+        definition["model"]["merges"] = [" ".join(merge) for merge in merges]
+        definition["truncation"] = None
+
+    assert changed(folder, tmp_path, same).fingerprint() == fingerprint
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert Tokenizer(tmp_path).fingerprint() == fingerprint
+
+
+def swap_two_tokens(definition: dict) -> None:
+    vocabulary = definition["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def drop_a_merge(definition: dict) -> None:
+    definition["model"]["merges"].pop()
+
+
+def reorder_merges(definition: dict) -> None:
+    definition["model"]["merges"].reverse()
+
+
+def make_ordinary(definition: dict) -> None:
+    definition["added_tokens"][0]["special"] = False
+
+
+def add_a_special_token(definition: dict) -> None:
+    token = definition["added_tokens"][0] | {"id": 300, "content": "<|pad|>"}
+    definition["added_tokens"].append(token)
+
+
+@pytest.mark.parametrize("change", [swap_two_tokens, drop_a_merge, reorder_merges, make_ordinary, add_a_special_token])
+def test_the_fingerprint_changes_with(folder, tokenizer, tmp_path, change):
+    assert changed(folder, tmp_path, change).fingerprint() != tokenizer.fingerprint()

@@ -1,0 +1,256 @@
+"""A router and scripted targets, all real servers on loopback, in one background event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import uvicorn
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from cluster.config import Config
+from cluster.errors import PARAM_METADATA_KEY
+from cluster.tokenization import Tokenizer
+from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
+from services.router.app import create_app
+
+EOS_TOKEN_ID = 0
+MAX_MODEL_LEN = 200
+MAX_SPECULATIVE_TOKENS = 8
+
+
+def write_tokenizer_folder(folder: Path) -> Path:
+    """A model folder with a byte-level BPE tokenizer that knows English a little and emoji only as bytes."""
+    tokenizer = RawTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size()}))
+    return folder
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=20)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class ScriptedTarget(target_pb2_grpc.TargetServicer):
+    """Echoes the prompt's tokens, over and over until max_tokens or an end-of-sequence token; or fails as told."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.description = target_pb2.TargetDescription(
+            model=types_pb2.ModelDescription(
+                name="scripted",
+                tokenizer_fingerprint=tokenizer.fingerprint(),
+                vocab_size=tokenizer.vocab_size,
+                max_model_len=MAX_MODEL_LEN,
+            ),
+            load=types_pb2.Load(num_running=1, num_waiting=2),
+            num_speculative_tokens=4,
+            max_speculative_tokens=MAX_SPECULATIVE_TOKENS,
+            num_draft_links=1,
+            num_draft_links_configured=2,
+        )
+        self.address = ""
+        self.requests: list[target_pb2.GenerateRequest] = []
+        self.cancelled = threading.Event()
+        self.tokens_per_reply = 1
+        self.delay_s = 0.0  # before every reply
+        self.hang_after: int | None = None  # replies
+        self.fail_after: int | None = None
+        self.failure: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "going down")
+        self.last_finish_reason: int | None = None
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server()
+        target_pb2_grpc.add_TargetServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        self.address = f"127.0.0.1:{port}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=None)
+            self._server = None
+
+    async def Describe(self, request, context):
+        return self.description
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        try:
+            for index, reply in enumerate(self._replies(request)):
+                if index == self.fail_after:
+                    code, details = self.failure
+                    await context.abort(code, details, ((PARAM_METADATA_KEY, "prompt"),))
+                await asyncio.sleep(self.delay_s)
+                if index == self.hang_after:
+                    await asyncio.sleep(60)
+                yield reply
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+    def _replies(self, request) -> Iterator[target_pb2.GenerateReply]:
+        prompt = list(request.prompt_token_ids)
+        answer = (prompt * request.max_tokens)[: request.max_tokens]
+        reason = target_pb2.FINISH_REASON_LENGTH
+        if EOS_TOKEN_ID in answer and not request.ignore_eos:
+            answer = answer[: answer.index(EOS_TOKEN_ID) + 1]
+            reason = target_pb2.FINISH_REASON_STOP
+        if self.last_finish_reason is not None:
+            reason = self.last_finish_reason
+        step = self.tokens_per_reply
+        for start in range(0, len(answer), step):
+            last = start + step >= len(answer)
+            yield target_pb2.GenerateReply(
+                token_ids=answer[start : start + step],
+                finish_reason=reason if last else target_pb2.FINISH_REASON_UNSPECIFIED,
+                speculation=target_pb2.SpeculationCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=3),
+            )
+
+
+@dataclasses.dataclass
+class Router:
+    """A running router and a client of it."""
+
+    url: str
+    client: httpx.Client
+    model: str
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json=fields)
+
+    def stream(self, **fields: Any) -> list[Any]:
+        """The decoded events of a streamed answer; the last is "[DONE]" when it went well."""
+        response = self.complete(stream=True, **fields)
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = response.text.split("\n\n")
+        assert events.pop() == ""
+        payloads = [event.removeprefix("data: ") for event in events]
+        return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    return write_tokenizer_folder(tmp_path_factory.mktemp("models") / "tiny-model")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder) -> Tokenizer:
+    return Tokenizer(model_folder)
+
+
+@pytest.fixture(scope="session")
+def background() -> Iterator[BackgroundLoop]:
+    loop = BackgroundLoop()
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+def new_target(background, tokenizer) -> Iterator[Callable[[], ScriptedTarget]]:
+    """Starts scripted targets that live as long as the test."""
+    targets: list[ScriptedTarget] = []
+
+    def start() -> ScriptedTarget:
+        target = ScriptedTarget(tokenizer)
+        background.run(target.start())
+        targets.append(target)
+        return target
+
+    yield start
+    for target in targets:
+        background.run(target.stop())
+
+
+@contextlib.contextmanager
+def running_router(background, model_folder, addresses, **settings: Any) -> Iterator[Router]:
+    config = Config.model_validate(
+        {
+            "target": {"model": str(model_folder), "addresses": addresses},
+            "router": settings,
+        }
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(config), lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+    )
+    serving = asyncio.run_coroutine_threadsafe(server.serve(sockets=[listener]), background._loop)
+    wait_until(lambda: server.started or serving.done())
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with httpx.Client(base_url=url, timeout=10) as client:
+        yield Router(url, client, model_folder.name)
+    server.should_exit = True
+    serving.result(timeout=10)
+
+
+@pytest.fixture
+def new_router(background, model_folder) -> Iterator[Callable[..., Router]]:
+    """Starts routers that live as long as the test: new_router([address, ...], **router_settings)."""
+    with contextlib.ExitStack() as stack:
+        yield lambda addresses, **settings: stack.enter_context(
+            running_router(background, model_folder, addresses, **settings)
+        )
+
+
+@pytest.fixture
+def target(new_target) -> ScriptedTarget:
+    return new_target()
+
+
+@pytest.fixture
+def router(new_router, target) -> Router:
+    return new_router([target.address])
+
+
+@pytest.fixture(scope="session")
+def shared_router(background, model_folder, tokenizer) -> Iterator[Router]:
+    """One router for tests that leave no trace in it."""
+    target = ScriptedTarget(tokenizer)
+    background.run(target.start())
+    with running_router(background, model_folder, [target.address], max_body_bytes=20_000) as router:
+        yield router
+    background.run(target.stop())

@@ -1,0 +1,232 @@
+"""What the router refuses, how it says so, and what it lets pass."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import math
+
+import pytest
+
+from .conftest import MAX_MODEL_LEN, MAX_SPECULATIVE_TOKENS
+
+BAD_FIELDS = [
+    ("prompt", [None, "", [], [""], [[]], 5, True, {"text": "x"}]),
+    ("prompt", [["a", "b"], [[1], [2]], [1, "a"], [1.0], [True], [[[1]]], [None]]),
+    ("prompt", [[-1], [5, 10**30], [100_000]]),
+    ("model", [5, ["x"]]),
+    ("max_tokens", [0, -1, 1.0, "5", True, MAX_MODEL_LEN, 10**30]),
+    ("temperature", [-0.1, 2.1, "0.5", True, [1], 10**400]),
+    ("top_p", [0, -1, 1.01, "1", False]),
+    ("top_k", [-2, 1.5, "3", True]),
+    ("min_p", [-0.1, 1.1, "0", True]),
+    ("repetition_penalty", [0, -1, 1000, "1", True]),
+    ("presence_penalty", [-2.1, 2.1, "0", True]),
+    ("frequency_penalty", [-2.1, 2.1, "0", True]),
+    ("logit_bias", [[], "5", {"5": "1"}, {"5": True}, {"5": 101}, {"5": -100.5}, {"five": 1}]),
+    ("logit_bias", [{"-1": 1}, {"100000": 1}, {"05": 1}, {"": 1}, {" 5": 1}, {"٥": 1}, {"9" * 5000: 1}]),
+    ("seed", [1.0, "1", True, 2**63, -(2**63) - 1, [1]]),
+    ("ignore_eos", [0, 1, "true"]),
+    ("stream", [1, "true"]),
+    ("stream_options", [{"include_usage": True}, 5]),
+    ("num_speculative_tokens", [-1, MAX_SPECULATIVE_TOKENS + 1, 1.0, "4", "Auto", True]),
+    ("n", [2, 0, True, "1"]),
+    ("best_of", [2]),
+    ("stop", ["x", ["x"]]),
+    ("stop_token_ids", [[1]]),
+    ("echo", [True, 1]),
+    ("logprobs", [0, 5]),
+    ("prompt_logprobs", [0]),
+    ("suffix", ["x"]),
+    ("response_format", [{"type": "json_object"}]),
+    ("min_tokens", [1]),
+    ("skip_special_tokens", [False]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD_FIELDS for value in values])
+def test_a_bad_value_is_400_naming_the_field(shared_router, field, value):
+    response = shared_router.complete(**({"prompt": "fox"} | {field: value}))
+    assert_error(response, 400, "invalid_request_error", field)
+
+
+def assert_error(response, status: int, kind: str, param: str | None = None) -> dict:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) <= 500
+    assert "/work" not in error["message"]
+    assert "Traceback" not in error["message"]
+    assert (error["type"], error["param"]) == (kind, param)
+    if param is not None:
+        assert param in error["message"]
+    assert response.headers["x-request-id"]
+    return error
+
+
+GOOD_FIELDS = [
+    ("prompt", [["fox"], [[1, 2]], [299 - 40]]),
+    ("model", [None, "tiny-model"]),
+    ("max_tokens", [None, 1, MAX_MODEL_LEN - 3]),
+    ("temperature", [None, 0, 0.0, 2, 1e-9]),
+    ("top_p", [1, 1e-9]),
+    ("top_k", [-1, 0, 1, 10**12]),
+    ("min_p", [0, 1]),
+    ("presence_penalty", [-2, 2]),
+    ("logit_bias", [{}, None, {"0": 100, "5": -100}]),
+    ("seed", [None, 0, 2**63 - 1, -(2**63)]),
+    ("num_speculative_tokens", [None, 0, MAX_SPECULATIVE_TOKENS, "auto"]),
+    ("stream_options", [None]),
+    ("n", [1, None]),
+    ("stop", [None, []]),
+    ("echo", [False]),
+    ("logprobs", [None]),
+    ("response_format", [{"type": "text"}]),
+    ("user", ["me", 5]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in GOOD_FIELDS for value in values])
+def test_a_good_value_is_served(shared_router, field, value):
+    response = shared_router.complete(**({"prompt": [70, 71, 72]} | {field: value}))
+    assert response.status_code == 200, response.text
+
+
+def test_prompt_and_max_tokens_over_the_context_says_the_numbers(shared_router):
+    response = shared_router.complete(prompt=[1, 2, 3], max_tokens=MAX_MODEL_LEN - 2)
+    message = assert_error(response, 400, "invalid_request_error", "max_tokens")["message"]
+    assert all(str(number) in message for number in (3, MAX_MODEL_LEN - 2, MAX_MODEL_LEN))
+
+
+def test_a_batch_says_that_it_is_not_supported_yet(shared_router):
+    error = shared_router.complete(prompt=["a", "b"]).json()["error"]
+    assert "not supported yet" in error["message"]
+
+
+def test_an_unsupported_field_says_so(shared_router):
+    error = shared_router.complete(prompt="fox", logprobs=1).json()["error"]
+    assert "not supported yet" in error["message"]
+
+
+def test_a_missing_prompt_is_named(shared_router):
+    assert_error(shared_router.complete(max_tokens=1), 400, "invalid_request_error", "prompt")
+
+
+def test_an_unknown_model_is_404(shared_router):
+    response = shared_router.complete(prompt="fox", model="m" * 5000)
+    assert assert_error(response, 404, "not_found_error", "model")["code"] == "model_not_found"
+
+
+def test_an_unknown_field_is_ignored_with_a_warning(shared_router, caplog):
+    with caplog.at_level(logging.WARNING):
+        response = shared_router.complete(prompt="fox", frobnicate=1, user="me")
+    assert response.status_code == 200
+    warnings = [record.getMessage() for record in caplog.records]
+    assert any("'frobnicate'" in warning for warning in warnings)
+    assert not any("user" in warning for warning in warnings)
+
+
+def test_usage_of_a_stream_is_strict_too(shared_router):
+    response = shared_router.complete(prompt="fox", stream=True, stream_options={"include_usage": 1})
+    assert_error(response, 400, "invalid_request_error", "stream_options.include_usage")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b'{"prompt": "fox", "temperature": NaN}',
+        b'{"prompt": "fox", "temperature": Infinity}',
+        b'{"prompt": "fox", "temperature": -Infinity}',
+        b'{"prompt": "fox", "temperature": 1e999}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\udc00 \\ud800"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "fox", "\\ud800": 1}',
+        b'{"prompt": "fox", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+        b'{"prompt": "fox", "seed": ' + b"9" * 6000 + b"}",
+        b"{'prompt': 'fox'}",
+        '{"prompt": "fox"}'.encode("utf-16"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_400(shared_router, body):
+    response = shared_router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert_error(response, 400, "invalid_request_error", response.json()["error"]["param"])
+
+
+@pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_another_content_type_is_415(shared_router, media_type):
+    headers = {} if media_type is None else {"content-type": media_type}
+    response = shared_router.client.post("/v1/completions", content=b'{"prompt": "fox"}', headers=headers)
+    assert_error(response, 415, "invalid_request_error")
+
+
+def test_a_charset_beside_the_content_type_is_fine(shared_router):
+    response = shared_router.client.post(
+        "/v1/completions",
+        content=b'{"prompt": "fox"}',
+        headers={"content-type": "Application/JSON; charset=utf-8"},
+    )
+    assert response.status_code == 200
+
+
+def test_a_body_over_the_limit_is_413(shared_router):
+    response = shared_router.complete(prompt="x" * 20_000)
+    assert_error(response, 413, "invalid_request_error")
+
+
+def test_a_body_over_the_limit_without_a_length_is_413(shared_router):
+    def chunks():
+        yield b'{"prompt": "'
+        for _ in range(100):
+            yield b"x" * 1000
+
+    response = shared_router.client.post(
+        "/v1/completions", content=chunks(), headers={"content-type": "application/json"}
+    )
+    assert_error(response, 413, "invalid_request_error")
+
+
+def test_an_announced_length_over_the_limit_is_413_before_the_body(shared_router):
+    connection = http.client.HTTPConnection(shared_router.url.removeprefix("http://"), timeout=5)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", "1000000000")
+    connection.endheaders()
+    response = connection.getresponse()
+    assert response.status == 413
+    assert json.loads(response.read())["error"]["type"] == "invalid_request_error"
+    connection.close()
+
+
+def test_unknown_routes_and_methods_use_the_envelope(shared_router):
+    client = shared_router.client
+    assert_error(client.get("/v1/nothing"), 404, "not_found_error")
+    assert_error(client.get("/v1/models/"), 404, "not_found_error")
+    assert_error(client.get("/docs"), 404, "not_found_error")
+    refused = client.get("/v1/completions")
+    assert_error(refused, 405, "invalid_request_error")
+    assert refused.headers["allow"] == "POST"
+
+
+def test_request_ids_are_echoed_or_drawn(shared_router):
+    client = shared_router.client
+    given = client.get("/version", headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    for unusable in ("x" * 129, "two words", ""):
+        drawn = client.get("/version", headers={"x-request-id": unusable})
+        assert drawn.headers["x-request-id"] not in (unusable, "")
+    assert client.get("/nothing", headers={"x-request-id": "a"}).headers["x-request-id"] == "a"
+
+
+def test_a_nan_from_a_careless_client_is_refused(shared_router):
+    body = json.dumps({"prompt": "fox", "top_p": math.nan}).encode()
+    response = shared_router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert_error(response, 400, "invalid_request_error")

@@ -1,0 +1,160 @@
+"""The router around its targets and as a process: health, models, start before the targets, drain, no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from cluster.config import Config
+from cluster.errors import ConfigurationError
+from services.router.app import create_app, served_model_id
+from services.router.main import run
+
+from .conftest import wait_until
+
+NOBODY = "127.0.0.1:9"
+
+
+def test_health_tells_of_every_target(new_router, target):
+    router = new_router([target.address, NOBODY])
+    response = router.client.get("/health")
+    assert response.status_code == 200
+    up, down = response.json()["targets"]
+    assert up == {
+        "address": target.address,
+        "problem": None,
+        "model": "scripted",
+        "num_draft_links": 1,
+        "num_draft_links_configured": 2,
+        "running": 1,
+        "waiting": 2,
+    }
+    assert down["address"] == NOBODY
+    assert "UNAVAILABLE" in down["problem"]
+
+
+def test_models_lists_the_one_served(router):
+    body = router.client.get("/v1/models").json()
+    assert body["object"] == "list"
+    (model,) = body["data"]
+    assert (model["id"], model["object"], model["owned_by"]) == (router.model, "model", "outrider")
+
+
+def test_a_router_without_targets_says_so(new_router):
+    router = new_router([NOBODY])
+    health = router.client.get("/health")
+    assert health.status_code == 503
+    assert NOBODY in health.json()["reason"]
+    refused = router.complete(prompt="fox")
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    assert router.complete(prompt="").status_code == 400
+    assert router.client.get("/v1/models").status_code == 200
+
+
+def test_a_target_may_come_late_go_and_come_back(background, new_router, target):
+    background.run(target.stop())
+    router = new_router([target.address])
+
+    def healthy() -> bool:
+        return router.client.get("/health").status_code == 200
+
+    for _ in range(2):
+        assert not healthy()
+        background.run(target.start())
+        wait_until(healthy)
+        assert router.complete(prompt="fox").status_code == 200
+        background.run(target.stop())
+        wait_until(lambda: not healthy())
+
+
+def test_a_target_with_another_tokenizer_is_not_used(new_router, target, tokenizer):
+    target.description.model.tokenizer_fingerprint = "f" * 64
+    router = new_router([target.address])
+    health = router.client.get("/health")
+    assert health.status_code == 503
+    assert "f" * 64 in health.json()["reason"]
+    assert tokenizer.fingerprint() in health.json()["reason"]
+    assert router.complete(prompt="fox").status_code == 503
+
+
+def test_version(router):
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", router.client.get("/version").json()["version"])
+
+
+def test_served_model_id(model_folder):
+    assert served_model_id(str(model_folder)) == model_folder.name
+    assert served_model_id(f"{model_folder}/") == model_folder.name
+    assert served_model_id("owner/name") == "owner/name"
+    assert served_model_id("bundled") == "bundled"
+
+
+def test_no_target_address_is_a_configuration_error(model_folder):
+    with pytest.raises(ConfigurationError, match=r"target\.addresses"):
+        create_app(Config.model_validate({"target": {"model": str(model_folder)}}))
+
+
+def test_a_taken_port_is_a_configuration_error(router, model_folder):
+    taken = int(router.url.rpartition(":")[2])
+    config = Config.model_validate(
+        {
+            "target": {"model": str(model_folder), "addresses": [NOBODY]},
+            "router": {"port": taken},
+        }
+    )
+    with pytest.raises(ConfigurationError, match=str(taken)):
+        run(config)
+
+
+PROGRAM = """
+import sys
+from cluster.config import Config
+from services.router.main import run
+status = run(Config.model_validate_json(sys.argv[1]))
+heavy = {"torch", "transformers", "numpy"} & sys.modules.keys()
+print(sorted(heavy), status)
+"""
+
+
+def test_the_program_needs_no_torch_and_drains_on_sigterm(model_folder, target):
+    config = Config.model_validate(
+        {
+            "target": {"model": str(model_folder), "addresses": [target.address]},
+            "router": {"port": 0},
+        }
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, config.model_dump_json()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"http_proxy": "http://127.0.0.1:9"},  # gRPC must not take it
+    )
+    try:
+        assert process.stderr is not None
+        lines = []
+        while not (found := re.search(r"http://\S+", lines[-1] if lines else "")):
+            lines.append(process.stderr.readline())
+            assert lines[-1], "".join(lines)
+        url = found.group()
+        with httpx.Client(base_url=url, trust_env=False) as client:
+            wait_until(lambda: client.get("/health").status_code == 200)
+            target.delay_s = 0.1
+            payload = {"prompt": [70], "max_tokens": 6, "stream": True}
+            with client.stream("POST", "/v1/completions", json=payload) as response:
+                pieces = response.iter_text()
+                next(pieces)
+                os.kill(process.pid, signal.SIGTERM)
+                assert "".join(pieces).endswith("data: [DONE]\n\n")
+        stdout, stderr = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 0, stderr
+    assert stdout.strip() == "[] 0"
+    assert "Traceback" not in stderr
