@@ -1,0 +1,125 @@
+"""Where training text comes from: the standard library and, on request, the installed packages."""
+
+import os
+import platform
+import sys
+import sysconfig
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+_LICENCE_FIELDS = ("License-Expression", "License")
+_SITE_DIRECTORY_NAMES = ("site-packages", "dist-packages")
+# The code-page tables under encodings/ are generated, and so regular that they flatter any model.
+_SKIPPED_IN_STANDARD_LIBRARY = frozenset({*_SITE_DIRECTORY_NAMES, "encodings"})
+# Copies of other packages: their originals may be held out, so training on a copy would leak.
+_SKIPPED_ANYWHERE = frozenset({"__pycache__", "_vendor", "_vendored", "vendor", "vendored"})
+
+
+@dataclass(frozen=True)
+class Package:
+    """One distribution that contributes text; ``licence`` is what its metadata declares, as is."""
+
+    name: str
+    version: str
+    licence: str
+
+    @property
+    def is_proprietary(self) -> bool:
+        """True for licences that say so, and for NVIDIA's own, which ship with every CUDA build."""
+        licence = self.licence.lower()
+        return "proprietary" in licence or "nvidia" in licence
+
+
+@dataclass(frozen=True)
+class SourceRoot:
+    """A folder to collect from. Paths relative to it name files the same way on every machine."""
+
+    directory: Path
+    suffixes: frozenset[str]
+    skipped_top_level: frozenset[str]
+    packages: dict[str, Package]  # by top-level name
+    default_package: Package | None
+
+    def relative_paths(self) -> list[str]:
+        """Return the POSIX paths of the candidate files, sorted."""
+        found: list[str] = []
+        for folder, subfolders, files in os.walk(self.directory):
+            relative = Path(folder).relative_to(self.directory)
+            skipped = _SKIPPED_ANYWHERE
+            if relative == Path():
+                skipped = skipped | self.skipped_top_level
+            subfolders[:] = [name for name in subfolders if name not in skipped]
+            found += [(relative / name).as_posix() for name in files]
+        return sorted(path for path in found if self._is_candidate(path))
+
+    def package_of(self, relative_path: str) -> Package | None:
+        """Return the package a file belongs to, or None where no distribution claims it."""
+        return self.packages.get(top_level_name(relative_path), self.default_package)
+
+    def _is_candidate(self, relative_path: str) -> bool:
+        if is_package_metadata(relative_path):
+            return ".md" in self.suffixes
+        return PurePosixPath(relative_path).suffix in self.suffixes
+
+
+def is_package_metadata(relative_path: str) -> bool:
+    """True for a distribution's METADATA file, whose body is the project's description."""
+    path = PurePosixPath(relative_path)
+    return path.name == "METADATA" and path.parent.suffix == ".dist-info"
+
+
+def top_level_name(relative_path: str) -> str:
+    """Return the first part of a path, without the suffix of a single-module package."""
+    return PurePosixPath(relative_path).parts[0].removesuffix(".py").removesuffix(".pyi")
+
+
+def standard_library() -> SourceRoot:
+    """Return the running interpreter's standard library."""
+    package = Package("python", platform.python_version(), "PSF-2.0")
+    return SourceRoot(
+        directory=Path(sysconfig.get_path("stdlib")),
+        suffixes=frozenset({".py", ".txt"}),
+        skipped_top_level=_SKIPPED_IN_STANDARD_LIBRARY,
+        packages={},
+        default_package=package,
+    )
+
+
+def installed_packages() -> list[SourceRoot]:
+    """Return every package folder on the running interpreter's path."""
+    directories = dict.fromkeys(Path(entry).resolve() for entry in sys.path if entry)
+    return [
+        package_root(directory)
+        for directory in directories
+        if directory.name in _SITE_DIRECTORY_NAMES and directory.is_dir()
+    ]
+
+
+def package_root(directory: Path) -> SourceRoot:
+    """Describe one folder of installed packages, with the distribution behind each top-level name."""
+    packages: dict[str, Package] = {}
+    for distribution in metadata.distributions(path=[str(directory)]):
+        package = _describe(distribution)
+        for file in distribution.files or ():
+            if file.parts[0] not in ("..", "__pycache__"):
+                packages.setdefault(top_level_name(file.as_posix()), package)
+    return SourceRoot(
+        directory=directory,
+        suffixes=frozenset({".py", ".pyi", ".md", ".rst"}),
+        skipped_top_level=frozenset(),
+        packages=packages,
+        default_package=None,
+    )
+
+
+def _describe(distribution: metadata.Distribution) -> Package:
+    fields = distribution.metadata
+    declared = [field for name in _LICENCE_FIELDS for field in fields.get_all(name) or ()]
+    classifiers = [
+        value.rpartition(" :: ")[2] for value in fields.get_all("Classifier") or () if value.startswith("License ::")
+    ]
+    # Old metadata holds the whole licence text; its first line names the licence.
+    licences = dict.fromkeys([*(text.strip().partition("\n")[0][:80] for text in declared), *classifiers])
+    licence = ", ".join(filter(None, licences)) or "not declared"
+    return Package(str(fields["Name"]), distribution.version, licence)
