@@ -34,7 +34,7 @@ _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before
 class CoordinatorStats:
     """Counted since the start."""
 
-    num_stale_proposals: int = 0  # the target had chosen otherwise by the time they came
+    num_stale_proposals: int = 0  # the target had chosen otherwise, or gone past them, by the time they came
     num_late_rounds: int = 0  # a step that gave up waiting for a proposal
     num_invalid_token_ids: int = 0  # drafts outside the target's vocabulary
     num_refused: int = 0
@@ -50,7 +50,7 @@ class SpeculativeSequence:
     params: SamplingParams
     noise_key: NoiseKey
     num_speculative_tokens: int
-    name: int = 0  # its number on the wire
+    name: int = 0  # its number on the wire, a new one each time it is opened
     link: DraftLink | None = None
     acknowledged: int = 0  # committed length the drafter is known to have been told
     proposal: Proposal | None = None
@@ -84,14 +84,12 @@ class Coordinator:
         self._clock = clock
         self._links: dict[DraftLink, _LinkUse] = {}
         self._unassigned: set[SpeculativeSequence] = set()
-        self._num_sequences_ever = 0
+        self._num_openings_ever = 0
 
     def open(self, sequence: SpeculativeSequence) -> None:
         """Starts drafting for `sequence`; with k = 0 it never is."""
         if sequence.num_speculative_tokens == 0:
             return
-        self._num_sequences_ever += 1
-        sequence.name = self._num_sequences_ever
         self._unassigned.add(sequence)
 
     def close(self, sequence: SpeculativeSequence) -> None:
@@ -125,13 +123,10 @@ class Coordinator:
         proposal = sequence.proposal
         if proposal is None:
             return []
-        committed = sequence.token_ids
-        num_overtaken = len(committed) - proposal.base
-        fits = num_overtaken >= 0 and list(proposal.token_ids[:num_overtaken]) == list(committed[proposal.base :])
-        if not fits:
-            self.stats.num_stale_proposals += 1
+        if not _fits(proposal, sequence.token_ids):
             sequence.proposal = None
             return []
+        num_overtaken = len(sequence.token_ids) - proposal.base
         drafts = list(proposal.token_ids[num_overtaken:][: sequence.num_speculative_tokens])
         for index, token in enumerate(drafts):
             if token >= self._vocab_size:
@@ -154,6 +149,7 @@ class Coordinator:
 
     def flush(self) -> None:
         """Sends what is waiting, one message a link; gives sequences without a drafter one."""
+        self._take_events()  # a link that came up since the last step takes the new sequences at once
         self._assign()
         for link, use in self._links.items():
             if use.request:
@@ -168,6 +164,9 @@ class Coordinator:
         for sequence in [s for s in self._unassigned if s.may_open_at <= now]:
             link, use = min(self._links.items(), key=lambda item: len(item[1].sequences))
             self._unassigned.discard(sequence)
+            # A number that was used before could still be spoken of by a reply that is on its way.
+            self._num_openings_ever += 1
+            sequence.name = self._num_openings_ever
             use.sequences[sequence.name] = sequence
             use.request.opens[sequence.name] = self._opening(sequence)
             sequence.link = link
@@ -209,6 +208,7 @@ class Coordinator:
             sequence = use.sequences.pop(name, None)
             if sequence is None:
                 continue
+            use.request.advances.pop(name, None)
             if name in reply.refused:
                 self.stats.num_refused += 1
                 sequence.may_open_at = self._clock() + _REOPEN_SECONDS
@@ -220,7 +220,10 @@ class Coordinator:
         if proposal.base < sequence.acknowledged or proposal.base > len(sequence.token_ids):
             self.stats.num_stale_proposals += 1
             return
-        sequence.proposal = proposal
+        if _fits(proposal, sequence.token_ids):
+            sequence.proposal = proposal
+        else:
+            self.stats.num_stale_proposals += 1
         sequence.acknowledged = proposal.base
         if proposal.base == len(sequence.token_ids):
             sequence.awaited_since = None
@@ -234,3 +237,9 @@ class Coordinator:
         sequence.proposal = None
         sequence.awaited_since, sequence.is_late = None, False
         self._unassigned.add(sequence)
+
+
+def _fits(proposal: Proposal, committed: Sequence[int]) -> bool:
+    """Whether the tokens committed since the proposal's base are the ones it begins with."""
+    since = committed[proposal.base :]
+    return list(proposal.token_ids[: len(since)]) == list(since)

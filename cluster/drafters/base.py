@@ -67,14 +67,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:
-        """Makes room for `sequence`; False, changing nothing, when there is none."""
+        """Makes room for `sequence`; False, changing nothing, when there is none or it cannot be drafted for."""
 
     @abstractmethod
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         """One step: appends draft tokens to `sequences`, or works towards it (a prefill chunk).
 
-        Takes those first in line when not all of them fit in a step. Returns those that cannot go on because
-        there is no room for their next token; the caller releases them.
+        Takes those first in line when not all of them fit in a step. Returns those that cannot go on, because
+        there is no room for their next token or the drafter does not know it; the caller releases them.
         """
 
     @abstractmethod

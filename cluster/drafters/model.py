@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +25,8 @@ class ModelDrafter(Drafter):
     """Drafts with a model of the PyTorch engine.
 
     Blocks for a sequence's tokens and window are taken when it is admitted, more as it grows; one that cannot grow
-    is given up.
+    is given up. So is one with token IDs outside this model's vocabulary, which a target with the same tokenizer may
+    have: vocabularies are padded to different sizes.
     """
 
     def __init__(self, runner: ModelRunner, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -46,6 +47,8 @@ class ModelDrafter(Drafter):
     def admit(self, sequence: DraftSequence) -> bool:
         if len(self._caches) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
+        if not self._knows(sequence.token_ids) or not self._knows(token for token, _ in sequence.params.logit_bias):
+            return False
         cache = _Cache()
         if not self._reserve(cache, len(sequence.token_ids) + sequence.window):
             return False
@@ -55,14 +58,14 @@ class ModelDrafter(Drafter):
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         segments: list[Segment] = []
         completed: list[DraftSequence] = []
-        without_room: list[DraftSequence] = []
+        given_up: list[DraftSequence] = []
         budget = self._max_num_batched_tokens
         for sequence in sequences:
             cache = self._caches[sequence]
-            if not self._reserve(cache, len(sequence.token_ids)):
-                without_room.append(sequence)
-                continue
             start = cache.num_computed_tokens
+            if not self._knows(sequence.token_ids[start:]) or not self._reserve(cache, len(sequence.token_ids)):
+                given_up.append(sequence)
+                continue
             end = min(len(sequence.token_ids), start + budget)
             if start == end:
                 break
@@ -78,7 +81,7 @@ class ModelDrafter(Drafter):
             logits = self._runner.run(segments)
             for sequence, choice in zip(completed, self._choose(logits, completed), strict=True):
                 sequence.token_ids.append(choice)
-        return without_room
+        return given_up
 
     @staticmethod
     def _choose(logits: torch.Tensor, sequences: Sequence[DraftSequence]) -> list[int]:
@@ -95,6 +98,10 @@ class ModelDrafter(Drafter):
 
     def release(self, sequence: DraftSequence) -> None:
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
+
+    def _knows(self, token_ids: Iterable[int]) -> bool:
+        vocab_size = self._runner.model.config.vocab_size
+        return all(token < vocab_size for token in token_ids)
 
     def _reserve(self, cache: _Cache, num_tokens: int) -> bool:
         """Extends the block table to hold `num_tokens` tokens, within the model's length."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from cluster.engine.linear import Linear
 from cluster.engine.model import LayerWeights, LlamaModel, ModelWeights
@@ -101,7 +101,7 @@ class _TensorReader:
         if file is None:
             raise ConfigurationError(f"{self._folder} has no weight named {name!r}")
         if file not in self._shards:
-            self._shards[file] = safe_open(self._folder / file, framework="pt")
+            self._shards[file] = _open_shard(self._folder / file)
         tensor: torch.Tensor = self._shards[file].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ConfigurationError(
@@ -125,5 +125,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     single = folder / "model.safetensors"
     if not single.is_file():
         raise ConfigurationError(f"{folder} has no model.safetensors (nor an index of shards)")
-    with safe_open(single, framework="pt") as shard:
+    with _open_shard(single) as shard:
         return dict.fromkeys(shard.keys(), single.name)
+
+
+def _open_shard(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"cannot read {file}: {error}") from error

@@ -53,6 +53,13 @@ class ModelConfig:
         ):
             if values.get(key, supported) != supported:
                 raise ConfigurationError(f"{folder}: {key} {values[key]!r} is not supported")
+        try:
+            return cls._from_values(folder, values)
+        except KeyError as error:
+            raise ConfigurationError(f"{folder}: config.json has no {error}") from error
+
+    @classmethod
+    def _from_values(cls, folder: Path, values: dict[str, Any]) -> ModelConfig:
         num_heads = int(values["num_attention_heads"])
         return cls(
             vocab_size=int(values["vocab_size"]),

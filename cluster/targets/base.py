@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.engine.sequence import FinishReason
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.telemetry.metrics import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +82,7 @@ class Target(ABC):
 
     @abstractmethod
     def load(self) -> TargetLoad: ...
+
+    @abstractmethod
+    def readings(self) -> Iterable[Reading]:
+        """The worker's metrics as they are now; any thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.config import SpeculationConfig
@@ -17,6 +17,7 @@ from cluster.errors import InvalidRequestError
 from cluster.speculation.acceptance import count_accepted
 from cluster.speculation.sampling import SampleRequest, sample
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
+from cluster.telemetry.metrics import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,9 @@ class TorchTarget(Target):
         self._aborted: set[str] = set()
         self._wake = threading.Condition()
         self._stopping = False
+        self._num_steps = 0
+        self._num_committed_tokens = 0
         self._thread: threading.Thread | None = None
-
-    @property
-    def coordinator(self) -> Coordinator:
-        return self._coordinator
 
     def start(self, publish: Publish) -> None:
         self._thread = threading.Thread(target=self._run, args=(publish,), name="target", daemon=True)
@@ -108,6 +107,34 @@ class TorchTarget(Target):
             num_draft_links=self._pool.num_links_up,
         )
 
+    def readings(self) -> Iterable[Reading]:
+        def counter(name: str, documentation: str, value: int, **labels: str) -> Reading:
+            return Reading(name, documentation, value, is_counter=True, labels=labels)
+
+        load, stats = self.load(), self._coordinator.stats
+        yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", load.num_running)
+        yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
+        yield Reading("outrider_kv_blocks_used", "KV blocks in use.", load.num_used_blocks)
+        yield Reading("outrider_kv_blocks", "KV blocks in all.", load.num_blocks)
+        yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", load.num_draft_links)
+        yield counter("outrider_steps", "Steps of the engine.", self._num_steps)
+        yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
+        dropped = "Draft tokens or proposals that were dropped, by reason."
+        yield counter("outrider_proposals_dropped", dropped, stats.num_stale_proposals, reason="stale")
+        yield counter("outrider_proposals_dropped", dropped, stats.num_invalid_token_ids, reason="vocabulary")
+        yield counter("outrider_late_rounds", "Times a step gave up waiting for a proposal.", stats.num_late_rounds)
+        ended = "Sequences a draft worker would not or could not draft for, by reason."
+        yield counter("outrider_sequences_refused", ended, stats.num_refused, reason="full")
+        yield counter("outrider_sequences_refused", ended, stats.num_lost, reason="lost")
+        size = "Protobuf payload of the links, by direction; kind `open` is the opening of sequences."
+        for link in self._pool.links:
+            for kind, direction, value in (
+                ("open", "sent", link.bytes.opens),
+                ("round", "sent", link.bytes.sent),
+                ("round", "received", link.bytes.received),
+            ):
+                yield counter("outrider_link_bytes", size, value, draft=link.address, kind=kind, direction=direction)
+
     # The step loop's thread.
 
     def _run(self, publish: Publish) -> None:
@@ -131,6 +158,7 @@ class TorchTarget(Target):
             lambda sequence: self._coordinator.drafts(self._request_of[sequence].speculative)
         )
         if step:
+            self._num_steps += 1
             outputs = self._commit(step, self._verify(step))
             self._coordinator.flush()
             publish(outputs)
@@ -167,6 +195,7 @@ class TorchTarget(Target):
             # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
             sequence.num_computed_tokens += scheduled.num_new_tokens + num_accepted
             num_committed = sequence.commit(own_choices[: num_accepted + 1])
+            self._num_committed_tokens += num_committed
             running = self._request_of[sequence]
             outputs.append(
                 GenerationOutput(

@@ -6,6 +6,9 @@ starts with `outrider_` otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -14,6 +17,8 @@ from prometheus_client import (
     generate_latest,
     start_http_server,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from cluster.errors import ConfigurationError
 
@@ -90,6 +95,41 @@ class RouterMetrics:
     def render(self) -> bytes:
         """The page in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One number of a worker at the moment its page is asked for."""
+
+    name: str
+    documentation: str
+    value: float
+    is_counter: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class WorkerMetrics(Collector):
+    """The page of a worker: numbers its engine keeps anyway, read when the page is asked for.
+
+    Bytes on the wire per committed token, opens apart:
+        sum(rate(outrider_link_bytes_total{kind="round"}[1m])) / rate(outrider_committed_tokens_total[1m])
+    """
+
+    def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
+        self.registry = CollectorRegistry()
+        self._read = read
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for reading in self._read():
+            family = families.get(reading.name)
+            if family is None:
+                kind = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
+                family = families[reading.name] = kind(reading.name, reading.documentation)
+            suffix = "_total" if reading.is_counter else ""
+            family.add_sample(reading.name + suffix, dict(reading.labels), reading.value)
+        yield from families.values()
 
 
 def serve_metrics(registry: CollectorRegistry, port: int) -> int:

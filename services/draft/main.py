@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import torch
 
@@ -11,6 +12,7 @@ from cluster.coordination.worker import DraftWorker
 from cluster.drafters.model import ModelDrafter
 from cluster.engine.runner import ModelRunner
 from cluster.model_folder import resolve_model_folder
+from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
@@ -39,6 +41,8 @@ def run(config: Config) -> int:
 
 async def _serve(config: Config, drafter: ModelDrafter, description: types_pb2.ModelDescription) -> int:
     worker = DraftWorker(drafter)
+    if config.draft.metrics_port is not None:
+        serve_metrics(WorkerMetrics(lambda: _readings(worker, drafter)).registry, config.draft.metrics_port)
     worker.start()
     servicer = DraftServicer(worker, drafter, description)
     try:
@@ -50,3 +54,9 @@ async def _serve(config: Config, drafter: ModelDrafter, description: types_pb2.M
         )
     finally:
         worker.stop()
+
+
+def _readings(worker: DraftWorker, drafter: ModelDrafter) -> Iterable[Reading]:
+    yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", worker.num_sequences)
+    yield Reading("outrider_kv_blocks_used", "KV blocks in use.", drafter.num_used_blocks)
+    yield Reading("outrider_kv_blocks", "KV blocks in all.", drafter.num_blocks)

@@ -27,8 +27,7 @@ def divide_cores(cpus: Sequence[int], num_targets: int, num_drafts: int) -> Core
         return CoreShares((None,) * num_targets, (None,) * num_drafts)
     share = max(1, len(cpus) // num_targets)
     targets = tuple(
-        tuple(cpus[(i * share) % len(cpus) :][:share]) if num_targets > 1 else tuple(cpus)
-        for i in range(num_targets)
+        tuple(cpus[(i * share) % len(cpus) :][:share]) if num_targets > 1 else tuple(cpus) for i in range(num_targets)
     )
     drafts = tuple((cpus[-1 - i % len(cpus)],) for i in range(num_drafts))
     return CoreShares(targets, drafts)

@@ -27,6 +27,26 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 
 
+class Worker(Child):
+    """A target or draft worker, on its own addresses and cores."""
+
+    def __init__(self, config_file: Path, config: Config, pool: str, index: int) -> None:
+        worker = config.target if pool == "target" else config.draft
+        metrics_port = (worker.metrics_port if index == 0 else None) or _free_ports(1)[0]
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+        arguments = [
+            *(pool, "--config", str(config_file)),
+            *("--set", f"{pool}.addresses=[{worker.addresses[index]!r}]"),
+            *("--set", f"{pool}.metrics_port={metrics_port}"),
+        ]
+        if worker.cpus is None and worker.device != "cuda":
+            shares = divide_cores(sorted(os.sched_getaffinity(0)), config.target.replicas, config.draft.replicas)
+            cpus = (shares.targets if pool == "target" else shares.drafts)[index]
+            if cpus is not None:
+                arguments += ["--set", f"{pool}.cpus={list(cpus)}"]
+        super().__init__(pool if worker.replicas == 1 else f"{pool} {index}", arguments)
+
+
 class LocalCluster:
     """A cluster of processes.
 
@@ -42,8 +62,8 @@ class LocalCluster:
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
         config_file = Path(self._folder.name) / "cluster.yaml"
         config_file.write_text(yaml.safe_dump(self.config.model_dump(mode="json")), encoding="utf-8")
-        self.drafts = [_worker(config_file, self.config, "draft", i) for i in range(self.config.draft.replicas)]
-        self.targets = [_worker(config_file, self.config, "target", i) for i in range(self.config.target.replicas)]
+        self.drafts = [Worker(config_file, self.config, "draft", i) for i in range(self.config.draft.replicas)]
+        self.targets = [Worker(config_file, self.config, "target", i) for i in range(self.config.target.replicas)]
         self.router = Child("router", ["router", "--config", str(config_file)])
 
     @property
@@ -191,16 +211,3 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for probe in probes:
             probe.close()
-
-
-def _worker(config_file: Path, config: Config, pool: str, index: int) -> Child:
-    """The worker `index` of `pool`, on its own address and cores."""
-    worker = config.target if pool == "target" else config.draft
-    arguments = [pool, "--config", str(config_file), "--set", f"{pool}.addresses=[{worker.addresses[index]!r}]"]
-    if worker.cpus is None and worker.device != "cuda":
-        shares = divide_cores(sorted(os.sched_getaffinity(0)), config.target.replicas, config.draft.replicas)
-        cpus = (shares.targets if pool == "target" else shares.drafts)[index]
-        if cpus is not None:
-            arguments += ["--set", f"{pool}.cpus={list(cpus)}"]
-    name = pool if worker.replicas == 1 else f"{pool} {index}"
-    return Child(name, arguments)

@@ -61,7 +61,13 @@ class Completions:
         target = self._pool.choose()
         assert target.description is not None
         seed = draw_seed() if completion.seed is None else completion.seed
-        reply = CompletionReply(f"cmpl-{secrets.token_hex(16)}", int(time.time()), self._model_id, seed)
+        reply = CompletionReply(
+            id=f"cmpl-{secrets.token_hex(16)}",
+            created=int(time.time()),
+            model=self._model_id,
+            seed=seed,
+            has_token_ids=completion.return_token_ids,
+        )
         generate_request = build_generate_request(
             completion,
             request_id=reply.id,
@@ -100,15 +106,15 @@ def draw_seed() -> int:
 
 async def _whole(reply: CompletionReply, pieces: AsyncGenerator[Piece, None], num_prompt_tokens: int) -> dict[str, Any]:
     texts: list[str] = []
-    num_tokens = 0
+    token_ids: list[int] = []
     finish_reason: str | None = None
     async with contextlib.aclosing(pieces):
         async for piece in pieces:
             texts.append(piece.text)
-            num_tokens += len(piece.token_ids)
+            token_ids.extend(piece.token_ids)
             finish_reason = piece.finish_reason
     assert finish_reason is not None
-    return reply.whole("".join(texts), finish_reason, Usage(num_prompt_tokens, num_tokens))
+    return reply.whole("".join(texts), token_ids, finish_reason, Usage(num_prompt_tokens, len(token_ids)))
 
 
 async def _events(
@@ -125,8 +131,8 @@ async def _events(
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 num_tokens += len(piece.token_ids)
-                if piece.text or piece.finish_reason:
-                    yield event(reply.chunk(piece.text, piece.finish_reason, include_usage))
+                if piece.text or piece.finish_reason or reply.has_token_ids:
+                    yield event(reply.chunk(piece.text, piece.token_ids, piece.finish_reason, include_usage))
                     started = True
     except OutriderError as error:
         if not started:

@@ -8,6 +8,7 @@ ignored with a warning. `null` is the same as leaving a field out.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -54,7 +55,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "priority": (0,),
     "logits_processors": (),
@@ -130,6 +130,7 @@ class CompletionRequest(BaseModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
     num_speculative_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_num_speculative_tokens)] = (
         Field(default=None, description='None and "auto": the target decides')
     )
@@ -205,14 +206,17 @@ class CompletionReply:
     created: int
     model: str
     seed: int
+    has_token_ids: bool = False  # choices carry the token IDs of their text
 
-    def whole(self, text: str, finish_reason: str, usage: Usage) -> dict[str, Any]:
+    def whole(self, text: str, token_ids: Sequence[int], finish_reason: str, usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        return self._object([_choice(text, finish_reason)]) | {"usage": usage.to_json()}
+        return self._object([self._choice(text, token_ids, finish_reason)]) | {"usage": usage.to_json()}
 
-    def chunk(self, text: str, finish_reason: str | None, include_usage: bool) -> dict[str, Any]:
+    def chunk(
+        self, text: str, token_ids: Sequence[int], finish_reason: str | None, include_usage: bool
+    ) -> dict[str, Any]:
         """A piece of a streamed answer; its usage, if asked for, comes at the end and is null until then."""
-        chunk = self._object([_choice(text, finish_reason)])
+        chunk = self._object([self._choice(text, token_ids, finish_reason)])
         return chunk | {"usage": None} if include_usage else chunk
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
@@ -229,6 +233,6 @@ class CompletionReply:
             "seed": self.seed,
         }
 
-
-def _choice(text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        return choice | {"token_ids": list(token_ids)} if self.has_token_ids else choice

@@ -13,6 +13,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.targets.torch import TorchTarget
+from cluster.telemetry.metrics import WorkerMetrics, serve_metrics
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2_grpc
 from services.target.servicer import TargetServicer
@@ -52,6 +53,8 @@ def build_target(config: Config, tokenizer_fingerprint: str) -> TorchTarget:
 
 
 async def _serve(config: Config, target: TorchTarget, tokenizer_fingerprint: str) -> int:
+    if config.target.metrics_port is not None:
+        serve_metrics(WorkerMetrics(target.readings).registry, config.target.metrics_port)
     servicer = TargetServicer(target, config, tokenizer_fingerprint)
     target.start(servicer.publish)
     links = asyncio.create_task(target.run_links(_fixed_endpoints(config.draft.addresses)))

@@ -305,3 +305,11 @@ def test_the_official_client_sees_a_failure_amid_a_stream(router, target):
     stream = client.completions.create(model=router.model, prompt="fox", stream=True)
     with pytest.raises(openai.APIError, match="lost"):
         list(stream)
+
+
+def test_token_ids_are_returned_when_asked_for(router, tokenizer):
+    prompt = tokenizer.encode("quick 😀 fox")
+    body = router.complete(prompt=prompt, max_tokens=len(prompt), return_token_ids=True).json()
+    assert body["choices"][0]["token_ids"] == prompt
+    events = router.stream(prompt=prompt, max_tokens=len(prompt), return_token_ids=True)
+    assert [t for event in events[:-1] for choice in event["choices"] for t in choice["token_ids"]] == prompt

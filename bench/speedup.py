@@ -1,0 +1,172 @@
+"""The whole cluster over HTTP, with speculation and without: `python -m bench.speedup`.
+
+Two clusters run side by side, one without speculation (every core for the target, no draft) and one with; only one
+of them works at a time. Repeats are interleaved, so that a drift of the machine meets both alike; figures are
+medians with their range, and the speedup is the median of the repeats' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.workload import Run, held_out_prompts, read_counters, run_streams
+from cluster.config import Config, load_config
+from services.launch.local import LocalCluster
+
+READY_TIMEOUT_SECONDS = 120
+WARM_UP_PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One number of streams at one temperature."""
+
+    num_streams: int
+    temperature: float
+    plain_tokens_per_second: list[float]
+    tokens_per_second: list[float]
+    acceptance_rate: float
+    acceptance_length: float
+    bytes_per_committed_token: float  # protobuf payload, both directions, opens apart
+
+    @property
+    def speedup(self) -> float:
+        ratios = [a / b for a, b in zip(self.tokens_per_second, self.plain_tokens_per_second, strict=True)]
+        return statistics.median(ratios)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    config = load_config(arguments.config, ["router.port=0", *arguments.overrides])
+    k = config.speculation.num_speculative_tokens
+    without = config.model_copy(
+        update={"speculation": config.speculation.model_copy(update={"num_speculative_tokens": 0})}
+    )
+    with LocalCluster(without) as plain, LocalCluster(config) as speculative:
+        for cluster in (plain, speculative):
+            cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        points = []
+        print(_header(config))
+        for temperature in arguments.temperatures:
+            for num_streams in arguments.streams:
+                points.append(_measure(plain, speculative, k, num_streams, temperature, arguments))
+                print(_row(points[-1]), flush=True)
+    _write(arguments.out, config, arguments, points)
+    return 0
+
+
+def _measure(
+    plain: LocalCluster,
+    speculative: LocalCluster,
+    k: int,
+    num_streams: int,
+    temperature: float,
+    arguments: argparse.Namespace,
+) -> Point:
+    num_prompts = max(num_streams * 2, arguments.prompts)
+    prompts = held_out_prompts(num_prompts, seed=num_streams)
+
+    def run(cluster: LocalCluster, num_speculative_tokens: int, prompts: list[list[int]]) -> Run:
+        return run_streams(
+            cluster.url,
+            prompts,
+            num_streams=num_streams,
+            temperature=temperature,
+            num_speculative_tokens=num_speculative_tokens,
+            max_tokens=arguments.max_tokens,
+        )
+
+    for cluster, depth in ((plain, 0), (speculative, k)):
+        run(cluster, depth, prompts[:WARM_UP_PROMPTS])
+    before = _counters(speculative)
+    plain_rates, rates = [], []
+    for _ in range(arguments.repeats):
+        plain_rates.append(run(plain, 0, prompts).tokens_per_second)
+        rates.append(run(speculative, k, prompts).tokens_per_second)
+    after = _counters(speculative)
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
+    drafted = grown["vllm:spec_decode_num_draft_tokens_total"]
+    rounds = grown["vllm:spec_decode_num_drafts_total"]
+    return Point(
+        num_streams=num_streams,
+        temperature=temperature,
+        plain_tokens_per_second=plain_rates,
+        tokens_per_second=rates,
+        acceptance_rate=accepted / max(drafted, 1.0),
+        acceptance_length=1 + accepted / max(rounds, 1.0),
+        bytes_per_committed_token=grown["outrider_link_bytes_total"] / grown["outrider_committed_tokens_total"],
+    )
+
+
+def _counters(cluster: LocalCluster) -> dict[str, float]:
+    return read_counters(f"{cluster.url}/metrics") | read_counters(cluster.targets[0].metrics_url)
+
+
+def _header(config: Config) -> str:
+    return (
+        f"{config.target.model} ({config.target.dtype}) drafted by {config.draft.model} ({config.draft.dtype}), "
+        f"k = {config.speculation.num_speculative_tokens}; tokens/s are medians (range)\n\n"
+        "| streams | T | no speculation | speculation | speedup | acceptance | acceptance length | bytes/token |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    )
+
+
+def _row(point: Point) -> str:
+    def spread(rates: list[float]) -> str:
+        return f"{statistics.median(rates):.0f} ({min(rates):.0f}-{max(rates):.0f})"
+
+    return (
+        f"| {point.num_streams} | {point.temperature:g} | {spread(point.plain_tokens_per_second)} "
+        f"| {spread(point.tokens_per_second)} | {point.speedup:.2f} | {point.acceptance_rate:.3f} "
+        f"| {point.acceptance_length:.2f} | {point.bytes_per_committed_token:.1f} |"
+    )
+
+
+def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Sequence[Point]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {
+        "target": config.target.model_dump(mode="json"),
+        "draft": config.draft.model_dump(mode="json"),
+        "speculation": config.speculation.model_dump(mode="json"),
+        "repeats": arguments.repeats,
+        "max_tokens": arguments.max_tokens,
+        "machine": {"processor": _processor(), "python": platform.python_version()},
+        "points": [asdict(point) | {"speedup": point.speedup} for point in points],
+    }
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"\nwritten to {path}", file=sys.stderr)
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _parser() -> argparse.ArgumentParser:
+    def numbers(text: str) -> list[float]:
+        return [float(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(prog="bench.speedup", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", type=Path, help="YAML configuration of the cluster")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--streams", type=lambda t: [int(n) for n in numbers(t)], default=[1, 4])
+    parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a repeat (at least two a stream)")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/speedup.json"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

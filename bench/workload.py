@@ -1,0 +1,89 @@
+"""What is measured with: prompts of held-out text, and streams that generate from them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+
+from cluster.config import Config
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
+from cluster.training.corpus import held_out_texts
+
+PROMPT_TOKENS = (32, 160)
+
+
+def held_out_prompts(count: int, seed: int) -> list[list[int]]:
+    """Pieces of text the bundled pair was not trained on, as token IDs."""
+    rng = random.Random(seed)
+    tokenizer = Tokenizer(resolve_model_folder(Config().target.model))
+    texts = [held_out.text for held_out in held_out_texts()]
+    prompts: list[list[int]] = []
+    while len(prompts) < count:
+        text = rng.choice(texts)
+        start = text.find("\n", rng.randrange(len(text))) + 1
+        token_ids = tokenizer.encode(text[start : start + 2000])[: rng.randint(*PROMPT_TOKENS)]
+        if len(token_ids) >= PROMPT_TOKENS[0]:
+            prompts.append(token_ids)
+    return prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one burst of requests gave."""
+
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+def run_streams(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_streams: int,
+    temperature: float,
+    num_speculative_tokens: int,
+    max_tokens: int,
+) -> Run:
+    """Sends every prompt, `num_streams` at a time, and waits for all answers. A prompt's index is its seed."""
+
+    def generate(index: int) -> int:
+        body = {
+            "prompt": list(prompts[index]),
+            "seed": index,
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "num_speculative_tokens": num_speculative_tokens,
+        }
+        response = client.post("/v1/completions", json=body)
+        response.raise_for_status()
+        return int(response.json()["usage"]["completion_tokens"])
+
+    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(num_streams) as threads:
+        started_at = time.perf_counter()
+        num_tokens = sum(threads.map(generate, range(len(prompts))))
+        return Run(num_tokens, time.perf_counter() - started_at)
+
+
+def read_counters(url: str) -> dict[str, float]:
+    """The counters of a metrics page, summed over their labels; those of link bytes apart by kind."""
+    counters: dict[str, float] = {}
+    for line in httpx.get(url, timeout=10).text.splitlines():
+        if line.startswith("#"):
+            continue
+        name, _, value = line.rpartition(" ")
+        name, _, labels = name.partition("{")
+        if 'kind="open"' in labels:
+            name += "_open"
+        counters[name] = counters.get(name, 0.0) + float(value)
+    return counters

@@ -1,0 +1,44 @@
+"""A small client of the completions endpoint, for many requests at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt with everything that decides its answer."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    fields: Fields = field(default_factory=dict)  # sampling
+
+
+def complete(client: httpx.Client, case: Case, **more: Any) -> list[int]:
+    """The token IDs of the answer to `case`."""
+    body = {
+        "prompt": list(case.prompt),
+        "seed": case.seed,
+        "max_tokens": case.max_tokens,
+        "return_token_ids": True,
+        **case.fields,
+        **more,
+    }
+    response = client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    token_ids: list[int] = response.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+def complete_all(url: str, cases: Sequence[Case], concurrency: int = 8, **more: Any) -> list[list[int]]:
+    """The answers to `cases`, `concurrency` of them at a time."""
+    with httpx.Client(base_url=url, timeout=300) as client, ThreadPoolExecutor(concurrency) as threads:
+        return list(threads.map(lambda case: complete(client, case, **more), cases))

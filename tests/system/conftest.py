@@ -1,0 +1,49 @@
+"""Whole clusters: router, target and draft workers as processes, called over HTTP."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cluster.config import Config, load_config
+from cluster.model_folder import resolve_model_folder
+from services.launch.local import LocalCluster
+
+READY_TIMEOUT_SECONDS = 120
+
+
+def cluster_config(*overrides: str) -> Config:
+    """The default configuration in float32, on a free port."""
+    return load_config(None, ["router.port=0", "target.dtype=float32", "draft.dtype=float32", *overrides])
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[LocalCluster]:
+    """The bundled pair."""
+    with LocalCluster(cluster_config()) as running:
+        running.wait_ready(READY_TIMEOUT_SECONDS)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def random_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft with the bundled one's shape and tokenizer, and random weights: it is nearly always wrong."""
+    bundled = resolve_model_folder(Config().draft.model)
+    folder = tmp_path_factory.mktemp("random-draft")
+    torch.manual_seed(20)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(bundled)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster_with_random_draft(random_draft: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(cluster_config(f"draft.model={random_draft}")) as running:
+        running.wait_ready(READY_TIMEOUT_SECONDS)
+        yield running
