@@ -10,6 +10,8 @@ from pathlib import Path
 from cluster.config import Config, load_config
 from cluster.errors import ConfigurationError
 from cluster.telemetry.logs import setup_logging
+from cluster.training.cli import add_arguments as add_train_arguments
+from cluster.training.cli import main as run_training
 
 _PROGRAMS = {
     "router": "run the HTTP router",
@@ -43,11 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(program, help=purpose)
         _add_config_arguments(command)
         command.set_defaults(run=_run_program)
-    # The trainer's own options stay with the trainer: `outrider train --help` imports them.
-    train = commands.add_parser("train", help="train the bundled pair of models", add_help=False)
-    train.set_defaults(run=_train)
-    if sys.argv[1:2] == ["train"]:
-        _add_train_arguments(train)
+    train = commands.add_parser("train", help="train the bundled pair of models")
+    add_train_arguments(train)
+    train.set_defaults(run=run_training)
     return parser
 
 
@@ -114,18 +114,6 @@ def _run_program(arguments: argparse.Namespace) -> int:
     else:
         from services.draft.main import run
     return run(config)
-
-
-def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    from cluster.training.cli import add_arguments
-
-    add_arguments(parser)
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    from cluster.training.cli import main as train
-
-    return train(arguments)
 
 
 if __name__ == "__main__":

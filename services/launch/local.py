@@ -19,6 +19,7 @@ import yaml
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError, UnavailableError
+from services.launch.checks import check_models
 from services.launch.child import Child
 from services.launch.cores import divide_cores
 
@@ -54,11 +55,12 @@ class LocalCluster:
             cluster.wait_ready(timeout=60)
             ... cluster.url ...
 
-    Raises ConfigurationError when the router's port is taken or a program cannot start.
+    Raises ConfigurationError when the router's port is taken, the models cannot work, or a program cannot start.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = _resolve(config)
+        check_models(self.config)
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
         config_file = Path(self._folder.name) / "cluster.yaml"
         config_file.write_text(yaml.safe_dump(self.config.model_dump(mode="json")), encoding="utf-8")

@@ -1,0 +1,28 @@
+"""What can be known to fail before anything is started."""
+
+from __future__ import annotations
+
+from cluster.config import Config
+from cluster.engine.model_config import ModelConfig
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
+
+
+def check_models(config: Config) -> None:
+    """Raises ConfigurationError when a model is missing or unsupported, or the pair's tokenizers differ."""
+    target = _fingerprint(config.target.model)
+    if config.draft.replicas == 0:
+        return
+    draft = _fingerprint(config.draft.model)
+    if draft != target:
+        raise ConfigurationError(
+            f"the draft {config.draft.model!r} (tokenizer {draft}) cannot draft for the target "
+            f"{config.target.model!r} (tokenizer {target}): choose a draft with the target's tokenizer"
+        )
+
+
+def _fingerprint(model: str) -> str:
+    folder = resolve_model_folder(model)
+    ModelConfig.from_folder(folder)
+    return Tokenizer(folder).fingerprint()

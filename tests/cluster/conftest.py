@@ -1,0 +1,82 @@
+"""Tiny random models, shared by the tests of everything that runs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.engine.loader import load_model
+from cluster.engine.model import LlamaModel
+from cluster.engine.runner import ModelRunner
+
+torch.set_num_threads(1)
+
+TINY_VOCAB_SIZE = 512
+TINY_MAX_LEN = 256
+
+
+def save_tiny_llama(
+    folder: Path,
+    *,
+    seed: int = 0,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **overrides: object,
+) -> Path:
+    """A random Llama with grouped-query attention, whose every weight matters to the logits."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape: dict[str, object] = {
+        "vocab_size": TINY_VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": TINY_MAX_LEN,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    }
+    config = LlamaConfig(**(shape | {"tie_word_embeddings": tied} | overrides))
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(mean=float(parameter.ndim == 1), std=0.2, generator=generator)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_llama(**options of save_tiny_llama): a folder, made once for each set of options."""
+    made: dict[str, Path] = {}
+
+    def make(**options: object) -> Path:
+        key = repr(sorted(options.items(), key=lambda item: item[0]))
+        if key not in made:
+            made[key] = save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), **options)  # type: ignore[arg-type]
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_llama: Callable[..., Path]) -> Callable[..., LlamaModel]:
+    """tiny_model(**options): the engine's model of `tiny_llama(**options)`, in float32."""
+    return lambda **options: load_model(tiny_llama(**options), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def new_runner(tiny_model: Callable[..., LlamaModel]) -> Callable[..., ModelRunner]:
+    """new_runner(block_size, num_blocks, **options): a model with an empty cache."""
+
+    def make(block_size: int = 4, num_blocks: int = 64, **options: object) -> ModelRunner:
+        return ModelRunner(tiny_model(**options), block_size, num_blocks)
+
+    return make

@@ -1,0 +1,27 @@
+"""How cores are divided."""
+
+from __future__ import annotations
+
+from services.launch.cores import divide_cores
+
+
+def test_one_pair_on_two_cores_shares_the_last() -> None:
+    shares = divide_cores([0, 1], num_targets=1, num_drafts=1)
+    assert shares.targets == ((0, 1),)
+    assert shares.drafts == ((1,),)
+
+
+def test_without_drafts_targets_get_everything() -> None:
+    assert divide_cores([0, 1, 2, 3], num_targets=2, num_drafts=0).targets == ((0, 1), (2, 3))
+
+
+def test_more_workers_than_cores_share() -> None:
+    shares = divide_cores([0, 1], num_targets=3, num_drafts=3)
+    assert shares.targets == ((0,), (1,), (0,))
+    assert shares.drafts == ((1,), (0,), (1,))
+
+
+def test_a_large_host_is_left_to_the_operating_system() -> None:
+    shares = divide_cores(range(64), num_targets=1, num_drafts=1)
+    assert shares.targets == (None,)
+    assert shares.drafts == (None,)
