@@ -1,0 +1,111 @@
+"""A realistic pair from the bundled one: `python -m bench.models --out DIR`.
+
+Writes `DIR/target`, the bundled target widened to about 190M parameters *without changing its function*, and
+`DIR/draft`, the bundled draft as it is. Acceptance stays what it was and the cost ratio becomes that of a large
+target, so speed can be measured without training one.
+
+How a model is widened exactly:
+
+- The width grows by a factor of 4, new channels are zero. RMSNorm's mean square is then 4 times smaller: its weight
+  is divided by 2, exact in bfloat16, and `rms_norm_eps` is divided by 4.
+- New attention heads and new channels of the MLP have zero weights, in and out. Query heads are added in whole
+  groups, each with a key-value head of its own, so that old heads keep theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.config import Config
+from cluster.engine.model_config import ModelConfig
+from cluster.model_folder import resolve_model_folder
+
+WIDTH_FACTOR = 4  # a power of 4, so that its square root is a power of 2
+INTERMEDIATE_SIZE = 5248
+
+
+@dataclass(frozen=True, slots=True)
+class Widening:
+    """From the shape of the bundled target to that of the wide one."""
+
+    old: ModelConfig
+    width_factor: int = WIDTH_FACTOR
+    intermediate_size: int = INTERMEDIATE_SIZE
+
+    @property
+    def hidden_size(self) -> int:
+        return self.old.hidden_size * self.width_factor
+
+    @property
+    def num_heads(self) -> int:
+        return self.old.num_heads * self.width_factor
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.old.num_kv_heads * self.width_factor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The widened shape of the tensor `name`."""
+        q_size, kv_size = self.num_heads * self.old.head_dim, self.num_kv_heads * self.old.head_dim
+        shapes = {
+            "embed_tokens": (self.old.vocab_size, self.hidden_size),
+            "lm_head": (self.old.vocab_size, self.hidden_size),
+            "q_proj": (q_size, self.hidden_size),
+            "k_proj": (kv_size, self.hidden_size),
+            "v_proj": (kv_size, self.hidden_size),
+            "o_proj": (self.hidden_size, q_size),
+            "gate_proj": (self.intermediate_size, self.hidden_size),
+            "up_proj": (self.intermediate_size, self.hidden_size),
+            "down_proj": (self.hidden_size, self.intermediate_size),
+        }
+        return shapes.get(name.split(".")[-2], (self.hidden_size,))
+
+    def widen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` in the corner of a larger one of zeros."""
+        wide = torch.zeros(self.shape(name), dtype=tensor.dtype)
+        wide[tuple(slice(size) for size in tensor.shape)] = tensor
+        if tensor.dim() == 1:  # every vector is the weight of a norm
+            wide /= self.width_factor**0.5
+        return wide
+
+
+def widen_model(source: Path, folder: Path) -> int:
+    """Writes the widened model of `source` to `folder`; returns its number of parameters."""
+    widening = Widening(ModelConfig.from_folder(source))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"), dirs_exist_ok=True)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config |= {
+        "hidden_size": widening.hidden_size,
+        "intermediate_size": widening.intermediate_size,
+        "num_attention_heads": widening.num_heads,
+        "num_key_value_heads": widening.num_kv_heads,
+        "rms_norm_eps": config["rms_norm_eps"] / widening.width_factor,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: widening.widen(name, tensor) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.models", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for `target` and `draft`")
+    out: Path = parser.parse_args(argv).out
+    config = Config()
+    num_parameters = widen_model(resolve_model_folder(config.target.model), out / "target")
+    shutil.copytree(resolve_model_folder(config.draft.model), out / "draft", dirs_exist_ok=True)
+    print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {out}/draft")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
