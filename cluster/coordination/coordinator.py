@@ -27,7 +27,8 @@ from cluster.speculation.params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before
+_REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
+_MAX_REOPEN_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class SpeculativeSequence:
     proposal: Proposal | None = None
     awaited_since: float | None = None  # when the proposal that is awaited was asked for
     is_late: bool = False  # a step has stopped waiting for it
+    num_refusals: int = 0
     may_open_at: float = 0.0
 
 
@@ -211,9 +213,11 @@ class Coordinator:
             use.request.advances.pop(name, None)
             if name in reply.refused:
                 self.stats.num_refused += 1
-                sequence.may_open_at = self._clock() + _REOPEN_SECONDS
             else:
                 self.stats.num_lost += 1
+            pause = min(_REOPEN_SECONDS * 2**sequence.num_refusals, _MAX_REOPEN_SECONDS)
+            sequence.may_open_at = self._clock() + pause
+            sequence.num_refusals += 1
             self._unassign(sequence)
 
     def _take_proposal(self, sequence: SpeculativeSequence, proposal: Proposal) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
@@ -42,9 +42,9 @@ class _Entry:
 class DraftWorker:
     """Drafts in a thread of its own.
 
-    A turn of the loop: take in what arrived; run one step of the drafter for the sequences whose proposal is owed,
-    or, when none is, for those that may still run ahead; send what became complete, one message a link. With
-    nothing to do the thread sleeps.
+    A turn of the loop: take in what arrived and answer what running ahead has already completed; run one step of the
+    drafter for the sequences whose proposal is owed, or, when none is, for those that may still run ahead; send what
+    became complete, one message a link. With nothing to do the thread sleeps.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -106,21 +106,26 @@ class DraftWorker:
 
     def _step(self) -> None:
         replies: dict[int, SpeculateReply] = {}
-        batch = self._next_batch()
-        for link, request in self._take_inbox(wait=not batch):
+        for link, request in self._take_inbox(wait=not self._next_batch()):
             reply = replies.setdefault(link, SpeculateReply())
             if request is None:
                 self._release_link(link)
             else:
                 self._apply(link, request, reply)
-        # What arrived may be more urgent than what was next, or have taken it away.
+        # A proposal that running ahead has already completed does not wait for another step.
+        self._collect_proposals(replies)
+        self._send(replies)
         batch = self._next_batch()
         if batch:
+            replies = {}
             stuck = self._drafter.draft([entry.sequence for entry in batch])
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)
-        self._collect_proposals(replies)
+            self._collect_proposals(replies)
+            self._send(replies)
+
+    def _send(self, replies: dict[int, SpeculateReply]) -> None:
         for link, reply in replies.items():
             deliver = self._links.get(link)
             if reply and deliver is not None:
@@ -159,10 +164,12 @@ class DraftWorker:
                 self._release(entry)
 
     def _open(self, link: int, opening: Open) -> bool:
-        """False when there is no room. Opening again replaces what was there."""
+        """False when there is no room, or when the draft lacks a token. Opening again replaces what was there."""
         known = self._entries.get((link, opening.sequence))
         if known is not None:
             self._release(known)
+        if not self._knows(opening.token_ids):
+            return False
         sequence = DraftSequence(
             token_ids=list(opening.token_ids),
             num_prompt_tokens=opening.num_prompt_tokens,
@@ -177,12 +184,12 @@ class DraftWorker:
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
-        """False when the sequence, or the tokens before the advance's base, are not known here."""
+        """False when the sequence, the tokens before the advance's base or one of its tokens are not known here."""
         entry = self._entries.get((link, advance.sequence))
         if entry is None:
             return False
         sequence = entry.sequence
-        if sequence.is_behind(advance.base):
+        if sequence.is_behind(advance.base) or not self._knows(advance.token_ids):
             self._release(entry)
             return False
         num_kept = sequence.commit(advance.base, advance.token_ids)
@@ -191,6 +198,10 @@ class DraftWorker:
             sequence.num_speculative_tokens = advance.num_speculative_tokens
             entry.owes_proposal = True
         return True
+
+    def _knows(self, token_ids: Sequence[int]) -> bool:
+        """Whether the draft has all these tokens: a target may have more, with the same tokenizer."""
+        return max(token_ids, default=0) < self._drafter.vocab_size
 
     def _release(self, entry: _Entry) -> None:
         del self._entries[entry.link, entry.name]

@@ -64,6 +64,7 @@ class Drafter(ABC):
     """Proposes tokens. Called from one thread; a sequence is handed in by reference and extended in place."""
 
     max_model_len: int
+    vocab_size: int  # a sequence with other token IDs cannot be drafted for
 
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:

@@ -31,6 +31,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: ModelRunner, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.max_model_len = max_model_len
+        self.vocab_size = runner.model.config.vocab_size
         self._runner = runner
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -102,6 +103,9 @@ class ModelDrafter(Drafter):
     def _knows(self, token_ids: Iterable[int]) -> bool:
         vocab_size = self._runner.model.config.vocab_size
         return all(token < vocab_size for token in token_ids)
+
+    def _num_missing(self, sequence: DraftSequence) -> int:
+        return len(sequence.token_ids) - self._caches[sequence].num_computed_tokens
 
     def _reserve(self, cache: _Cache, num_tokens: int) -> bool:
         """Extends the block table to hold `num_tokens` tokens, within the model's length."""

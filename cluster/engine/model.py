@@ -74,11 +74,11 @@ class LlamaModel:
     ) -> torch.Tensor:
         config = self.config
         qkv = layer.qkv(hidden).view(len(hidden), -1, config.head_dim)
-        query, keys, values = torch.split(qkv, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
-        kv_cache.write(index, _rotate(keys, cos, sin), values, batch.slots)
-        attended = paged_attention(
-            _rotate(query, cos, sin), kv_cache.keys[index], kv_cache.values[index], batch.segments
-        )
+        # Queries and keys are neighbours, so one rotation serves both.
+        rotated = _rotate(qkv[:, : -config.num_kv_heads], cos, sin)
+        query, keys = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
+        kv_cache.write(index, keys, qkv[:, -config.num_kv_heads :], batch.slots)
+        attended = paged_attention(query, kv_cache.keys[index], kv_cache.values[index], batch.segments)
         return layer.output(attended.flatten(1))
 
 
@@ -89,16 +89,18 @@ def _rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def _rotary_table(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every position, [max_position_embeddings, 1, head_dim] (Su et al., arXiv 2104.09864)."""
+    """cos and signed sin of every position, [max_position_embeddings, 1, head_dim] (Su et al., arXiv 2104.09864).
+
+    The first half of the sines is negative: that is the sign a rotation gives the second half of a head.
+    """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)
-    angles = torch.cat([angles, angles], dim=-1)[:, None, :]
-    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    angles = torch.outer(positions, frequencies)[:, None, :]
+    cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding by halves. `x` [num_tokens, heads, head_dim]; `cos`, `sin` [num_tokens, 1, head_dim]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+def _rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding by halves. `x` [num_tokens, heads, head_dim]; the others [num_tokens, 1, head_dim]."""
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * signed_sin
