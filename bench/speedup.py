@@ -102,7 +102,7 @@ def _measure(
         tokens_per_second=rates,
         acceptance_rate=accepted / max(drafted, 1.0),
         acceptance_length=1 + accepted / max(rounds, 1.0),
-        bytes_per_committed_token=grown["outrider_link_bytes_total"] / grown["outrider_committed_tokens_total"],
+        bytes_per_committed_token=grown["outrider_link_bytes_total:round"] / grown["outrider_committed_tokens_total"],
     )
 
 

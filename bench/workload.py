@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -76,14 +77,14 @@ def run_streams(
 
 
 def read_counters(url: str) -> dict[str, float]:
-    """The counters of a metrics page, summed over their labels; those of link bytes apart by kind."""
+    """The numbers of a metrics page by name, summed over their labels; those with a `kind` also as name:kind."""
     counters: dict[str, float] = {}
     for line in httpx.get(url, timeout=10).text.splitlines():
         if line.startswith("#"):
             continue
         name, _, value = line.rpartition(" ")
         name, _, labels = name.partition("{")
-        if 'kind="open"' in labels:
-            name += "_open"
-        counters[name] = counters.get(name, 0.0) + float(value)
+        names = [name, *(f"{name}:{kind}" for kind in re.findall(r'kind="(\w+)"', labels))]
+        for name in names:
+            counters[name] = counters.get(name, 0.0) + float(value)
     return counters

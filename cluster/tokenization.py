@@ -28,12 +28,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """The token IDs of `text`, with whatever the model's tokenizer puts around a prompt.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token IDs of `text`, with whatever the model's tokenizer puts around a prompt if `add_special_tokens`.
 
-        `text` must be free of lone surrogates.
+        Special tokens that `text` spells out are themselves either way. It must be free of lone surrogates.
         """
-        return list(self._tokenizer.encode(text).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids` without special tokens; bytes that are not UTF-8 become U+FFFD."""

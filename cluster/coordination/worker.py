@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.telemetry.metrics import StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class DraftWorker:
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
+        self.step_time = StepTime()
         self.error: BaseException | None = None
 
     def start(self) -> None:
@@ -118,7 +121,9 @@ class DraftWorker:
         batch = self._next_batch()
         if batch:
             replies = {}
+            started_at = time.perf_counter()
             stuck = self._drafter.draft([entry.sequence for entry in batch])
+            self.step_time.add(time.perf_counter() - started_at)
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)

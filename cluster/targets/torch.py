@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from cluster.errors import InvalidRequestError
 from cluster.speculation.acceptance import count_accepted
 from cluster.speculation.sampling import SampleRequest, sample
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
-from cluster.telemetry.metrics import Reading
+from cluster.telemetry.metrics import Reading, StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class TorchTarget(Target):
         self._aborted: set[str] = set()
         self._wake = threading.Condition()
         self._stopping = False
-        self._num_steps = 0
+        self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
+        self._wait_seconds = 0.0
         self._num_committed_tokens = 0
         self._thread: threading.Thread | None = None
 
@@ -108,7 +110,7 @@ class TorchTarget(Target):
         )
 
     def readings(self) -> Iterable[Reading]:
-        def counter(name: str, documentation: str, value: int, **labels: str) -> Reading:
+        def counter(name: str, documentation: str, value: float, **labels: str) -> Reading:
             return Reading(name, documentation, value, is_counter=True, labels=labels)
 
         load, stats = self.load(), self._coordinator.stats
@@ -117,7 +119,9 @@ class TorchTarget(Target):
         yield Reading("outrider_kv_blocks_used", "KV blocks in use.", load.num_used_blocks)
         yield Reading("outrider_kv_blocks", "KV blocks in all.", load.num_blocks)
         yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", load.num_draft_links)
-        yield counter("outrider_steps", "Steps of the engine.", self._num_steps)
+        for kind, step_time in self._step_times.items():
+            yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
+        yield counter("outrider_proposal_wait_seconds", "Time steps waited for proposals.", self._wait_seconds)
         yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
         dropped = "Draft tokens or proposals that were dropped, by reason."
         yield counter("outrider_proposals_dropped", dropped, stats.num_stale_proposals, reason="stale")
@@ -153,15 +157,18 @@ class TorchTarget(Target):
         # Openings go out before the target's own prefill, so that the draft's runs beside it.
         self._coordinator.flush()
         decoding = [s for s in self._scheduler.running if not s.is_prefilling]
+        waiting_since = time.perf_counter()
         self._coordinator.wait(self._request_of[s].speculative for s in decoding)
+        started_at = time.perf_counter()
+        self._wait_seconds += started_at - waiting_since
         step = self._scheduler.schedule(
             lambda sequence: self._coordinator.drafts(self._request_of[sequence].speculative)
         )
         if step:
-            self._num_steps += 1
             outputs = self._commit(step, self._verify(step))
             self._coordinator.flush()
             publish(outputs)
+            self._step_times[_kind(step)].add(time.perf_counter() - started_at)
 
     def _verify(self, step: Sequence[ScheduledSequence]) -> list[int]:
         """Runs the step; returns the target's choice for every row that yields one, in order."""
@@ -253,3 +260,10 @@ class TorchTarget(Target):
         self._coordinator.close(running.speculative)
         del self._running[running.request.request_id]
         del self._request_of[running.sequence]
+
+
+def _kind(step: Sequence[ScheduledSequence]) -> str:
+    """What a step was dominated by: the chunk of a prompt, drafts, or neither."""
+    if any(scheduled.num_new_tokens > 1 for scheduled in step):
+        return "prefill"
+    return "verify" if any(scheduled.draft_token_ids for scheduled in step) else "decode"

@@ -108,6 +108,25 @@ class Reading:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class StepTime:
+    """Time spent in one kind of step. The mean over a minute, for the target's verify steps:
+
+    rate(outrider_step_seconds_total{kind="verify"}[1m]) / rate(outrider_steps_total{kind="verify"}[1m])
+    """
+
+    num_steps: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.num_steps += 1
+        self.seconds += seconds
+
+    def readings(self, prefix: str, what: str, **labels: str) -> Iterator[Reading]:
+        yield Reading(f"{prefix}s", f"{what}.", self.num_steps, is_counter=True, labels=labels)
+        yield Reading(f"{prefix}_seconds", f"{what}: time.", self.seconds, is_counter=True, labels=labels)
+
+
 class WorkerMetrics(Collector):
     """The page of a worker: numbers its engine keeps anyway, read when the page is asked for.
 

@@ -60,3 +60,4 @@ def _readings(worker: DraftWorker, drafter: ModelDrafter) -> Iterable[Reading]:
     yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", worker.num_sequences)
     yield Reading("outrider_kv_blocks_used", "KV blocks in use.", drafter.num_used_blocks)
     yield Reading("outrider_kv_blocks", "KV blocks in all.", drafter.num_blocks)
+    yield from worker.step_time.readings("outrider_draft_step", "Steps of the drafter")

@@ -41,7 +41,8 @@ def assert_nothing_in_use(cluster: LocalCluster) -> None:
         assert eventually(lambda url=worker.metrics_url: read_counters(url)["outrider_kv_blocks_used"] == 0), (
             worker.name
         )
-    assert eventually(lambda: read_counters(cluster.drafts[0].metrics_url)["outrider_draft_sequences"] == 0)
+    for draft in cluster.drafts:
+        assert eventually(lambda url=draft.metrics_url: read_counters(url)["outrider_draft_sequences"] == 0)
 
 
 def test_openai_client_gets_the_same_text_streamed_and_whole(cluster: LocalCluster) -> None:

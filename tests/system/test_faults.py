@@ -1,0 +1,85 @@
+"""Draft workers that die or freeze, and clients that leave, change nobody else's tokens."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from bench.workload import held_out_prompts
+from services.launch.local import LocalCluster
+from tests.system.client import Case, complete_all
+from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.system.test_cluster import assert_nothing_in_use
+
+NUM_REQUESTS = 24
+
+
+@pytest.fixture(scope="module")
+def two_drafts() -> Iterator[LocalCluster]:
+    with LocalCluster(cluster_config("draft.replicas=2")) as cluster:
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    fields = {"temperature": 0.8, "ignore_eos": True}
+    prompts = held_out_prompts(NUM_REQUESTS, seed=3)
+    return [Case(tuple(prompt), seed, 60, fields) for seed, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def expected(two_drafts: LocalCluster, cases: list[Case]) -> list[list[int]]:
+    return complete_all(two_drafts.url, cases, num_speculative_tokens=0)
+
+
+def num_different(answers: list[list[int]], expected: list[list[int]]) -> int:
+    return sum(answer != wanted for answer, wanted in zip(answers, expected, strict=True))
+
+
+def disconnect_at_random(url: str, stop: threading.Event) -> None:
+    """A client that starts streams and leaves them."""
+    rng = random.Random(1)
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while not stop.is_set():
+            body = {"prompt": [rng.randrange(3, 4000)], "max_tokens": 400, "stream": True, "ignore_eos": True}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                for _ in range(rng.randrange(8)):
+                    next(lines)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_draft_changes_no_token(
+    two_drafts: LocalCluster, cases: list[Case], expected: list[list[int]], signum: signal.Signals
+) -> None:
+    victim = two_drafts.drafts[0].pid
+    stop = threading.Event()
+    clients = [
+        threading.Thread(target=disconnect_at_random, args=(two_drafts.url, stop)),
+        threading.Timer(1.0, os.kill, (victim, signum)),
+    ]
+    for client in clients:
+        client.start()
+    try:
+        answers = complete_all(two_drafts.url, cases)
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+        if signum == signal.SIGSTOP:
+            os.kill(victim, signal.SIGCONT)
+    assert num_different(answers, expected) <= 1  # float32 has near-ties, rarely
+    deadline = time.monotonic() + READY_TIMEOUT_SECONDS
+    while not two_drafts.is_ready() and time.monotonic() < deadline:
+        two_drafts.watch()
+        time.sleep(0.1)
+    assert two_drafts.is_ready()
+    assert_nothing_in_use(two_drafts)
