@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from cluster.config import Config, load_config
@@ -18,6 +20,37 @@ _PROGRAMS = {
     "target": "run a target worker",
     "draft": "run a draft worker",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _ServeOption:
+    """A flag of `serve` that stands for settings."""
+
+    flag: str
+    metavar: str
+    settings: tuple[str, ...]
+    purpose: str
+
+    @property
+    def destination(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+_SERVE_OPTIONS = (
+    _ServeOption("--host", "H", ("router.host",), "address the router listens at"),
+    _ServeOption("--port", "P", ("router.port",), "port the router listens at; default 8000"),
+    _ServeOption("--target", "MODEL", ("target.model",), "Hugging Face folder, hub name or bundled model"),
+    _ServeOption("--draft", "MODEL", ("draft.model",), "likewise, with the target's tokenizer"),
+    _ServeOption(
+        "--num-speculative-tokens",
+        "K",
+        ("speculation.num_speculative_tokens",),
+        "draft tokens a round; 0 starts no draft worker and gives the target every core",
+    ),
+    _ServeOption("--dtype", "TYPE", ("target.dtype", "draft.dtype"), "auto, float32 or bfloat16, for target and draft"),
+    _ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),
+    _ServeOption("--draft-replicas", "N", ("draft.replicas",), "draft workers"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outrider", description="Speculative decoding across machines, with an OpenAI-compatible endpoint."
     )
+    parser.add_argument("--version", action="version", version=f"outrider {version('outrider')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="run a whole cluster on this machine")
     _add_serve_arguments(serve)
@@ -65,31 +99,8 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
-    options: tuple[tuple[str, str, str], ...] = (
-        ("--host", "H", "address the router listens at (router.host)"),
-        ("--port", "P", "port the router listens at (router.port; default 8000)"),
-        ("--target", "MODEL", "target model: Hugging Face folder, hub name or bundled model"),
-        ("--draft", "MODEL", "draft model, with the same tokenizer"),
-        ("--num-speculative-tokens", "K", "draft tokens a round; 0 starts no draft"),
-        ("--dtype", "TYPE", "auto, float32 or bfloat16, for target and draft"),
-        ("--target-replicas", "N", "target workers"),
-        ("--draft-replicas", "N", "draft workers"),
-    )
-    for option, metavar, purpose in options:
-        parser.add_argument(option, metavar=metavar, help=purpose)
-
-
-# Which settings an option of `serve` stands for.
-_SETTINGS = {
-    "host": ("router.host",),
-    "port": ("router.port",),
-    "target": ("target.model",),
-    "draft": ("draft.model",),
-    "num_speculative_tokens": ("speculation.num_speculative_tokens",),
-    "dtype": ("target.dtype", "draft.dtype"),
-    "target_replicas": ("target.replicas",),
-    "draft_replicas": ("draft.replicas",),
-}
+    for option in _SERVE_OPTIONS:
+        parser.add_argument(option.flag, metavar=option.metavar, help=option.purpose)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -97,9 +108,9 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     options = [
         f"{setting}={value}"
-        for option, settings in _SETTINGS.items()
-        if (value := getattr(arguments, option)) is not None
-        for setting in settings
+        for option in _SERVE_OPTIONS
+        if (value := getattr(arguments, option.destination)) is not None
+        for setting in option.settings
     ]
     return serve(load_config(arguments.config, [*options, *arguments.overrides]))
 

@@ -1,0 +1,52 @@
+"""The command line: what it offers is documented, and becomes configuration."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.config import Config
+from services import cli
+from services.launch import local
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_every_option_of_serve_is_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    offered = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert offered <= set(re.findall(r"--[a-z-]+", README.read_text(encoding="utf-8")))
+
+
+def test_options_of_serve_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[Config] = []
+
+    def serve(config: Config) -> int:
+        served.append(config)
+        return 0
+
+    monkeypatch.setattr(local, "serve", serve)
+    code = cli.main(
+        ["serve", "--port", "8123", "--dtype", "float32", "--draft-replicas", "3", "--set", "target.threads=2"]
+    )
+    assert code == 0
+    (config,) = served
+    assert config.router.port == 8123
+    assert (config.target.dtype, config.draft.dtype) == ("float32", "float32")
+    assert config.draft.replicas == 3
+    assert config.target.threads == 2
+
+
+def test_an_unusable_setting_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--set", "target.thread=2"]) == 2
+    assert capsys.readouterr().err == "outrider serve: unknown key 'target.thread'; did you mean 'threads'?\n"
+
+
+def test_importing_the_command_imports_no_torch() -> None:
+    code = "import sys, services.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
