@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_SECONDS = 0.0005
 _SERVER_OPTIONS = (
+    # Beyond 1,000 pending calls a server would cancel some at random; the router's queue limit is ours.
+    ("grpc.server.max_pending_requests", 10_000),
+    ("grpc.server.max_pending_requests_hard_limit", 20_000),
     ("grpc.max_receive_message_length", 16 * 2**20),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not a coin toss between two servers
     ("grpc.keepalive_permit_without_calls", 1),

@@ -9,53 +9,72 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import Tokenizer
+from services.router.chat import ChatCompletions
+from services.router.chat_template import ChatTemplate
 from services.router.completions import Completions
-from services.router.errors import install_error_handlers
+from services.router.endpoint import Serving
+from services.router.errors import error_handlers
 from services.router.middleware import Admission, RequestIds
 from services.router.targets import Target, TargetPool
 
-_GENERATING_PATHS = frozenset({"/v1/completions"})
+_COMPLETIONS_PATH = "/v1/completions"
+_CHAT_PATH = "/v1/chat/completions"
 
 
-def create_app(config: Config) -> FastAPI:
+def create_app(config: Config) -> Starlette:
     """The ASGI application. Raises ConfigurationError when there is no tokenizer or no target to call.
 
     Targets need not be up: `/health` says 503 until one is.
     """
     if not config.target.addresses:
         raise ConfigurationError("no target to call: set `target.addresses` to [host:port, ...]")
-    tokenizer = Tokenizer(resolve_model_folder(config.target.model))
+    folder = resolve_model_folder(config.target.model)
+    tokenizer = Tokenizer(folder)
     model_id = served_model_id(config.target.model)
-    metrics = RouterMetrics(model_id)
-    pool = TargetPool(config.target.addresses, tokenizer.fingerprint())
-    completions = Completions(model_id, tokenizer, pool, metrics, config.router.max_body_bytes)
+    serving = Serving(
+        model_id=model_id,
+        tokenizer=tokenizer,
+        pool=TargetPool(config.target.addresses, tokenizer.fingerprint()),
+        metrics=RouterMetrics(model_id),
+        max_body_bytes=config.router.max_body_bytes,
+    )
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with pool:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with serving.pool:
             yield
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(
-        Admission,
-        paths=_GENERATING_PATHS,
-        limit=config.router.max_waiting_requests,
-        metrics=metrics,
+    app = Starlette(
+        routes=[
+            Route(_COMPLETIONS_PATH, Completions(serving).create, methods=["POST"]),
+            Route(_CHAT_PATH, ChatCompletions(serving, ChatTemplate.from_folder(folder)).create, methods=["POST"]),
+            *_information_routes(serving),
+        ],
+        middleware=[
+            Middleware(RequestIds),
+            Middleware(
+                Admission,
+                paths=frozenset({_COMPLETIONS_PATH, _CHAT_PATH}),
+                limit=config.router.max_waiting_requests,
+                metrics=serving.metrics,
+            ),
+        ],
+        exception_handlers=error_handlers(),
+        lifespan=lifespan,
     )
-    app.add_middleware(RequestIds)
-    install_error_handlers(app)
-    app.add_route("/v1/completions", completions.create, methods=["POST"])
-    _add_information_routes(app, model_id, pool, metrics)
+    app.router.redirect_slashes = False
     return app
 
 
@@ -67,40 +86,48 @@ def served_model_id(model: str) -> str:
     return model
 
 
-def _add_information_routes(app: FastAPI, model_id: str, pool: TargetPool, metrics: RouterMetrics) -> None:
+def _information_routes(serving: Serving) -> list[Route]:
     created = int(time.time())
     version = importlib.metadata.version("outrider")
+    pool = serving.pool
 
-    async def list_models(_: Request) -> Response:
+    def describe_model() -> dict[str, Any]:
         model: dict[str, Any] = {
-            "id": model_id,
+            "id": serving.model_id,
             "object": "model",
             "created": created,
             "owned_by": "outrider",
         }
-        lengths = [target.description.model.max_model_len for target in pool.usable if target.description is not None]
-        if lengths:
-            model["max_model_len"] = min(lengths)
-        return JSONResponse({"object": "list", "data": [model]})
+        return model | {"max_model_len": pool.limits().max_model_len} if pool.usable else model
+
+    async def list_models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [describe_model()]})
+
+    async def show_model(request: Request) -> Response:
+        serving.check_model(request.path_params["model"])
+        return JSONResponse(describe_model())
 
     async def health(_: Request) -> Response:
         targets = [_describe(target) for target in pool.targets]
         if pool.usable:
-            return JSONResponse({"status": "ok", "model": model_id, "targets": targets})
+            return JSONResponse({"status": "ok", "model": serving.model_id, "targets": targets})
         reasons = [f"target {target.address}: {target.problem}" for target in pool.targets]
-        body = {"status": "unavailable", "model": model_id, "targets": targets}
+        body = {"status": "unavailable", "model": serving.model_id, "targets": targets}
         return JSONResponse(body | {"reason": "; ".join(reasons)}, status_code=503, headers={"retry-after": "1"})
 
     async def metrics_page(_: Request) -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(serving.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def version_page(_: Request) -> Response:
         return JSONResponse({"version": version})
 
-    app.add_route("/v1/models", list_models, methods=["GET"])
-    app.add_route("/health", health, methods=["GET"])
-    app.add_route("/metrics", metrics_page, methods=["GET"])
-    app.add_route("/version", version_page, methods=["GET"])
+    return [
+        Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", show_model, methods=["GET"]),  # names on the hub have a slash
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics_page, methods=["GET"]),
+        Route("/version", version_page, methods=["GET"]),
+    ]
 
 
 def _describe(target: Target) -> dict[str, Any]:

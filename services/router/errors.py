@@ -12,10 +12,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ExceptionHandler
 
 from cluster.errors import InternalError, InvalidRequestError, NotFoundError, OutriderError
 
@@ -41,6 +41,10 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 
 class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
 
 
 def excerpt(value: object) -> str:
@@ -76,8 +80,8 @@ def error_response(error: OutriderError, headers: Mapping[str, str] | None = Non
     )
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Makes `app` answer every failure, its own and the framework's, in the envelope."""
+def error_handlers() -> dict[Any, ExceptionHandler]:
+    """What makes an application answer every failure, its own and the framework's, in the envelope."""
 
     async def on_outrider_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, OutriderError)
@@ -95,10 +99,12 @@ def install_error_handlers(app: FastAPI) -> None:
         headers = {"x-request-id": getattr(request.state, "request_id", "")}
         return error_response(InternalError("internal error"), headers)
 
-    app.add_exception_handler(OutriderError, on_outrider_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(ClientDisconnect, on_disconnect)
-    app.add_exception_handler(Exception, on_bug)
+    return {
+        OutriderError: on_outrider_error,
+        HTTPException: on_http_exception,
+        ClientDisconnect: on_disconnect,
+        Exception: on_bug,
+    }
 
 
 def _from_framework(request: Request, error: HTTPException) -> OutriderError:

@@ -1,17 +1,19 @@
-"""Runs one request on a target: token IDs come back, pieces of text go out, and what happened is counted."""
+"""Runs sequences on targets: token IDs come back, pieces of text go out, and what happened is counted."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
 
 from cluster.errors import InternalError, UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from protos.speculation.v1 import target_pb2
-from services.router.targets import Target
+from services.router.protocol import Piece
+from services.router.stop import StopMatcher, StopStrings
+from services.router.targets import TargetPool
 
 _FINISH_REASONS = {
     target_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -20,47 +22,101 @@ _FINISH_REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one reply added. `text` may be empty: tokens can end inside a character."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None  # "stop" or "length" on the last piece
-
-
 async def generate(
-    target: Target,
+    pool: TargetPool,
     request: target_pb2.GenerateRequest,
     *,
+    stop_strings: StopStrings,
     tokenizer: Tokenizer,
     metrics: RouterMetrics,
     arrived_at: float,
 ) -> AsyncGenerator[Piece, None]:
-    """Yields the pieces of the answer to `request`, which came in at `arrived_at` (time.perf_counter).
+    """Yields the pieces of one choice, whose request came in at `arrived_at` (time.perf_counter).
 
     Ends after a piece with a finish reason or with an OutriderError. Closing it frees the sequence.
     """
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    writer = _Writer(tokenizer, stop_strings)
     has_token = False
-    async with contextlib.aclosing(target.generate(request)) as replies:
+    async with contextlib.aclosing(pool.choose().generate(request)) as replies:
         async for reply in replies:
             if reply.finish_reason not in _FINISH_REASONS:
                 raise UnavailableError("the target worker gave the request up; retry")
-            finish_reason = _FINISH_REASONS[reply.finish_reason]
             if reply.token_ids and not has_token:
                 has_token = True
-                metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+                if request.choice_index == 0:  # choices of one prompt share it
+                    metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 metrics.time_to_first_token.observe(time.perf_counter() - arrived_at)
             _count(reply, metrics)
-            text = detokenizer.push(reply.token_ids)
-            if finish_reason is None:
-                yield Piece(text, tuple(reply.token_ids), None)
-                continue
-            metrics.e2e_latency.observe(time.perf_counter() - arrived_at)
-            yield Piece(text + detokenizer.flush(), tuple(reply.token_ids), finish_reason)
-            return
+            piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason])
+            if piece.finish_reason is not None:
+                metrics.e2e_latency.observe(time.perf_counter() - arrived_at)
+            yield piece
+            if piece.finish_reason is not None:
+                return
     raise InternalError("the target worker ended the answer without a finish reason")
+
+
+async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Runs all `sequences` at once and yields their pieces as they come, each with the index of its sequence.
+
+    The first error of one ends them all and is raised. Closing it closes them all.
+    """
+    if len(sequences) == 1:  # the rest would do the same, with a task more for every stream
+        async with contextlib.aclosing(sequences[0]) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+
+    # Unread pieces pile up here and not in the target; there are at most `max_tokens` of a sequence.
+    arrivals: asyncio.Queue[tuple[int, Piece] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def run(index: int, sequence: AsyncGenerator[Piece, None]) -> None:
+        async with contextlib.aclosing(sequence) as pieces:
+            async for piece in pieces:
+                arrivals.put_nowait((index, piece))
+
+    running = {asyncio.create_task(run(index, sequence)) for index, sequence in enumerate(sequences)}
+    try:
+        for task in running:
+            task.add_done_callback(arrivals.put_nowait)
+        while running:
+            arrival = await arrivals.get()
+            if isinstance(arrival, asyncio.Task):
+                running.remove(arrival)
+                arrival.result()  # raises what it ended with
+            else:
+                yield arrival
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+class _Writer:
+    """Writes the text of one sequence, as far as its first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: StopStrings) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._matcher = StopMatcher(stop_strings) if stop_strings else None
+
+    def write(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
+        """The piece that `token_ids` add, without those after the stop string; `finish_reason`: they are the last."""
+        if self._matcher is None:
+            text = self._detokenizer.push(token_ids)
+            if finish_reason is not None:
+                text += self._detokenizer.flush()
+            return Piece(text, tuple(token_ids), finish_reason)
+        # One by one: which token is the last must not depend on how many came at once.
+        text = ""
+        for num_tokens, token_id in enumerate(token_ids, start=1):
+            text += self._matcher.push(self._detokenizer.push([token_id]))
+            if self._matcher.has_stopped:
+                return Piece(text, tuple(token_ids[:num_tokens]), "stop")
+        if finish_reason is not None:
+            text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+            if self._matcher.has_stopped:
+                finish_reason = "stop"
+        return Piece(text, tuple(token_ids), finish_reason)
 
 
 def _count(reply: target_pb2.GenerateReply, metrics: RouterMetrics) -> None:

@@ -1,16 +1,17 @@
-"""The OpenAI completions protocol: a JSON object in, a checked request; pieces of text, JSON objects out.
+"""What the OpenAI protocols of both endpoints have in common: the checked request, pieces of text, the reply's frame.
 
-A field of `CompletionRequest` is checked strictly: no "0.5" and no true for a number. A field in
-`UNSUPPORTED_FIELDS` is known but not served yet: anything but its default is refused. Any other field is
+A field of a request is checked strictly: no "0.5" and no true for a number. A field among its
+`unsupported_fields` is known but not served yet: anything but its default is refused. Any other field is
 ignored with a warning. `null` is the same as leaving a field out.
 """
 
 from __future__ import annotations
 
+import abc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -25,20 +26,20 @@ from pydantic import (
 
 from cluster.errors import InvalidRequestError
 from services.router.errors import excerpt
+from services.router.stop import StopStrings
 
 logger = logging.getLogger(__name__)
 
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARACTERS = 4096
+
 # Known to OpenAI or vLLM, not served yet: the values that ask for nothing.
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "stop": ([],),
     "stop_token_ids": ([],),
-    "include_stop_str_in_output": (False,),
     "echo": (False,),
-    "logprobs": (),
     "prompt_logprobs": (),
-    "suffix": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -50,9 +51,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "prompt_embeds": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "return_tokens_as_token_ids": (False,),
@@ -63,24 +62,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 }
 
 # About the caller, not about the answer.
-IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
-
-
-def _prompt(value: object) -> str | list[int]:
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise ValueError(f"a batch of {len(value)} prompts is not supported yet: send one")
-        value = value[0]
-    if isinstance(value, str):
-        if not value:
-            raise ValueError("is empty")
-        return value
-    # `type` and not `isinstance`: true is no token ID.
-    if isinstance(value, list) and all(type(token_id) is int for token_id in value):
-        if not value:
-            raise ValueError("is empty")
-        return value
-    raise ValueError("should be a string or a list of token IDs")
+IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 
 
 def _top_k(value: int) -> int:
@@ -99,6 +81,21 @@ def _logit_bias_token_id(value: object) -> int:
     raise ValueError("should have token IDs as keys, written as decimal strings")
 
 
+def _stop(value: object) -> tuple[str, ...]:
+    strings = value if isinstance(value, list) else [value]
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"should have at most {MAX_STOP_STRINGS} strings")
+    for string in strings:
+        if not isinstance(string, str):
+            raise ValueError("should be a string or a list of strings")
+        if not 0 < len(string) <= MAX_STOP_STRING_CHARACTERS:
+            raise ValueError(f"should have strings of 1 to {MAX_STOP_STRING_CHARACTERS} characters")
+    return tuple(strings)
+
+
+MaxTokens = Annotated[int, Field(ge=1)]
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
@@ -106,14 +103,19 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class CompletionRequest(BaseModel):
+class GenerationRequest(BaseModel, abc.ABC):
     """A request whose every field is within its own bounds; the model's limits are checked later."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
-    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+    unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]]
+    prompt_field: ClassVar[str]  # where the text to continue is
+
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] = 16
+    max_tokens: MaxTokens | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    include_stop_str_in_output: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1), AfterValidator(_top_k)] = 0
@@ -136,7 +138,7 @@ class CompletionRequest(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _stream_options_need_a_stream(self) -> CompletionRequest:
+    def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None:
             if not self.stream:
                 raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -151,24 +153,41 @@ class CompletionRequest(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """The field that bounds the tokens of a choice, and its value; None: the rest of the context."""
+        return "max_tokens", self.max_tokens
 
-def parse_completion(fields: dict[str, Any]) -> CompletionRequest:
+    @property
+    def stop_strings(self) -> StopStrings:
+        return StopStrings(self.stop, in_output=self.include_stop_str_in_output)
+
+    @property
+    @abc.abstractmethod
+    def num_characters(self) -> int:
+        """Of the text to tokenise."""
+
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+def parse_request(kind: type[R], fields: dict[str, Any]) -> R:
     """The request that `fields` make. Raises InvalidRequestError naming the field."""
     given = {name: value for name, value in fields.items() if value is not None}
-    for name in given.keys() - CompletionRequest.model_fields.keys():
-        if name in UNSUPPORTED_FIELDS:
-            _refuse_unless_default(name, given[name])
+    for name in given.keys() - kind.model_fields.keys():
+        if name in kind.unsupported_fields:
+            _refuse_unless_default(name, given[name], kind.unsupported_fields[name])
         elif name not in IGNORED_FIELDS:
             logger.warning("ignored the unknown field %s of a request", excerpt(name))
     try:
-        return CompletionRequest.model_validate(given)
+        return kind.model_validate(given)
     except ValidationError as error:
         raise _translate(error) from error
 
 
-def _refuse_unless_default(name: str, value: object) -> None:
+def _refuse_unless_default(name: str, value: object, defaults: tuple[Any, ...]) -> None:
     # Types count: true is not 1.
-    if not any(type(value) is type(other) and value == other for other in UNSUPPORTED_FIELDS[name]):
+    if not any(type(value) is type(default) and value == default for default in defaults):
         raise InvalidRequestError(f"{name} is not supported yet; leave it out (got {excerpt(value)})", param=name)
 
 
@@ -185,6 +204,15 @@ def _translate(error: ValidationError) -> InvalidRequestError:
     return InvalidRequestError(f"{param} {reason} (got {excerpt(complaint['input'])})", param=param)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one choice, or all of it. `text` may be empty: tokens can end inside a character."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None  # "stop" or "length" on the last piece
+
+
 @dataclass(frozen=True)
 class Usage:
     prompt_tokens: int
@@ -199,40 +227,50 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class CompletionReply:
+class Reply(abc.ABC):
     """What every object of one answer has in common."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     id: str
     created: int
     model: str
     seed: int
     has_token_ids: bool = False  # choices carry the token IDs of their text
+    include_usage: bool = False  # the usage of a streamed answer comes at its end and is null until then
 
-    def whole(self, text: str, token_ids: Sequence[int], finish_reason: str, usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        return self._object([self._choice(text, token_ids, finish_reason)]) | {"usage": usage.to_json()}
+        objects = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        return self._frame(self.whole_object, objects) | {"usage": usage.to_json()}
 
-    def chunk(
-        self, text: str, token_ids: Sequence[int], finish_reason: str | None, include_usage: bool
-    ) -> dict[str, Any]:
-        """A piece of a streamed answer; its usage, if asked for, comes at the end and is null until then."""
-        chunk = self._object([self._choice(text, token_ids, finish_reason)])
-        return chunk | {"usage": None} if include_usage else chunk
+    def chunks(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more."""
+        for choice in self._deltas(index, piece, is_first=is_first):
+            chunk = self._frame(self.chunk_object, [choice])
+            yield chunk | {"usage": None} if self.include_usage else chunk
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last piece of a streamed answer whose usage was asked for."""
-        return self._object([]) | {"usage": usage.to_json()}
+        """The last object of a streamed answer whose usage was asked for."""
+        return self._frame(self.chunk_object, []) | {"usage": usage.to_json()}
 
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    @abc.abstractmethod
+    def _choice(self, index: int, choice: Piece) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]: ...
+
+    def _with_token_ids(self, choice: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
+        return choice | {"token_ids": list(token_ids)} if self.has_token_ids else choice
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": "text_completion",
+            "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
             "seed": self.seed,
         }
-
-    def _choice(self, text: str, token_ids: Sequence[int], finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-        return choice | {"token_ids": list(token_ids)} if self.has_token_ids else choice

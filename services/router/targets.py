@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import grpc
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 POLL_TIMEOUT_S = 3.0
 _MAX_MESSAGE_BYTES = 16 * 2**20
+_NO_TARGET = "no target worker can answer now; see /health"
 
 _CHANNEL_OPTIONS = [
     # Descriptions cross every half second, so a ping is sent only when the other side has gone silent: a
@@ -42,6 +44,15 @@ _CHANNEL_OPTIONS = [
 ]
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What every usable replica can serve, so that it doesn't matter which one a sequence goes to."""
+
+    vocab_size: int
+    max_model_len: int
+    max_speculative_tokens: int
+
+
 class Target:
     """One target worker as the router sees it. Make it inside a running event loop."""
 
@@ -50,17 +61,15 @@ class Target:
         self.description: target_pb2.TargetDescription | None = None
         self.problem: str | None = "has not answered yet"  # None: requests may be sent here
         self.num_in_flight = 0
+        self._num_others = 0  # sequences there at the last poll that were not ours
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub = target_pb2_grpc.TargetStub(self._channel)
 
     @property
     def load(self) -> int:
-        """Sequences there now: those it reported, whoever sent them, or ours where they are more."""
-        if self.description is None:
-            return self.num_in_flight
-        reported = self.description.load
-        return max(self.num_in_flight, reported.num_running + reported.num_waiting)
+        """Sequences there now: ours, and those it reported beside them."""
+        return self.num_in_flight + self._num_others
 
     async def poll(self) -> None:
         """Asks for the description and decides from it whether requests may be sent here."""
@@ -70,6 +79,8 @@ class Target:
             self.description = None
             self._set_problem(f"does not answer ({error.code().name})")
             return
+        load = self.description.load
+        self._num_others = max(0, load.num_running + load.num_waiting - self.num_in_flight)
         fingerprint = self.description.model.tokenizer_fingerprint
         if fingerprint == self._tokenizer_fingerprint:
             self._set_problem(None)
@@ -157,9 +168,20 @@ class TargetPool:
     def usable(self) -> list[Target]:
         return [target for target in self.targets if target.problem is None]
 
+    def limits(self) -> Limits:
+        """Raises UnavailableError when no replica can answer."""
+        descriptions = [target.description for target in self.usable if target.description is not None]
+        if not descriptions:
+            raise UnavailableError(_NO_TARGET)
+        return Limits(
+            vocab_size=min(description.model.vocab_size for description in descriptions),
+            max_model_len=min(description.model.max_model_len for description in descriptions),
+            max_speculative_tokens=min(description.max_speculative_tokens for description in descriptions),
+        )
+
     def choose(self) -> Target:
         """The least loaded replica. Raises UnavailableError when none can answer."""
         usable = self.usable
         if not usable:
-            raise UnavailableError("no target worker can answer now; see /health")
+            raise UnavailableError(_NO_TARGET)
         return min(usable, key=lambda target: target.load)

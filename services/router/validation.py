@@ -6,58 +6,76 @@ from collections.abc import Sequence
 
 from cluster.errors import InvalidRequestError
 from protos.speculation.v1 import target_pb2, types_pb2
-from services.router.errors import excerpt
-from services.router.protocol import CompletionRequest
+from services.router.errors import ContextLengthError, excerpt
+from services.router.protocol import GenerationRequest
+from services.router.targets import Limits
 
 
-def build_generate_request(
-    completion: CompletionRequest,
+def build_generate_requests(
+    request: GenerationRequest,
     *,
     request_id: str,
-    prompt_token_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     seed: int,
-    description: target_pb2.TargetDescription,
-) -> target_pb2.GenerateRequest:
-    """What to ask of the target that `description` describes.
+    limits: Limits,
+) -> list[target_pb2.GenerateRequest]:
+    """What to ask of targets with `limits`: for each of `prompts` (token IDs), each of its `request.n` choices.
 
-    Raises InvalidRequestError naming the field when the request is beyond that target's limits.
+    Raises InvalidRequestError naming the field when the request is beyond those limits.
     """
-    model = description.model
-    _check_prompt(prompt_token_ids, model.vocab_size)
-    _check_length(len(prompt_token_ids), completion.max_tokens, model.max_model_len)
-    request = target_pb2.GenerateRequest(
+    template = target_pb2.GenerateRequest(
         request_id=request_id,
-        prompt_token_ids=prompt_token_ids,
-        sampling=_sampling(completion, model.vocab_size),
+        sampling=_sampling(request, limits.vocab_size),
         seed=seed,
-        max_tokens=completion.max_tokens,
-        ignore_eos=completion.ignore_eos,
+        ignore_eos=request.ignore_eos,
     )
-    if completion.num_speculative_tokens is not None:
-        most = description.max_speculative_tokens
-        if completion.num_speculative_tokens > most:
+    if request.num_speculative_tokens is not None:
+        most = limits.max_speculative_tokens
+        if request.num_speculative_tokens > most:
             raise InvalidRequestError(
-                f"num_speculative_tokens should be at most {most} (got {excerpt(completion.num_speculative_tokens)})",
+                f"num_speculative_tokens should be at most {most} (got {excerpt(request.num_speculative_tokens)})",
                 param="num_speculative_tokens",
             )
-        request.num_speculative_tokens = completion.num_speculative_tokens
-    return request
+        template.num_speculative_tokens = request.num_speculative_tokens
+    generate_requests: list[target_pb2.GenerateRequest] = []
+    for prompt_token_ids in prompts:
+        _check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
+        max_tokens = _max_tokens(request, len(prompt_token_ids), limits.max_model_len)
+        for choice_index in range(request.n):
+            generate_request = target_pb2.GenerateRequest(
+                prompt_token_ids=prompt_token_ids, max_tokens=max_tokens, choice_index=choice_index
+            )
+            generate_request.MergeFrom(template)
+            generate_requests.append(generate_request)
+    return generate_requests
 
 
-def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     if not prompt_token_ids:
-        raise InvalidRequestError("prompt has no tokens", param="prompt")
+        raise InvalidRequestError(f"{param} has no tokens", param=param)
     for token_id in (min(prompt_token_ids), max(prompt_token_ids)):
-        _check_token_id(token_id, vocab_size, "prompt")
+        _check_token_id(token_id, vocab_size, param)
 
 
-def _check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
-    if num_prompt_tokens + max_tokens > max_model_len:
-        raise InvalidRequestError(
-            f"the prompt's {num_prompt_tokens} tokens and max_tokens={excerpt(max_tokens)} are together over "
+def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens a choice may have. Raises ContextLengthError when there is no room for them."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError(
+            f"{request.prompt_field} has {num_prompt_tokens} tokens, which leaves none for an answer within "
             f"the model's limit of {max_model_len} tokens",
-            param="max_tokens",
+            param=request.prompt_field,
         )
+    field, max_tokens = request.token_limit
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise ContextLengthError(
+            f"the prompt's {num_prompt_tokens} tokens and {field}={excerpt(max_tokens)} are together over "
+            f"the model's limit of {max_model_len} tokens",
+            param=field,
+        )
+    return max_tokens
 
 
 def _check_token_id(token_id: int, vocab_size: int, param: str) -> None:
@@ -68,17 +86,17 @@ def _check_token_id(token_id: int, vocab_size: int, param: str) -> None:
         )
 
 
-def _sampling(completion: CompletionRequest, vocab_size: int) -> types_pb2.SamplingParams:
-    for token_id in completion.logit_bias:
+def _sampling(request: GenerationRequest, vocab_size: int) -> types_pb2.SamplingParams:
+    for token_id in request.logit_bias:
         _check_token_id(token_id, vocab_size, "logit_bias")
     return types_pb2.SamplingParams(
-        temperature=completion.temperature,
-        top_k=min(completion.top_k, vocab_size),
-        top_p=completion.top_p,
-        min_p=completion.min_p,
-        repetition_penalty=completion.repetition_penalty,
-        presence_penalty=completion.presence_penalty,
-        frequency_penalty=completion.frequency_penalty,
-        logit_bias_token_ids=completion.logit_bias.keys(),
-        logit_bias_values=completion.logit_bias.values(),
+        temperature=request.temperature,
+        top_k=min(request.top_k, vocab_size),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias_token_ids=request.logit_bias.keys(),
+        logit_bias_values=request.logit_bias.values(),
     )

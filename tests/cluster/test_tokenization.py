@@ -57,6 +57,24 @@ def test_decoding_undoes_encoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_special_tokens_around_a_prompt_can_be_left_out(folder, tmp_path):
+    def start_with_a_special_token(definition: dict) -> None:
+        definition["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+        }
+
+    tokenizer = changed(folder, tmp_path, start_with_a_special_token)
+    bare = tokenizer.encode("fox", add_special_tokens=False)
+    assert tokenizer.encode("fox") == [0, *bare]
+    assert tokenizer.encode("<|endoftext|>fox", add_special_tokens=False) == [0, *bare]
+
+
 def test_special_tokens_have_no_text(tokenizer):
     assert tokenizer.decode([0, *tokenizer.encode("fox"), 0]) == "fox"
 

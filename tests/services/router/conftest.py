@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -15,6 +16,7 @@ from typing import Any
 
 import grpc
 import httpx
+import openai
 import pytest
 import uvicorn
 from tokenizers import Tokenizer as RawTokenizer
@@ -29,10 +31,20 @@ from services.router.app import create_app
 EOS_TOKEN_ID = 0
 MAX_MODEL_LEN = 200
 MAX_SPECULATIVE_TOKENS = 8
+# What the scripted target echoes is then the rendered conversation.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}
+        {{- raise_exception('the system message has to be the first') }}
+    {%- endif %}
+    {{- '<' + message.role + '>' + message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}
+"""
 
 
 def write_tokenizer_folder(folder: Path) -> Path:
-    """A model folder with a byte-level BPE tokenizer that knows English a little and emoji only as bytes."""
+    """A chat model's folder with a byte-level BPE tokenizer that knows English a little and emoji only as bytes."""
     tokenizer = RawTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,6 +57,7 @@ def write_tokenizer_folder(folder: Path) -> Path:
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size()}))
     return folder
 
@@ -56,18 +69,31 @@ class BackgroundLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+        self._ending: list[concurrent.futures.Future] = []
+
+    def start(self, coroutine: Any) -> concurrent.futures.Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=20)
+        return self.start(coroutine).result(timeout=20)
+
+    def let_end(self, future: concurrent.futures.Future) -> None:
+        """Waits for `future` only when all is over: a server takes two tenths of a second to shut down."""
+        self._ending.append(future)
 
     def stop(self) -> None:
+        for future in self._ending:
+            future.result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 class ScriptedTarget(target_pb2_grpc.TargetServicer):
-    """Echoes the prompt's tokens, over and over until max_tokens or an end-of-sequence token; or fails as told."""
+    """Echoes the prompt's tokens, over and over until max_tokens or an end-of-sequence token; or fails as told.
+
+    Choice j starts at the prompt's token j.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.description = target_pb2.TargetDescription(
@@ -86,16 +112,24 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         self.address = ""
         self.requests: list[target_pb2.GenerateRequest] = []
         self.cancelled = threading.Event()
+        self.num_cancelled = 0
         self.tokens_per_reply = 1
         self.delay_s = 0.0  # before every reply
         self.hang_after: int | None = None  # replies
         self.fail_after: int | None = None
+        self.failing_choice: int | None = None  # None: all
         self.failure: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "going down")
         self.last_finish_reason: int | None = None
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        self._server = grpc.aio.server()
+        # By default gRPC cancels, at random, some of the calls beyond 1,000 that arrive at once.
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.server.max_pending_requests", 10_000),
+                ("grpc.server.max_pending_requests_hard_limit", 20_000),
+            ]
+        )
         target_pb2_grpc.add_TargetServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
@@ -113,7 +147,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         self.requests.append(request)
         try:
             for index, reply in enumerate(self._replies(request)):
-                if index == self.fail_after:
+                if index == self.fail_after and self.failing_choice in (None, request.choice_index):
                     code, details = self.failure
                     await context.abort(code, details, ((PARAM_METADATA_KEY, "prompt"),))
                 await asyncio.sleep(self.delay_s)
@@ -121,11 +155,14 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
                     await asyncio.sleep(60)
                 yield reply
         except asyncio.CancelledError:
+            self.num_cancelled += 1
             self.cancelled.set()
             raise
 
     def _replies(self, request) -> Iterator[target_pb2.GenerateReply]:
         prompt = list(request.prompt_token_ids)
+        first = request.choice_index % len(prompt)
+        prompt = prompt[first:] + prompt[:first]
         answer = (prompt * request.max_tokens)[: request.max_tokens]
         reason = target_pb2.FINISH_REASON_LENGTH
         if EOS_TOKEN_ID in answer and not request.ignore_eos:
@@ -154,9 +191,22 @@ class Router:
     def complete(self, **fields: Any) -> httpx.Response:
         return self.client.post("/v1/completions", json=fields)
 
+    def chat(self, **fields: Any) -> httpx.Response:
+        return self.client.post("/v1/chat/completions", json=fields)
+
+    def openai(self) -> openai.OpenAI:
+        """The official client."""
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
+
     def stream(self, **fields: Any) -> list[Any]:
         """The decoded events of a streamed answer; the last is "[DONE]" when it went well."""
-        response = self.complete(stream=True, **fields)
+        return self._events(self.complete(stream=True, **fields))
+
+    def stream_chat(self, **fields: Any) -> list[Any]:
+        return self._events(self.chat(stream=True, **fields))
+
+    @staticmethod
+    def _events(response: httpx.Response) -> list[Any]:
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
         events = response.text.split("\n\n")
@@ -218,21 +268,22 @@ def running_router(background, model_folder, addresses, **settings: Any) -> Iter
     server = uvicorn.Server(
         uvicorn.Config(create_app(config), lifespan="on", log_config=None, timeout_graceful_shutdown=1)
     )
-    serving = asyncio.run_coroutine_threadsafe(server.serve(sockets=[listener]), background._loop)
+    serving = background.start(server.serve(sockets=[listener]))
     wait_until(lambda: server.started or serving.done())
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with httpx.Client(base_url=url, timeout=10) as client:
+    # verify=False: reading the certificates, which nothing here needs, takes longer than most tests.
+    with httpx.Client(base_url=url, timeout=10, verify=False) as client:
         yield Router(url, client, model_folder.name)
     server.should_exit = True
-    serving.result(timeout=10)
+    background.let_end(serving)
 
 
 @pytest.fixture
 def new_router(background, model_folder) -> Iterator[Callable[..., Router]]:
-    """Starts routers that live as long as the test: new_router([address, ...], **router_settings)."""
+    """Starts routers that live as long as the test: new_router([address, ...], [model_folder], **router_settings)."""
     with contextlib.ExitStack() as stack:
-        yield lambda addresses, **settings: stack.enter_context(
-            running_router(background, model_folder, addresses, **settings)
+        yield lambda addresses, folder=model_folder, **settings: stack.enter_context(
+            running_router(background, folder, addresses, **settings)
         )
 
 

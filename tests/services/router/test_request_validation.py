@@ -13,7 +13,8 @@ from .conftest import MAX_MODEL_LEN, MAX_SPECULATIVE_TOKENS
 
 BAD_FIELDS = [
     ("prompt", [None, "", [], [""], [[]], 5, True, {"text": "x"}]),
-    ("prompt", [["a", "b"], [[1], [2]], [1, "a"], [1.0], [True], [[[1]]], [None]]),
+    ("prompt", [[1, "a"], ["a", 1], ["a", [1]], [[1], "a"], [1.0], [True], [[[1]]], [None]]),
+    ("prompt", [["a", ""], [[1], []], [[1], [True]], ["a", None], ["a"] * 257, [[1]] * 257, [[1], [100_000]]]),
     ("prompt", [[-1], [5, 10**30], [100_000]]),
     ("model", [5, ["x"]]),
     ("max_tokens", [0, -1, 1.0, "5", True, MAX_MODEL_LEN, 10**30]),
@@ -31,9 +32,11 @@ BAD_FIELDS = [
     ("stream", [1, "true"]),
     ("stream_options", [{"include_usage": True}, 5]),
     ("num_speculative_tokens", [-1, MAX_SPECULATIVE_TOKENS + 1, 1.0, "4", "Auto", True]),
-    ("n", [2, 0, True, "1"]),
+    ("n", [0, -1, 129, 10**6, 10**30, True, 1.0, "1", [1]]),
     ("best_of", [2]),
-    ("stop", ["x", ["x"]]),
+    ("stop", ["", [""], ["x", ""], [5], 5, True, {"x": "y"}, ["x", None], [["x"]], ["x"] * 17, "x" * 4097]),
+    ("include_stop_str_in_output", [1, "true"]),
+    ("return_token_ids", [1, "true"]),
     ("stop_token_ids", [[1]]),
     ("echo", [True, 1]),
     ("logprobs", [0, 5]),
@@ -45,10 +48,61 @@ BAD_FIELDS = [
 ]
 
 
+USER = {"role": "user", "content": "fox"}
+BAD_PARTS = [
+    {},
+    {"type": "text"},
+    {"type": "text", "text": None},
+    {"type": "text", "text": 5},
+    {"type": "image_url", "image_url": {"url": "data:,"}},
+    {"type": ["text"], "text": "fox"},
+]
+
+BAD_CHAT_FIELDS = [
+    ("messages", [None, [], "fox", 5, USER, [None], ["fox"], [[]], [USER, {}]]),
+    ("messages", [[{"role": role, "content": "fox"}] for role in (None, "", "User", "wizard", "tool", 5, ["user"])]),
+    ("messages", [[{"role": "user", "content": content}] for content in (None, 5, True, [], ["fox"], {"text": "fox"})]),
+    ("messages", [[{"role": "user", "content": [part]}] for part in BAD_PARTS]),
+    ("messages", [[USER | {"tool_calls": [{}]}], [USER | {"name": 5}], [USER, USER | {"role": "system"}]]),
+    ("messages", [[USER | {"content": "x" * 2 * MAX_MODEL_LEN}]]),
+    ("max_tokens", [0, -1, 1.0, "5", True, MAX_MODEL_LEN, 10**30]),
+    ("max_completion_tokens", [0, -1, 1.0, "5", True, MAX_MODEL_LEN, 10**30]),
+    ("add_generation_prompt", [1, "true"]),
+    ("n", [0, 129, 10**6, True]),
+    ("stop", ["", ["x"] * 17, 5]),
+    ("temperature", [-0.1, "0.5", True]),
+    ("seed", [True, 2**63]),
+    ("stream_options", [{"include_usage": True}]),
+    ("tools", [[{"type": "function", "function": {"name": "f"}}]]),
+    ("tool_choice", ["required"]),
+    ("response_format", [{"type": "json_object"}]),
+    ("logprobs", [True, 0]),
+    ("top_logprobs", [1]),
+    ("stop_token_ids", [[1]]),
+    ("echo", [True]),
+    ("chat_template", ["{{ messages }}"]),
+    ("continue_final_message", [True]),
+]
+
+
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD_FIELDS for value in values])
 def test_a_bad_value_is_400_naming_the_field(shared_router, field, value):
     response = shared_router.complete(**({"prompt": "fox"} | {field: value}))
     assert_error(response, 400, "invalid_request_error", field)
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD_CHAT_FIELDS for value in values])
+def test_a_bad_value_in_a_chat_is_400_naming_the_field(shared_router, field, value):
+    response = shared_router.chat(**({"messages": [USER]} | {field: value}))
+    assert_error(response, 400, "invalid_request_error", field)
+
+
+def test_what_is_refused_is_not_started(router, target):
+    for fields in ({"prompt": ["fox", [1]]}, {"prompt": [[1], [1] * MAX_MODEL_LEN]}, {"prompt": [[1], [10**6]]}):
+        assert_error(router.complete(n=2, **fields), 400, "invalid_request_error", "prompt")
+    assert_error(router.complete(prompt=["fox"] * 9, n=114), 400, "invalid_request_error", "n")
+    assert_error(router.chat(messages=[]), 400, "invalid_request_error", "messages")
+    assert target.requests == []
 
 
 def assert_error(response, status: int, kind: str, param: str | None = None) -> dict:
@@ -66,7 +120,7 @@ def assert_error(response, status: int, kind: str, param: str | None = None) -> 
 
 
 GOOD_FIELDS = [
-    ("prompt", [["fox"], [[1, 2]], [299 - 40]]),
+    ("prompt", [["fox"], [[1, 2]], [299 - 40], ["a", "b"], [[1], [2]]]),
     ("model", [None, "tiny-model"]),
     ("max_tokens", [None, 1, MAX_MODEL_LEN - 3]),
     ("temperature", [None, 0, 0.0, 2, 1e-9]),
@@ -78,13 +132,32 @@ GOOD_FIELDS = [
     ("seed", [None, 0, 2**63 - 1, -(2**63)]),
     ("num_speculative_tokens", [None, 0, MAX_SPECULATIVE_TOKENS, "auto"]),
     ("stream_options", [None]),
-    ("n", [1, None]),
-    ("stop", [None, []]),
+    ("n", [1, None, 128]),
+    ("stop", [None, [], "\n", ["\n", "."], ["x"] * 16]),
     ("echo", [False]),
     ("logprobs", [None]),
     ("response_format", [{"type": "text"}]),
     ("user", ["me", 5]),
 ]
+
+
+GOOD_CHAT_FIELDS = [
+    ("messages", [[{"role": role, "content": "fox"}] for role in ("system", "developer", "user", "assistant")]),
+    ("messages", [[USER | {"content": ""}], [USER | {"content": [{"type": "text", "text": "fox"}]}]]),
+    ("messages", [[USER | {"name": "me", "tool_calls": None, "refusal": None, "mood": "good"}]]),
+    ("max_tokens", [None, 1]),
+    ("max_completion_tokens", [None, 1]),
+    ("add_generation_prompt", [None, False]),
+    ("tools", [None, []]),
+    ("tool_choice", ["none", "auto"]),
+    ("logprobs", [None, False]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in GOOD_CHAT_FIELDS for value in values])
+def test_a_good_value_in_a_chat_is_served(shared_router, field, value):
+    response = shared_router.chat(**({"messages": [USER], "max_tokens": 5} | {field: value}))
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in GOOD_FIELDS for value in values])
@@ -95,13 +168,18 @@ def test_a_good_value_is_served(shared_router, field, value):
 
 def test_prompt_and_max_tokens_over_the_context_says_the_numbers(shared_router):
     response = shared_router.complete(prompt=[1, 2, 3], max_tokens=MAX_MODEL_LEN - 2)
-    message = assert_error(response, 400, "invalid_request_error", "max_tokens")["message"]
-    assert all(str(number) in message for number in (3, MAX_MODEL_LEN - 2, MAX_MODEL_LEN))
+    error = assert_error(response, 400, "invalid_request_error", "max_tokens")
+    assert error["code"] == "context_length_exceeded"
+    assert all(str(number) in error["message"] for number in (3, MAX_MODEL_LEN - 2, MAX_MODEL_LEN))
 
 
-def test_a_batch_says_that_it_is_not_supported_yet(shared_router):
-    error = shared_router.complete(prompt=["a", "b"]).json()["error"]
-    assert "not supported yet" in error["message"]
+@pytest.mark.parametrize("max_tokens", [None, 1])
+def test_a_conversation_longer_than_the_context_says_the_limit(shared_router, max_tokens):
+    messages = [USER] * MAX_MODEL_LEN
+    response = shared_router.chat(messages=messages, max_tokens=max_tokens)
+    error = assert_error(response, 400, "invalid_request_error", "messages")
+    assert error["code"] == "context_length_exceeded"
+    assert str(MAX_MODEL_LEN) in error["message"]
 
 
 def test_an_unsupported_field_says_so(shared_router):
@@ -157,8 +235,16 @@ def test_usage_of_a_stream_is_strict_too(shared_router):
 )
 def test_a_body_that_is_no_json_object_is_400(shared_router, body):
     response = shared_router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert response.status_code == 400
+    assert response.status_code == 400, response.text
     assert_error(response, 400, "invalid_request_error", response.json()["error"]["param"])
+
+
+def test_a_lone_surrogate_in_a_message_is_400(shared_router):
+    body = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    headers = {"content-type": "application/json"}
+    assert_error(
+        shared_router.client.post("/v1/chat/completions", content=body, headers=headers), 400, "invalid_request_error"
+    )
 
 
 @pytest.mark.parametrize("media_type", [None, "text/plain", "application/x-www-form-urlencoded"])
@@ -209,7 +295,6 @@ def test_an_announced_length_over_the_limit_is_413_before_the_body(shared_router
 def test_unknown_routes_and_methods_use_the_envelope(shared_router):
     client = shared_router.client
     assert_error(client.get("/v1/nothing"), 404, "not_found_error")
-    assert_error(client.get("/v1/models/"), 404, "not_found_error")
     assert_error(client.get("/docs"), 404, "not_found_error")
     refused = client.get("/v1/completions")
     assert_error(refused, 405, "invalid_request_error")

@@ -16,7 +16,7 @@ from cluster.errors import ConfigurationError
 from services.router.app import create_app, served_model_id
 from services.router.main import run
 
-from .conftest import wait_until
+from .conftest import MAX_MODEL_LEN, wait_until
 
 NOBODY = "127.0.0.1:9"
 
@@ -44,6 +44,16 @@ def test_models_lists_the_one_served(router):
     assert body["object"] == "list"
     (model,) = body["data"]
     assert (model["id"], model["object"], model["owned_by"]) == (router.model, "model", "outrider")
+    assert model["max_model_len"] == MAX_MODEL_LEN
+    assert router.client.get(f"/v1/models/{router.model}").json() == model
+
+
+@pytest.mark.parametrize("model", ["gpt-9", "owner/name", "tiny-model/", ""])
+def test_another_model_is_404(router, model):
+    response = router.client.get(f"/v1/models/{model}")
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("not_found_error", "model", "model_not_found")
 
 
 def test_a_router_without_targets_says_so(new_router):

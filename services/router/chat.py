@@ -1,0 +1,170 @@
+"""POST /v1/chat/completions: the request's messages, the reply's message."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
+
+from cluster.errors import InvalidRequestError
+from services.router.chat_template import ChatTemplate
+from services.router.endpoint import Endpoint, Serving
+from services.router.errors import excerpt
+from services.router.protocol import UNSUPPORTED_FIELDS, GenerationRequest, MaxTokens, Piece, Reply
+
+logger = logging.getLogger(__name__)
+
+# What a client may call a role, and what chat templates call it.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_UNSUPPORTED_ROLES = frozenset({"tool", "function"})
+# Of a message. What a client repeats of an earlier answer has them too, empty.
+_UNSUPPORTED_MESSAGE_FIELDS = frozenset({"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
+
+_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
+
+Message = dict[str, str]
+
+
+def _messages(value: object) -> list[Message]:
+    if not isinstance(value, list):
+        raise ValueError("should be a list")
+    if not value:
+        raise ValueError("is empty")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
+
+
+def _message(value: object, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise _refusal(f"{where} should be an object", value)
+    for field in _UNSUPPORTED_MESSAGE_FIELDS & value.keys():
+        if value[field] not in (None, []):
+            raise _refusal(f"{where}.{field} is not supported yet", value[field])
+    for field in value.keys() - _MESSAGE_FIELDS - _UNSUPPORTED_MESSAGE_FIELDS:
+        if value[field] is not None:
+            logger.warning("ignored the unknown field %s of a message", excerpt(field))
+    role = value.get("role")
+    if isinstance(role, str) and role in _UNSUPPORTED_ROLES:
+        raise _refusal(f"{where}.role is not supported yet", role)
+    if not isinstance(role, str) or role not in _ROLES:
+        raise _refusal(f"{where}.role should be one of {', '.join(_ROLES)}", role)
+    message = {"role": _ROLES[role], "content": _content(value.get("content"), f"{where}.content")}
+    name = value.get("name")
+    if name is not None:
+        if not isinstance(name, str):
+            raise _refusal(f"{where}.name should be a string", name)
+        message["name"] = name
+    return message
+
+
+def _content(value: object, where: str) -> str:
+    """The text of a message; of several parts, one under the other, as vLLM has it."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise _refusal(f"{where} should be a string or a list of text parts", value)
+    texts: list[str] = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise _refusal(f'{where}[{index}] should be a part of the type "text": no other is supported yet', part)
+        if not isinstance(part.get("text"), str):
+            raise _refusal(f"{where}[{index}].text should be a string", part.get("text"))
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _refusal(reason: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{reason} (got {excerpt(value)})", param="messages")
+
+
+class ChatRequest(GenerationRequest):
+    unsupported_fields = UNSUPPORTED_FIELDS | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+        "web_search_options": (),
+        "documents": ([],),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+    }
+    prompt_field = "messages"
+
+    messages: Annotated[list[Message], PlainValidator(_messages)]
+    max_completion_tokens: MaxTokens | None = None
+    add_generation_prompt: bool = True
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().token_limit
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
+
+
+class ChatReply(Reply):
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
+        return self._with_token_ids(
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": choice.finish_reason,
+            },
+            choice.token_ids,
+        )
+
+    def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        if is_first:
+            yield self._delta(index, {"role": "assistant", "content": ""})
+        if piece.text or (self.has_token_ids and piece.token_ids):
+            yield self._delta(index, {"content": piece.text}, token_ids=piece.token_ids)
+        if piece.finish_reason is not None:
+            yield self._delta(index, {}, finish_reason=piece.finish_reason)
+
+    def _delta(
+        self,
+        index: int,
+        delta: dict[str, str],
+        token_ids: tuple[int, ...] = (),
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._with_token_ids(choice, token_ids)
+
+
+class ChatCompletions(Endpoint[ChatRequest]):
+    request_type = ChatRequest
+    reply_type = ChatReply
+
+    def __init__(self, serving: Serving, template: ChatTemplate | None) -> None:
+        super().__init__(serving)
+        self._template = template
+
+    def _encode(self, request: ChatRequest) -> list[list[int]]:
+        if self._template is None:
+            raise InvalidRequestError(
+                "messages need a chat template and this model has none; send a prompt to /v1/completions",
+                param="messages",
+            )
+        text = self._template.render(request.messages, add_generation_prompt=request.add_generation_prompt)
+        # The template writes the special tokens itself.
+        return [self._serving.tokenizer.encode(text, add_special_tokens=False)]

@@ -1,0 +1,123 @@
+"""The chat template of a model folder: from messages to the text that the model was trained on.
+
+Templates are programs of the model's author. They run in a sandbox, in the surroundings that Hugging Face
+renders them in.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from cluster.errors import ConfigurationError, InvalidRequestError
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """Raises ConfigurationError when `source` is not a template. `special_tokens`: `bos_token` and so on."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigurationError(f"the model's chat template is broken: {error}") from error
+        self._special_tokens = dict(special_tokens or {})
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate | None:
+        """The one in `chat_template.jinja`, or else in `tokenizer_config.json`; None when there is none."""
+        config = _tokenizer_config(folder)
+        file = folder / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.is_file() else _template_in(config)
+        return None if source is None else cls(source, _special_tokens(config))
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt. Raises InvalidRequestError when the template refuses the messages or cannot take them."""
+        variables = self._special_tokens | {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            return self._template.render(variables)
+        except Exception as error:  # whatever a program can raise about messages it wasn't written for
+            raise InvalidRequestError(
+                f"messages do not fit the model's chat template: {error or type(error).__name__}", param="messages"
+            ) from error
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _template_in(config: Mapping[str, Any]) -> str | None:
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, each with a name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and so on; a token is written as a string or as an object with its content."""
+    tokens = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for trainers; here it is only its contents."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, for reading by a model and not by a browser: no character is escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)

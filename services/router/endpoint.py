@@ -1,0 +1,175 @@
+"""What both endpoints do: check, tokenise, generate every choice, answer whole or as a stream."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.errors import OutriderError
+from cluster.telemetry.metrics import RouterMetrics
+from cluster.tokenization import Tokenizer
+from services.router.body import read_json_object
+from services.router.errors import ModelNotFoundError, envelope, excerpt
+from services.router.generation import generate, interleave
+from services.router.protocol import GenerationRequest, Piece, Reply, Usage, parse_request
+from services.router.streaming import (
+    DONE,
+    EventStream,
+    event,
+    note_outcome,
+    until_disconnected,
+)
+from services.router.targets import TargetPool
+from services.router.validation import build_generate_requests
+
+# Longer texts are tokenised in a thread (which holds no lock of the interpreter), so that streams go on.
+_LONG_TEXT_CHARACTERS = 16_384
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served, and what serving it takes."""
+
+    model_id: str
+    tokenizer: Tokenizer
+    pool: TargetPool
+    metrics: RouterMetrics
+    max_body_bytes: int
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ModelNotFoundError unless `model` is the one that is served, or left open."""
+        if model not in (None, self.model_id):
+            raise ModelNotFoundError(
+                f"the model {excerpt(model)} does not exist; this one is {self.model_id!r}",
+                param="model",
+            )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """An answer on its way."""
+
+    reply: Reply
+    pieces: AsyncGenerator[tuple[int, Piece], None]
+    num_choices: int
+    num_prompt_tokens: int  # choices of one prompt share it
+
+
+class Endpoint(abc.ABC, Generic[R]):
+    request_type: type[R]
+    reply_type: ClassVar[type[Reply]]
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    @abc.abstractmethod
+    def _encode(self, request: R) -> list[list[int]]:
+        """The token IDs of each prompt of `request`."""
+
+    async def create(self, http_request: Request) -> Response:
+        """The answer to `http_request`. Raises OutriderError when there is none; then nothing is left running."""
+        arrived_at = time.perf_counter()
+        fields = await read_json_object(http_request, self._serving.max_body_bytes)
+        request = parse_request(self.request_type, fields)
+        self._serving.check_model(request.model)
+        prompts = await self._tokenize(request)
+        answer = self._start(request, prompts, arrived_at)
+        headers = {"x-outrider-seed": str(answer.reply.seed)}
+        if request.stream:
+            return EventStream(_events(http_request, answer), headers)
+        body = await until_disconnected(http_request.receive, _whole(answer))
+        return JSONResponse(body, headers=headers)
+
+    async def _tokenize(self, request: R) -> list[list[int]]:
+        if request.num_characters > _LONG_TEXT_CHARACTERS:
+            return await asyncio.to_thread(self._encode, request)
+        return self._encode(request)
+
+    def _start(self, request: R, prompts: list[list[int]], arrived_at: float) -> _Answer:
+        serving = self._serving
+        reply = self.reply_type(
+            id=f"{self.reply_type.id_prefix}-{secrets.token_hex(16)}",
+            created=int(time.time()),
+            model=serving.model_id,
+            seed=draw_seed() if request.seed is None else request.seed,
+            has_token_ids=request.return_token_ids,
+            include_usage=request.include_usage,
+        )
+        generate_requests = build_generate_requests(
+            request,
+            request_id=reply.id,
+            prompts=prompts,
+            seed=reply.seed,
+            limits=serving.pool.limits(),
+        )
+        stop_strings = request.stop_strings
+        sequences = [
+            generate(
+                serving.pool,
+                generate_request,
+                stop_strings=stop_strings,
+                tokenizer=serving.tokenizer,
+                metrics=serving.metrics,
+                arrived_at=arrived_at,
+            )
+            for generate_request in generate_requests
+        ]
+        return _Answer(reply, interleave(sequences), len(sequences), sum(len(prompt) for prompt in prompts))
+
+
+def draw_seed() -> int:
+    """A seed for a request that named none: of 53 bits, so that it survives a JavaScript client's JSON."""
+    return secrets.randbits(53)
+
+
+async def _whole(answer: _Answer) -> dict[str, Any]:
+    pieces_of: list[list[Piece]] = [[] for _ in range(answer.num_choices)]
+    async with contextlib.aclosing(answer.pieces) as pieces:
+        async for index, piece in pieces:
+            pieces_of[index].append(piece)
+    choices = [
+        Piece(
+            text="".join(piece.text for piece in pieces),
+            token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+            finish_reason=pieces[-1].finish_reason,
+        )
+        for pieces in pieces_of
+    ]
+    num_tokens = sum(len(choice.token_ids) for choice in choices)
+    return answer.reply.whole(choices, Usage(answer.num_prompt_tokens, num_tokens))
+
+
+async def _events(http_request: Request, answer: _Answer) -> AsyncGenerator[bytes, None]:
+    """The server-sent events of a streamed answer. Raises only before the first."""
+    reply = answer.reply
+    num_tokens = 0
+    started: set[int] = set()  # choices
+    is_sent = False
+    try:
+        async with contextlib.aclosing(answer.pieces) as pieces:
+            async for index, piece in pieces:
+                num_tokens += len(piece.token_ids)
+                for chunk in reply.chunks(index, piece, is_first=index not in started):
+                    yield event(chunk)
+                    is_sent = True
+                started.add(index)
+    except OutriderError as error:
+        if not is_sent:
+            raise
+        note_outcome(http_request.scope, error.http_status)
+        yield event(envelope(error))
+        return
+    if reply.include_usage:
+        yield event(reply.usage_chunk(Usage(answer.num_prompt_tokens, num_tokens)))
+    yield DONE

@@ -1,0 +1,80 @@
+"""Stop strings: where a text that comes in pieces has to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class StopStrings:
+    """The strings that end a text.
+
+    A text ends as soon as one of them is complete in it; where two are complete at the same character, the longer
+    one counts. So the end is a property of the text alone, whatever the pieces it came in. It is cut before the
+    stop string, or after it if `in_output`.
+    """
+
+    def __init__(self, strings: Iterable[str] = (), *, in_output: bool = False) -> None:
+        self.in_output = in_output
+        self.patterns = [(string, _borders(string)) for string in sorted(set(strings), key=len, reverse=True)]
+
+    def __bool__(self) -> bool:
+        return bool(self.patterns)
+
+
+class StopMatcher:
+    """Passes one text on, piece by piece, as far as it is sure to be part of the output."""
+
+    def __init__(self, stop_strings: StopStrings) -> None:
+        self.has_stopped = False
+        self._in_output = stop_strings.in_output
+        self._patterns = stop_strings.patterns
+        # For each stop string, how many of its first characters the text ends with now.
+        self._num_matched = [0] * len(self._patterns)
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """What can be passed on now that `text` has come; once it has stopped, nothing."""
+        if self.has_stopped:
+            return ""
+        pending = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            completed = self._advance(character)
+            if completed is not None:
+                self.has_stopped = True
+                self._held = ""
+                return pending[: end if self._in_output else end - len(completed)]
+        num_held = 0 if self._in_output else max(self._num_matched, default=0)
+        start_of_held = len(pending) - num_held
+        self._held = pending[start_of_held:]
+        return pending[:start_of_held]
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        """The stop string that `character` completes. (Knuth, Morris and Pratt, for each string.)"""
+        for index, (string, borders) in enumerate(self._patterns):
+            num_matched = self._num_matched[index]
+            while num_matched and string[num_matched] != character:
+                num_matched = borders[num_matched - 1]
+            if string[num_matched] == character:
+                num_matched += 1
+            if num_matched == len(string):
+                return string
+            self._num_matched[index] = num_matched
+        return None
+
+
+def _borders(string: str) -> list[int]:
+    """For each prefix of `string`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(string)
+    length = 0
+    for index in range(1, len(string)):
+        while length and string[index] != string[length]:
+            length = borders[length - 1]
+        if string[index] == string[length]:
+            length += 1
+        borders[index] = length
+    return borders
