@@ -173,7 +173,7 @@ class DraftWorker:
         known = self._entries.get((link, opening.sequence))
         if known is not None:
             self._release(known)
-        if not self._knows(opening.token_ids):
+        if not self._knows([*opening.token_ids, *(token for token, _ in opening.params.logit_bias)]):
             return False
         sequence = DraftSequence(
             token_ids=list(opening.token_ids),

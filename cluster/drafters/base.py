@@ -74,8 +74,8 @@ class Drafter(ABC):
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         """One step: appends draft tokens to `sequences`, or works towards it (a prefill chunk).
 
-        Takes those first in line when not all of them fit in a step. Returns those that cannot go on, because
-        there is no room for their next token or the drafter does not know it; the caller releases them.
+        Takes those first in line when not all of them fit in a step. Returns those that cannot go on because
+        there is no room for their next token; the caller releases them.
         """
 
     @abstractmethod

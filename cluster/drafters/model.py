@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,8 +25,7 @@ class ModelDrafter(Drafter):
     """Drafts with a model of the PyTorch engine.
 
     Blocks for a sequence's tokens and window are taken when it is admitted, more as it grows; one that cannot grow
-    is given up. So is one with token IDs outside this model's vocabulary, which a target with the same tokenizer may
-    have: vocabularies are padded to different sizes.
+    is given up.
     """
 
     def __init__(self, runner: ModelRunner, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -48,8 +47,6 @@ class ModelDrafter(Drafter):
     def admit(self, sequence: DraftSequence) -> bool:
         if len(self._caches) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
-        if not self._knows(sequence.token_ids) or not self._knows(token for token, _ in sequence.params.logit_bias):
-            return False
         cache = _Cache()
         if not self._reserve(cache, len(sequence.token_ids) + sequence.window):
             return False
@@ -59,14 +56,14 @@ class ModelDrafter(Drafter):
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         segments: list[Segment] = []
         completed: list[DraftSequence] = []
-        given_up: list[DraftSequence] = []
+        without_room: list[DraftSequence] = []
         budget = self._max_num_batched_tokens
         for sequence in sequences:
             cache = self._caches[sequence]
-            start = cache.num_computed_tokens
-            if not self._knows(sequence.token_ids[start:]) or not self._reserve(cache, len(sequence.token_ids)):
-                given_up.append(sequence)
+            if not self._reserve(cache, len(sequence.token_ids)):
+                without_room.append(sequence)
                 continue
+            start = cache.num_computed_tokens
             end = min(len(sequence.token_ids), start + budget)
             if start == end:
                 break
@@ -82,7 +79,7 @@ class ModelDrafter(Drafter):
             logits = self._runner.run(segments)
             for sequence, choice in zip(completed, self._choose(logits, completed), strict=True):
                 sequence.token_ids.append(choice)
-        return given_up
+        return without_room
 
     @staticmethod
     def _choose(logits: torch.Tensor, sequences: Sequence[DraftSequence]) -> list[int]:
@@ -99,13 +96,6 @@ class ModelDrafter(Drafter):
 
     def release(self, sequence: DraftSequence) -> None:
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
-
-    def _knows(self, token_ids: Iterable[int]) -> bool:
-        vocab_size = self._runner.model.config.vocab_size
-        return all(token < vocab_size for token in token_ids)
-
-    def _num_missing(self, sequence: DraftSequence) -> int:
-        return len(sequence.token_ids) - self._caches[sequence].num_computed_tokens
 
     def _reserve(self, cache: _Cache, num_tokens: int) -> bool:
         """Extends the block table to hold `num_tokens` tokens, within the model's length."""

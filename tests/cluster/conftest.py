@@ -60,7 +60,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(**options: object) -> Path:
         key = repr(sorted(options.items(), key=lambda item: item[0]))
         if key not in made:
-            made[key] = save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), **options)  # type: ignore[arg-type]
+            made[key] = save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), **options)
         return made[key]
 
     return make

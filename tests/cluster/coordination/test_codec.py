@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.coordination.codec import (
+    decode_reply,
+    decode_request,
+    decode_sampling,
+    encode_reply,
+    encode_request,
+    encode_sampling,
+)
+from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from protos.speculation.v1 import draft_pb2, types_pb2
+
+LARGEST_NAME = 2**64 - 1
+LARGEST_TOKEN_ID = 2**32 - 1
+
+
+def random_params(choose: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=choose.random() * 2,
+        top_k=choose.choice([0, 1, 50, 2**31]),
+        top_p=choose.random(),
+        min_p=choose.random(),
+        repetition_penalty=0.5 + choose.random(),
+        presence_penalty=choose.uniform(-2, 2),
+        frequency_penalty=choose.uniform(-2, 2),
+        logit_bias=tuple((choose.randrange(2**32), choose.uniform(-100, 100)) for _ in range(choose.randrange(3))),
+    )
+
+
+def random_tokens(choose: random.Random, least: int = 0) -> list[int]:
+    return [choose.choice([0, 1, choose.randrange(2**32), LARGEST_TOKEN_ID]) for _ in range(choose.randint(least, 6))]
+
+
+def random_names(choose: random.Random) -> list[int]:
+    names = {choose.choice([1, choose.getrandbits(64), LARGEST_NAME]) for _ in range(choose.randrange(5))}
+    return choose.sample(sorted(names), len(names))
+
+
+def random_open(choose: random.Random, name: int) -> Open:
+    key = NoiseKey(choose.getrandbits(64), choose.getrandbits(64))
+    tokens = random_tokens(choose, least=1)
+    return Open(name, tokens, choose.randint(1, len(tokens)), random_params(choose), key, choose.randrange(17), 34)
+
+
+def random_request(choose: random.Random) -> SpeculateRequest:
+    return SpeculateRequest(
+        opens={name: random_open(choose, name) for name in random_names(choose)},
+        advances={
+            name: Advance(name, choose.randrange(2**32), random_tokens(choose), choose.randrange(17))
+            for name in random_names(choose)
+        },
+        closes=set(random_names(choose)),
+    )
+
+
+def random_reply(choose: random.Random) -> SpeculateReply:
+    return SpeculateReply(
+        proposals={
+            name: Proposal(name, choose.randrange(2**32), random_tokens(choose)) for name in random_names(choose)
+        },
+        lost=set(random_names(choose)),
+        refused=set(random_names(choose)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_come_back_as_they_were(seed: int) -> None:
+    choose = random.Random(seed)
+    for _ in range(200):
+        request, reply = random_request(choose), random_reply(choose)
+        wire = draft_pb2.SpeculateRequest.FromString(encode_request(request).SerializeToString())
+        assert decode_request(wire) == request
+        assert list(decode_request(wire).advances) == list(request.advances)  # the order too
+        wire_reply = draft_pb2.SpeculateReply.FromString(encode_reply(reply).SerializeToString())
+        assert decode_reply(wire_reply) == reply
+
+
+def test_sampling_parameters_come_back_to_the_bit() -> None:
+    choose = random.Random(0)
+    for params in [SamplingParams(), *(random_params(choose) for _ in range(50))]:
+        wire = types_pb2.SamplingParams.FromString(encode_sampling(params).SerializeToString())
+        assert decode_sampling(wire) == params
+
+
+def test_nothing_is_no_bytes() -> None:
+    assert encode_request(SpeculateRequest()).SerializeToString() == b""
+    assert encode_reply(SpeculateReply()).SerializeToString() == b""
+    assert decode_request(draft_pb2.SpeculateRequest()) == SpeculateRequest()
+    assert decode_reply(draft_pb2.SpeculateReply()) == SpeculateReply()
+
+
+def test_a_round_of_one_sequence_is_a_few_tens_of_bytes() -> None:
+    request = SpeculateRequest(advances={70_000: Advance(70_000, 1000, [4095] * 6, 5)})
+    reply = SpeculateReply(proposals={70_000: Proposal(70_000, 1006, [4095] * 5)})
+    assert encode_request(request).ByteSize() + encode_reply(reply).ByteSize() <= 80
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"sequences": [1, 2], "bases": [3], "lengths": [1, 0], "token_ids": [7]},
+        {"sequences": [1], "bases": [3, 4], "lengths": [1], "token_ids": [7]},
+        {"sequences": [1], "bases": [3], "lengths": [1, 0], "token_ids": [7]},
+        {"sequences": [1, 2], "bases": [3, 4], "lengths": [1], "token_ids": [7]},
+        {"sequences": [1], "bases": [3], "lengths": [2], "token_ids": [7]},
+        {"sequences": [1], "bases": [3], "lengths": [1], "token_ids": [7, 8]},
+        {"sequences": [], "bases": [], "lengths": [], "token_ids": [7]},
+        {"sequences": [], "bases": [], "lengths": [1], "token_ids": [7]},
+    ],
+)
+def test_columns_that_do_not_fit_together_are_refused(columns: dict[str, list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"zip|add up"):
+        decode_reply(draft_pb2.SpeculateReply(proposals=draft_pb2.Proposals(**columns)))
+    num_speculative_tokens = [4] * len(columns["sequences"])
+    advance = draft_pb2.Advance(**columns, num_speculative_tokens=num_speculative_tokens)
+    with pytest.raises(ValueError, match=r"zip|add up"):
+        decode_request(draft_pb2.SpeculateRequest(advance=advance))
+
+
+def test_an_advance_without_its_k_is_refused() -> None:
+    advance = draft_pb2.Advance(sequences=[1], bases=[3], lengths=[1], token_ids=[7])
+    with pytest.raises(ValueError, match="zip"):
+        decode_request(draft_pb2.SpeculateRequest(advance=advance))
+
+
+def test_a_bias_without_its_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        decode_sampling(types_pb2.SamplingParams(logit_bias_token_ids=[1, 2], logit_bias_values=[1.0]))

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.outbox import Outbox
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+
+def opening(name: int) -> Open:
+    return Open(name, [1, 2], 2, SamplingParams(), NoiseKey(0, 0), 4, 10)
+
+
+def advance(name: int, *tokens: int) -> Advance:
+    return Advance(name, 2, tokens, 4)
+
+
+class TestMerge:
+    def test_a_later_advance_stands_for_both(self) -> None:
+        request = SpeculateRequest(advances={1: advance(1, 7), 2: advance(2, 5)})
+        request.merge(SpeculateRequest(advances={1: advance(1, 7, 8)}))
+        assert request == SpeculateRequest(advances={1: advance(1, 7, 8), 2: advance(2, 5)})
+
+    def test_an_opening_waits_with_its_advance(self) -> None:
+        request = SpeculateRequest(opens={1: opening(1)})
+        request.merge(SpeculateRequest(opens={2: opening(2)}, advances={1: advance(1, 7)}))
+        assert request == SpeculateRequest(opens={1: opening(1), 2: opening(2)}, advances={1: advance(1, 7)})
+
+    def test_a_close_takes_away_what_waits_for_its_sequence(self) -> None:
+        request = SpeculateRequest(opens={1: opening(1), 2: opening(2)}, advances={1: advance(1, 7)}, closes={9})
+        request.merge(SpeculateRequest(closes={1}))
+        assert request == SpeculateRequest(opens={2: opening(2)}, closes={1, 9})
+
+    def test_a_later_proposal_replaces_the_earlier(self) -> None:
+        reply = SpeculateReply(proposals={1: Proposal(1, 2, [7]), 2: Proposal(2, 2, [8])}, lost={3}, refused={5})
+        reply.merge(SpeculateReply(proposals={1: Proposal(1, 4, [9])}, lost={4}, refused={6}))
+        assert reply == SpeculateReply(
+            proposals={1: Proposal(1, 4, [9]), 2: Proposal(2, 2, [8])}, lost={3, 4}, refused={5, 6}
+        )
+
+    def test_only_an_empty_message_is_false(self) -> None:
+        assert not SpeculateRequest()
+        assert not SpeculateReply()
+        assert SpeculateRequest(opens={1: opening(1)})
+        assert SpeculateRequest(advances={1: advance(1)})
+        assert SpeculateRequest(closes={1})
+        assert SpeculateReply(proposals={1: Proposal(1, 0, [])})
+        assert SpeculateReply(lost={1})
+        assert SpeculateReply(refused={1})
+
+
+class TestOutbox:
+    def test_messages_that_wait_become_one(self) -> None:
+        async def run() -> None:
+            outbox: Outbox[SpeculateReply] = Outbox()
+            outbox.put(SpeculateReply(lost={1}))
+            outbox.put(SpeculateReply(lost={2}))
+            assert await outbox.take() == SpeculateReply(lost={1, 2})
+            outbox.put(SpeculateReply(lost={3}))
+            assert await outbox.take() == SpeculateReply(lost={3})
+
+        asyncio.run(run())
+
+    def test_nothing_put_by_another_thread_is_lost_or_given_twice(self) -> None:
+        num_messages = 3000
+
+        async def run() -> list[int]:
+            outbox: Outbox[SpeculateReply] = Outbox()
+            thread = threading.Thread(
+                target=lambda: [outbox.put(SpeculateReply(lost={i})) for i in range(num_messages)]
+            )
+            thread.start()
+            taken: list[int] = []
+            while len(taken) < num_messages:
+                taken.extend(sorted((await outbox.take()).lost))
+            thread.join()
+            return taken
+
+        assert asyncio.run(asyncio.wait_for(run(), timeout=30)) == list(range(num_messages))

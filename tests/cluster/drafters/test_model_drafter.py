@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cluster.drafters.base import DraftSequence
+from cluster.drafters.model import ModelDrafter
+from cluster.engine.batch import Segment
+from cluster.engine.runner import ModelRunner
+from cluster.speculation.noise import NoiseKey, gumbel_noise
+from cluster.speculation.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = [5, 17, 300, 42, 42, 9, 111, 250, 8, 77, 501]
+
+NewDrafter = Callable[..., ModelDrafter]
+
+
+@pytest.fixture(scope="module")
+def new_drafter(new_runner: Callable[..., ModelRunner]) -> NewDrafter:
+    def make(
+        num_blocks: int = 64, max_model_len: int = 256, max_num_seqs: int = 8, max_num_batched_tokens: int = 64
+    ) -> ModelDrafter:
+        return ModelDrafter(new_runner(4, num_blocks), max_model_len, max_num_seqs, max_num_batched_tokens)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def continuation(new_runner: Callable[..., ModelRunner]) -> Callable[..., list[int]]:
+    """continuation(tokens, n, params, key): n tokens, each argmax(logits / T + noise) of the whole prefix."""
+    runner = new_runner(4, 64)
+
+    def compute(tokens: list[int], n: int, params: SamplingParams, key: NoiseKey) -> list[int]:
+        tokens = list(tokens)
+        for _ in range(n):
+            scores = runner.run([Segment(tokens, 0, list(range(64)), num_logits=1)])[0].float()
+            if not params.is_greedy:
+                noise = torch.from_numpy(gumbel_noise([(key, len(tokens))], len(scores))[0])
+                scores = scores / params.temperature + noise
+            tokens.append(int(scores.argmax()))
+        return tokens[-n:]
+
+    return compute
+
+
+def new_sequence(
+    tokens: list[int] = PROMPT, *, params: SamplingParams = GREEDY, seed: int = 0, window: int = 10
+) -> DraftSequence:
+    key = NoiseKey.derive(seed, 0)
+    return DraftSequence(list(tokens), len(tokens), params, key, num_speculative_tokens=4, window=window)
+
+
+def draft_until(drafter: ModelDrafter, num_drafts: int, *sequences: DraftSequence) -> None:
+    """Steps until every sequence has `num_drafts` drafts."""
+    for _ in range(1000):
+        waiting = [s for s in sequences if s.num_drafted < num_drafts]
+        if not waiting:
+            return
+        assert drafter.draft(waiting) == []
+    raise AssertionError("no end of steps")
+
+
+def advance(drafter: ModelDrafter, sequence: DraftSequence, news: list[int]) -> None:
+    num_kept = sequence.commit(sequence.num_committed, news)
+    assert num_kept is not None
+    drafter.rewind(sequence, num_kept)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(temperature=0.7)], ids=str)
+@pytest.mark.parametrize("max_num_batched_tokens", [64, 3])
+def test_drafts_what_the_model_chooses_under_the_shared_noise(
+    params: SamplingParams,
+    max_num_batched_tokens: int,
+    new_drafter: NewDrafter,
+    continuation: Callable[..., list[int]],
+) -> None:
+    """Also when the prompts are computed in chunks, and beside another sequence."""
+    drafter = new_drafter(max_num_batched_tokens=max_num_batched_tokens)
+    sequences = [new_sequence(params=params, seed=4), new_sequence(PROMPT[:6], params=params, seed=5)]
+    assert all(drafter.admit(sequence) for sequence in sequences)
+    draft_until(drafter, 8, *sequences)
+    for sequence in sequences:
+        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        assert sequence.draft_token_ids[:8] == continuation(prompt, 8, params, sequence.noise_key)
+
+
+def test_penalties_count_the_drafts_before(new_drafter: NewDrafter) -> None:
+    """A penalty too large to overcome: no token is drafted twice."""
+    never_again = SamplingParams(temperature=0.0, frequency_penalty=1000.0)
+    drafter, sequence = new_drafter(), new_sequence(params=never_again, window=40)
+    assert drafter.admit(sequence)
+    draft_until(drafter, 40, sequence)
+    assert len(set(sequence.draft_token_ids)) == 40
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        lambda drafts: drafts[:3],  # came true in part, the rest still may
+        lambda drafts: drafts,
+        lambda drafts: [*drafts, 7],  # the target ran past
+        lambda drafts: [*drafts[:2], (drafts[2] + 1) % 512],
+        lambda drafts: [(drafts[0] + 1) % 512],
+        lambda drafts: [(drafts[0] + 1) % 512, 3, 1, 4, 1, 5, 9, 2, 6],
+    ],
+    ids=["prefix", "all", "past", "third wrong", "first wrong", "first wrong, far ahead"],
+)
+def test_after_news_it_drafts_as_if_it_had_never_drafted_otherwise(
+    news: Callable[[list[int]], list[int]], new_drafter: NewDrafter
+) -> None:
+    drafter, sequence = new_drafter(), new_sequence(params=SamplingParams())
+    assert drafter.admit(sequence)
+    draft_until(drafter, 6, sequence)
+    for _ in range(3):
+        advance(drafter, sequence, news(sequence.draft_token_ids[:6]))
+        draft_until(drafter, 6, sequence)
+        fresh_drafter, fresh = new_drafter(), new_sequence(params=SamplingParams())
+        fresh.token_ids[:] = sequence.token_ids[: sequence.num_committed]
+        fresh.num_committed = sequence.num_committed
+        assert fresh_drafter.admit(fresh)
+        draft_until(fresh_drafter, 6, fresh)
+        assert sequence.draft_token_ids[:6] == fresh.draft_token_ids[:6]
+
+
+def test_releasing_gives_every_block_back(new_drafter: NewDrafter) -> None:
+    drafter = new_drafter()
+    sequences = [new_sequence(seed=seed) for seed in range(4)]
+    for sequence in sequences:
+        assert drafter.admit(sequence)
+    draft_until(drafter, 10, *sequences[:2])
+    advance(drafter, sequences[0], [1] * 20)  # beyond the blocks it was admitted with
+    draft_until(drafter, 4, sequences[0])
+    assert drafter.num_used_blocks > 0
+    for sequence in sequences:
+        drafter.release(sequence)
+    assert drafter.num_used_blocks == 0
+    assert drafter.admit(new_sequence())
+
+
+class TestRoom:
+    def test_admission_takes_the_blocks_of_tokens_and_window(self, new_drafter: NewDrafter) -> None:
+        drafter = new_drafter()
+        assert drafter.admit(new_sequence([1] * 10, window=3))
+        assert drafter.num_used_blocks == 4  # 13 tokens in blocks of 4
+
+    def test_refuses_what_it_has_no_blocks_for_and_changes_nothing(self, new_drafter: NewDrafter) -> None:
+        drafter = new_drafter(num_blocks=8)
+        first = new_sequence()
+        assert drafter.admit(first)
+        used = drafter.num_used_blocks
+        assert not drafter.admit(new_sequence())
+        assert drafter.num_used_blocks == used
+        drafter.release(first)
+        assert drafter.admit(new_sequence())
+
+    def test_refuses_sequences_beyond_its_number(self, new_drafter: NewDrafter) -> None:
+        drafter = new_drafter(max_num_seqs=2)
+        assert [drafter.admit(new_sequence()) for _ in range(3)] == [True, True, False]
+
+    @pytest.mark.parametrize(("length", "is_admitted"), [(15, True), (16, False), (20, False)])
+    def test_refuses_what_is_as_long_as_the_model_takes(
+        self, length: int, is_admitted: bool, new_drafter: NewDrafter
+    ) -> None:
+        assert new_drafter(max_model_len=16).admit(new_sequence([1] * length)) is is_admitted
+
+    def test_gives_up_a_sequence_that_cannot_grow_and_goes_on_with_the_others(self, new_drafter: NewDrafter) -> None:
+        drafter = new_drafter(num_blocks=8)
+        growing, other = new_sequence([1] * 10, window=2), new_sequence([1] * 10, window=6)
+        assert drafter.admit(growing)  # 3 blocks
+        assert drafter.admit(other)  # 4
+        advance(drafter, growing, [2] * 7)  # 17 tokens: 2 blocks more, and 1 is free
+        assert drafter.draft([growing, other]) == [growing]
+        assert other.num_drafted == 1
+        drafter.release(growing)
+        draft_until(drafter, 6, other)
+
+    def test_drafts_up_to_the_longest_sequence_of_the_model(
+        self, new_drafter: NewDrafter, continuation: Callable[..., list[int]]
+    ) -> None:
+        drafter, sequence = new_drafter(max_model_len=256), new_sequence([3] * 250)
+        assert drafter.admit(sequence)
+        assert drafter.num_used_blocks == 64  # the window does not reach beyond the model's length
+        draft_until(drafter, 6, sequence)
+        assert len(sequence.token_ids) == 256
+        assert sequence.draft_token_ids == continuation([3] * 250, 6, GREEDY, sequence.noise_key)
+
+    def test_a_step_takes_those_first_in_line(self, new_drafter: NewDrafter) -> None:
+        drafter = new_drafter(max_num_batched_tokens=4)
+        sequences = [new_sequence([index + 1] * 3, seed=index) for index in range(3)]
+        assert all(drafter.admit(sequence) for sequence in sequences)
+        drafter.draft(sequences)
+        assert [s.num_drafted for s in sequences] == [1, 0, 0]
+        drafter.draft(sequences)  # 1 + 2 + the first of 3
+        assert [s.num_drafted for s in sequences] == [2, 1, 0]
+        drafter.draft(sequences[2:])
+        assert sequences[2].num_drafted == 1

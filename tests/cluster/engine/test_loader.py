@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cluster.config import WorkerConfig
+from cluster.engine.loader import load_model, resolve_device, resolve_dtype
+from cluster.engine.model import LlamaModel
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.runner import ModelRunner
+from cluster.errors import ConfigurationError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tiny_llama: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model folder to spoil."""
+    return copytree(tiny_llama(), tmp_path / "model")
+
+
+@pytest.fixture
+def sharded(tiny_llama: Callable[..., Path], tmp_path: Path) -> Path:
+    return copytree(tiny_llama(max_shard_size="100KB"), tmp_path / "sharded")
+
+
+def change_json(path: Path, **values: Any) -> None:
+    """Sets keys; those that are set to ... are taken out."""
+    merged = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({key: value for key, value in merged.items() if value is not ...}))
+
+
+def load(folder: Path) -> LlamaModel:
+    return load_model(folder, torch.float32, CPU)
+
+
+class TestConfig:
+    def test_another_architecture_is_refused_and_the_supported_are_named(self, folder: Path) -> None:
+        change_json(folder / "config.json", architectures=["GPT2LMHeadModel"])
+        with pytest.raises(ConfigurationError, match="GPT2LMHeadModel; supported: LlamaForCausalLM"):
+            load(folder)
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"architectures": ...}, "none"),
+            ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+            ({"attention_bias": True}, "attention_bias"),
+            ({"mlp_bias": True}, "mlp_bias"),
+            ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}, "'llama3'"),
+            ({"rope_parameters": ..., "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+            ({"vocab_size": ...}, "no 'vocab_size'"),
+            ({"rms_norm_eps": ...}, "no 'rms_norm_eps'"),
+        ],
+    )
+    def test_what_is_not_supported_or_missing_is_named(self, folder: Path, values: dict[str, Any], said: str) -> None:
+        change_json(folder / "config.json", **values)
+        with pytest.raises(ConfigurationError, match=said):
+            load(folder)
+
+    @pytest.mark.parametrize("text", [None, "{"])
+    def test_an_unreadable_config_is_named(self, folder: Path, text: str | None) -> None:
+        (folder / "config.json").unlink()
+        if text is not None:
+            (folder / "config.json").write_text(text)
+        with pytest.raises(ConfigurationError, match=r"cannot read .*config\.json"):
+            load(folder)
+
+    @pytest.mark.parametrize(
+        ("values", "theta"),
+        [
+            ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5),
+            ({"rope_parameters": ..., "rope_theta": 2e4, "rope_scaling": None}, 2e4),
+            ({"rope_parameters": ..., "rope_theta": ...}, 1e4),
+        ],
+    )
+    def test_rope_theta_of_new_and_old_folders(self, folder: Path, values: dict[str, Any], theta: float) -> None:
+        change_json(folder / "config.json", **values)
+        assert ModelConfig.from_folder(folder).rope_theta == theta
+
+    def test_what_older_folders_leave_out_is_derived(self, folder: Path) -> None:
+        change_json(folder / "config.json", head_dim=..., num_key_value_heads=..., tie_word_embeddings=...)
+        config = ModelConfig.from_folder(folder)
+        assert (config.head_dim, config.num_kv_heads, config.tie_word_embeddings) == (16, 4, False)
+
+    @pytest.mark.parametrize(
+        ("in_config", "in_generation_config", "expected"),
+        [
+            (0, ..., (0,)),
+            ([0, 5], ..., (0, 5)),
+            (0, [3, 7, 9], (3, 7, 9)),
+            (0, 4, (4,)),
+            (None, ..., ()),
+        ],
+    )
+    def test_every_way_a_model_may_end(
+        self, folder: Path, in_config: Any, in_generation_config: Any, expected: tuple[int, ...]
+    ) -> None:
+        change_json(folder / "config.json", eos_token_id=in_config)
+        change_json(folder / "generation_config.json", eos_token_id=in_generation_config)
+        assert ModelConfig.from_folder(folder).eos_token_ids == expected
+
+    def test_without_a_generation_config_the_config_says_how_it_ends(self, folder: Path) -> None:
+        (folder / "generation_config.json").unlink()
+        assert ModelConfig.from_folder(folder).eos_token_ids == (0,)
+
+
+class TestWeights:
+    def test_a_missing_weight_is_named(self, folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, folder / "model.safetensors")
+        with pytest.raises(ConfigurationError, match=r"no weight named 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+            load(folder)
+
+    def test_a_wrong_shape_is_named_with_both_shapes(self, folder: Path) -> None:
+        change_json(folder / "config.json", intermediate_size=96)
+        with pytest.raises(ConfigurationError, match=r"gate_proj.*\(128, 64\).*\(96, 64\)"):
+            load(folder)
+
+    def test_an_untied_head_must_be_there(self, tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+        folder = copytree(tiny_llama(tied=True), tmp_path / "model")
+        change_json(folder / "config.json", tie_word_embeddings=False)
+        with pytest.raises(ConfigurationError, match=r"'lm_head\.weight'"):
+            load(folder)
+
+    def test_no_weights_at_all(self, folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(ConfigurationError, match=r"no model\.safetensors"):
+            load(folder)
+
+    def test_a_file_that_was_cut_off_is_named(self, folder: Path) -> None:
+        file = folder / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:1000])
+        with pytest.raises(ConfigurationError, match=r"cannot read .*model\.safetensors"):
+            load(folder)
+
+    def test_a_missing_shard_is_named(self, sharded: Path) -> None:
+        shards = sorted(sharded.glob("model-*.safetensors"))
+        assert len(shards) > 2
+        shards[1].unlink()
+        with pytest.raises(ConfigurationError, match=shards[1].name):
+            load(sharded)
+
+    @pytest.mark.parametrize("options", [{}, {"max_shard_size": "100KB"}], ids=["one file", "shards"])
+    def test_progress_counts_every_tensor(self, options: dict[str, Any], tiny_llama: Callable[..., Path]) -> None:
+        told: list[tuple[int, int]] = []
+        load_model(tiny_llama(**options), torch.float32, CPU, lambda done, total: told.append((done, total)))
+        num_tensors = 1 + 2 * 9 + 2
+        assert told == [(done, num_tensors) for done in range(1, num_tensors + 1)]
+
+
+class TestRunner:
+    def worker(self, folder: Path, **settings: Any) -> WorkerConfig:
+        return WorkerConfig(model=str(folder), device="cpu", dtype="float32", **settings)
+
+    def test_the_cache_is_sized_by_its_bytes(self, tiny_llama: Callable[..., Path]) -> None:
+        # 2 (keys and values) * 2 layers * 2 heads * 32 * 4 bytes a token
+        bytes_per_block = 2 * 2 * 2 * 32 * 4 * 16
+        config = self.worker(tiny_llama(), kv_cache_bytes=10 * bytes_per_block + 5)
+        assert ModelRunner.from_config(config, dtype_on_cpu=torch.float32).blocks.num_blocks == 10
+
+    def test_a_cache_without_room_for_a_block_says_what_it_takes(self, tiny_llama: Callable[..., Path]) -> None:
+        config = self.worker(tiny_llama(), kv_cache_bytes=100)
+        with pytest.raises(ConfigurationError, match="at least 16384"):
+            ModelRunner.from_config(config, dtype_on_cpu=torch.float32)
+
+    def test_auto_dtype_depends_on_the_device(self) -> None:
+        assert resolve_dtype("auto", CPU, on_cpu=torch.float32) is torch.float32
+        assert resolve_dtype("auto", torch.device("cuda"), on_cpu=torch.float32) is torch.bfloat16
+        assert resolve_dtype("bfloat16", CPU, on_cpu=torch.float32) is torch.bfloat16
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_gpu_that_is_not_there_is_said(self) -> None:
+        assert resolve_device("auto") == CPU
+        with pytest.raises(ConfigurationError, match="no GPU"):
+            resolve_device("cuda")

@@ -1,0 +1,149 @@
+"""A target and its draft worker in one process, with real streams between them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+import grpc
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.pool import DraftPool
+from cluster.coordination.worker import DraftWorker
+from cluster.drafters.model import ModelDrafter
+from cluster.engine.runner import ModelRunner
+from cluster.targets.base import GenerationOutput, GenerationRequest
+from cluster.targets.torch import TorchTarget
+from protos.speculation.v1 import draft_pb2_grpc, types_pb2
+from services.draft.servicer import DraftServicer
+
+FINGERPRINT = "the same tokenizer"
+WAIT_S = 30.0  # for what must happen
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=WAIT_S)
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Starts it, and returns a future to cancel it with."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class LoopbackDraft:
+    """A draft worker behind a real server on loopback. Stopped and started again it is a new worker, same address."""
+
+    def __init__(self, loop: BackgroundLoop, runner: ModelRunner, fingerprint: str = FINGERPRINT) -> None:
+        self._loop = loop
+        self._runner = runner
+        self._fingerprint = fingerprint
+        self.address = "127.0.0.1:0"
+        self.start()
+
+    def start(self) -> None:
+        self.drafter = ModelDrafter(self._runner, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+        self.worker = DraftWorker(self.drafter)
+        self.worker.start()
+        self._loop.run(self._serve())
+
+    async def _serve(self) -> None:
+        description = types_pb2.ModelDescription(name="tiny", tokenizer_fingerprint=self._fingerprint)
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        servicer = DraftServicer(self.worker, self.drafter, description)
+        draft_pb2_grpc.add_DraftServicer_to_server(servicer, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
+        await self._server.start()
+
+    def stop(self, grace: float | None = None) -> None:
+        self._loop.run(self._server.stop(grace))
+        wait_until(lambda: self.worker.num_sequences == 0)  # the links are gone, and with them what they held
+        self.worker.stop()
+
+
+class LoopbackTarget:
+    """A TorchTarget with its links, and what it publishes collected by request."""
+
+    def __init__(self, loop: BackgroundLoop, runner: ModelRunner, addresses: Sequence[str], **settings: Any) -> None:
+        # A step of a busy test machine may take long: drafts are waited for, so that they are really verified.
+        speculation = SpeculationConfig(**({"draft_timeout_ms": 10_000} | settings))
+        self.runner = runner
+        self.target = TorchTarget(
+            "tiny",
+            runner,
+            DraftPool(FINGERPRINT),
+            speculation,
+            max_model_len=256,
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+        )
+        self._outputs: dict[str, list[GenerationOutput]] = {}
+        self._loop = loop
+        self._endpoints: asyncio.Queue[Sequence[str]] = asyncio.Queue()
+        self._links = loop.start(self.target.run_links(self._follow()))
+        self.follow(addresses)
+        self.target.start(self._publish)
+
+    def follow(self, addresses: Sequence[str]) -> None:
+        """The draft workers are at `addresses` from now on."""
+        self._loop.run(self._endpoints.put(addresses))
+
+    async def _follow(self) -> AsyncIterator[Sequence[str]]:
+        while True:
+            yield await self._endpoints.get()
+
+    def _publish(self, outputs: Sequence[GenerationOutput]) -> None:
+        for output in outputs:
+            self._outputs.setdefault(output.request_id, []).append(output)
+
+    def outputs(self, request: GenerationRequest) -> list[GenerationOutput]:
+        return list(self._outputs.get(request.request_id, ()))
+
+    def is_finished(self, request: GenerationRequest) -> bool:
+        assert self.target.error is None
+        outputs = self.outputs(request)
+        return bool(outputs) and outputs[-1].finish_reason is not None
+
+    def token_ids(self, request: GenerationRequest) -> list[int]:
+        return [token for output in self.outputs(request) for token in output.token_ids]
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+        """Runs them together; returns what each generated."""
+        for request in requests:
+            self.target.submit(request)
+        wait_until(lambda: all(self.is_finished(request) for request in requests))
+        return [self.token_ids(request) for request in requests]
+
+    def wait_for_links(self, number: int = 1) -> None:
+        wait_until(lambda: self.target.load().num_draft_links == number)
+
+    def assert_idle(self) -> None:
+        """Nothing runs, and every block is free."""
+        wait_until(lambda: self.target.load().num_running == self.target.load().num_waiting == 0)
+        assert self.target.load().num_used_blocks == 0
+        assert self.target.error is None
+
+    def stop(self) -> None:
+        self.target.stop()
+        self._links.cancel()

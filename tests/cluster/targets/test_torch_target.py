@@ -1,0 +1,317 @@
+"""The target's tokens do not depend on the drafter: whole rounds between real engines over real streams, in float32."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cluster.engine.batch import Segment
+from cluster.engine.runner import ModelRunner
+from cluster.engine.sequence import FinishReason
+from cluster.errors import InvalidRequestError
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.speculation.sampling import SampleRequest, sample
+from cluster.targets.base import GenerationRequest
+
+from .loopback import BackgroundLoop, LoopbackDraft, LoopbackTarget, wait_until
+
+TARGET_SEED, OTHER_SEED = 0, 1
+EOS = 0
+
+# (sampling, length of the prompt, max_tokens); more requests than may run at once, prompts longer than a step.
+MIXED = [
+    (SamplingParams(temperature=0.0), 5, 30),
+    (SamplingParams(), 1, 30),
+    (SamplingParams(temperature=0.7, top_k=40, top_p=0.9), 40, 25),
+    (SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.3), 17, 40),
+    (SamplingParams(temperature=1.2, min_p=0.02, presence_penalty=0.5, logit_bias=((7, 2.0),)), 24, 1),
+    (SamplingParams(temperature=0.5), 90, 33),
+    (SamplingParams(temperature=0.9), 226, 30),  # ends at the models' longest sequence
+]
+
+_numbers = itertools.count()
+
+
+def new_request(
+    params: SamplingParams = MIXED[0][0], num_prompt: int = 5, max_tokens: int = 20, *, seed: int = 0, k: int = 4
+) -> GenerationRequest:
+    prompt = np.random.default_rng(num_prompt).integers(1, 512, size=num_prompt).tolist()
+    key = NoiseKey.derive(seed, 0)
+    name = f"request {next(_numbers)}"
+    return GenerationRequest(name, prompt, num_prompt, params, key, max_tokens, True, k)
+
+
+def mixed_requests(k: int) -> list[GenerationRequest]:
+    return [new_request(*setting, seed=seed, k=k) for seed, setting in enumerate(MIXED)]
+
+
+NewRunner = Callable[..., ModelRunner]
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[BackgroundLoop]:
+    loop = BackgroundLoop()
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture(scope="module")
+def same_draft(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[LoopbackDraft]:
+    """The target's own weights: what it proposes is right."""
+    draft = LoopbackDraft(loop, new_runner(8, 128, seed=TARGET_SEED))
+    yield draft
+    draft.stop()
+
+
+@pytest.fixture(scope="module")
+def other_draft(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[LoopbackDraft]:
+    """Other weights: what it proposes is right now and then."""
+    draft = LoopbackDraft(loop, new_runner(8, 128, seed=OTHER_SEED))
+    yield draft
+    draft.stop()
+
+
+@pytest.fixture
+def new_target(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[Callable[..., LoopbackTarget]]:
+    """new_target(drafts, **speculation): a target linked to `drafts`; it must leave no block in use."""
+    targets: list[LoopbackTarget] = []
+
+    def start(drafts: Sequence[LoopbackDraft], num_blocks: int = 128, **speculation: object) -> LoopbackTarget:
+        runner = new_runner(8, num_blocks, seed=TARGET_SEED)
+        target = LoopbackTarget(loop, runner, [draft.address for draft in drafts], **speculation)
+        targets.append(target)
+        target.wait_for_links(len(drafts))
+        return target
+
+    yield start
+    for target in targets:
+        target.assert_idle()
+        target.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(new_runner: NewRunner) -> dict[int, list[int]]:
+    """The answers to `mixed_requests`, by their place: each alone, one token a step, the whole prefix each time."""
+    runner = new_runner(8, 32, seed=TARGET_SEED)
+    answers = {}
+    for place, request in enumerate(mixed_requests(k=0)):
+        tokens = list(request.token_ids)
+        for start in range(request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens):
+            computed = 0 if start == request.num_prompt_tokens else start - 1
+            logits = runner.run([Segment(tokens[computed:], computed, list(range(32)), num_logits=1)])
+            tokens += sample(logits, [SampleRequest(request.params, request.noise_key, tokens, len(request.token_ids))])
+        answers[place] = tokens[request.num_prompt_tokens :]
+    return answers
+
+
+def acceptance(target: LoopbackTarget, requests: Sequence[GenerationRequest]) -> tuple[int, int]:
+    """(drafted, accepted) over `requests`."""
+    outputs = [output for request in requests for output in target.outputs(request)]
+    return sum(o.num_draft_tokens for o in outputs), sum(o.num_accepted_tokens for o in outputs)
+
+
+class TestSameTokens:
+    @pytest.mark.parametrize("k", [0, 1, 4, 8])
+    def test_with_a_perfect_drafter(
+        self,
+        k: int,
+        new_target: Callable[..., LoopbackTarget],
+        same_draft: LoopbackDraft,
+        expected: dict[int, list[int]],
+    ) -> None:
+        target, requests = new_target([same_draft]), mixed_requests(k)
+        assert target.generate(requests) == list(expected.values())
+        drafted, accepted = acceptance(target, requests)
+        assert (drafted > 0) == (k > 0)
+        assert accepted >= 0.95 * drafted  # near-ties apart
+        wait_until(lambda: same_draft.drafter.num_used_blocks == 0)
+
+    @pytest.mark.parametrize("k", [1, 8])
+    def test_with_a_poor_drafter(
+        self,
+        k: int,
+        new_target: Callable[..., LoopbackTarget],
+        other_draft: LoopbackDraft,
+        expected: dict[int, list[int]],
+    ) -> None:
+        target, requests = new_target([other_draft]), mixed_requests(k)
+        assert target.generate(requests) == list(expected.values())
+        drafted, accepted = acceptance(target, requests)
+        assert 0 <= accepted < drafted
+        wait_until(lambda: other_draft.drafter.num_used_blocks == 0)
+
+    def test_with_different_drafters_side_by_side(
+        self,
+        new_target: Callable[..., LoopbackTarget],
+        same_draft: LoopbackDraft,
+        other_draft: LoopbackDraft,
+        expected: dict[int, list[int]],
+    ) -> None:
+        target = new_target([same_draft, other_draft])
+        requests = [replace(request, num_speculative_tokens=k) for k, request in enumerate(mixed_requests(0))]
+        assert target.generate(requests) == list(expected.values())
+
+    def test_when_every_proposal_is_late(
+        self, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft, expected: dict[int, list[int]]
+    ) -> None:
+        target = new_target([same_draft], draft_timeout_ms=1e-3)
+        assert target.generate(mixed_requests(4)) == list(expected.values())
+
+    def test_when_blocks_are_scarce(
+        self, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft, expected: dict[int, list[int]]
+    ) -> None:
+        """Room for the longest sequence and hardly more: the others wait for their turn."""
+        target = new_target([same_draft], num_blocks=34)
+        assert target.generate(mixed_requests(4)) == list(expected.values())
+
+    def test_without_any_draft_worker(
+        self, new_target: Callable[..., LoopbackTarget], expected: dict[int, list[int]]
+    ) -> None:
+        target = new_target([])
+        assert target.generate(mixed_requests(4)) == list(expected.values())
+
+    @pytest.mark.parametrize("grace", [None, 0.5])
+    def test_when_the_draft_worker_dies_and_comes_back(
+        self,
+        grace: float | None,
+        loop: BackgroundLoop,
+        new_runner: NewRunner,
+        new_target: Callable[..., LoopbackTarget],
+    ) -> None:
+        draft = LoopbackDraft(loop, new_runner(8, 128, seed=TARGET_SEED))
+        target = new_target([draft])
+        request = new_request(SamplingParams(), num_prompt=9, max_tokens=240, seed=3)
+        target.target.submit(request)
+        wait_until(lambda: acceptance(target, [request])[1] > 0)
+        draft.stop(grace)
+        wait_until(lambda: target.is_finished(request))
+        draft.start()
+        target.wait_for_links()
+        again = replace(request, request_id="again")
+        assert target.generate([again]) == [target.token_ids(request)]
+        assert acceptance(target, [again])[1] > 0
+        assert target.generate([replace(request, request_id="plain", num_speculative_tokens=0)]) == [
+            target.token_ids(request)
+        ]
+        draft.stop()
+
+    def test_when_a_request_is_moved_with_its_tokens_so_far(
+        self, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft, expected: dict[int, list[int]]
+    ) -> None:
+        target = new_target([same_draft])
+        for place, request in enumerate(mixed_requests(4)):
+            num_done = len(expected[place]) // 2
+            moved = replace(request, token_ids=request.token_ids + expected[place][:num_done])
+            assert target.generate([moved]) == [expected[place][num_done:]]
+
+    def test_when_draft_workers_are_taken_away_and_added(
+        self,
+        new_target: Callable[..., LoopbackTarget],
+        same_draft: LoopbackDraft,
+        other_draft: LoopbackDraft,
+        expected: dict[int, list[int]],
+    ) -> None:
+        target, requests = new_target([other_draft]), mixed_requests(4)
+        for request in requests:
+            target.target.submit(request)
+        target.follow([same_draft.address, other_draft.address])
+        target.wait_for_links(2)
+        target.follow([same_draft.address])
+        target.wait_for_links(1)
+        wait_until(lambda: other_draft.drafter.num_used_blocks == 0)
+        wait_until(lambda: all(target.is_finished(request) for request in requests))
+        assert [target.token_ids(request) for request in requests] == list(expected.values())
+
+
+class TestEnds:
+    def test_outputs_end_with_their_reason_and_count_what_was_accepted(
+        self, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft
+    ) -> None:
+        target, request = new_target([same_draft]), new_request(max_tokens=21)
+        target.generate([request])
+        outputs = target.outputs(request)
+        assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + [FinishReason.LENGTH]
+        assert sum(len(o.token_ids) for o in outputs) == 21
+        for output in outputs:
+            assert output.num_accepted_tokens <= output.num_draft_tokens <= request.num_speculative_tokens
+            assert len(output.token_ids) <= output.num_accepted_tokens + 1
+
+    @pytest.mark.parametrize("k", [0, 4])
+    def test_an_end_of_sequence_token_ends_it_also_inside_a_draft(
+        self, k: int, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft
+    ) -> None:
+        # With this bias the end comes soon, but not at once.
+        params = SamplingParams(temperature=1.0, logit_bias=((EOS, 6.0),))
+        target = new_target([same_draft])
+        requests = [
+            replace(new_request(params, num_prompt=4, max_tokens=60, seed=seed, k=k), ignore_eos=False)
+            for seed in range(6)
+        ]
+        for request, tokens in zip(requests, target.generate(requests), strict=True):
+            assert tokens.index(EOS) == len(tokens) - 1
+            assert target.outputs(request)[-1].finish_reason is FinishReason.STOP
+
+    def test_an_aborted_request_frees_its_blocks_on_both_sides(
+        self, new_target: Callable[..., LoopbackTarget], other_draft: LoopbackDraft
+    ) -> None:
+        target = new_target([other_draft])
+        requests = [new_request(num_prompt=6, max_tokens=240, seed=seed) for seed in range(6)]  # two wait
+        for request in requests:
+            target.target.submit(request)
+        wait_until(lambda: any(len(target.outputs(request)) > 3 for request in requests))
+        assert other_draft.drafter.num_used_blocks > 0
+        for request in requests:
+            target.target.abort(request.request_id)
+        target.target.abort("nobody")
+        target.assert_idle()
+        wait_until(lambda: other_draft.drafter.num_used_blocks == 0)
+        assert other_draft.worker.num_sequences == 0
+        after = new_request(max_tokens=3)
+        assert len(target.generate([after])[0]) == 3
+
+    def test_a_request_that_can_never_run_is_refused(self, new_target: Callable[..., LoopbackTarget]) -> None:
+        target = new_target([], num_blocks=4)
+        with pytest.raises(InvalidRequestError, match="KV blocks") as caught:
+            target.target.submit(new_request(num_prompt=10, max_tokens=19, k=4))  # 33 tokens in blocks of 8
+        assert caught.value.param == "max_tokens"
+        assert len(target.generate([new_request(num_prompt=10, max_tokens=18, k=4)])[0]) == 18
+
+
+class TestPairs:
+    def test_a_draft_worker_with_another_tokenizer_is_not_used(
+        self, loop: BackgroundLoop, new_runner: NewRunner, same_draft: LoopbackDraft, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        stranger = LoopbackDraft(loop, new_runner(8, 32, seed=OTHER_SEED), fingerprint="another tokenizer")
+        target = LoopbackTarget(loop, new_runner(8, 128), [stranger.address, same_draft.address])
+        wait_until(lambda: "another tokenizer" in caplog.text)
+        target.wait_for_links(1)
+        assert len(target.generate([new_request()])[0]) == 20
+        assert stranger.worker.num_sequences == 0
+        assert "the same tokenizer" in caplog.text
+        target.stop()
+        stranger.stop()
+
+    def test_a_draft_with_a_smaller_vocabulary_is_used_as_far_as_it_goes(
+        self, loop: BackgroundLoop, new_runner: NewRunner, new_target: Callable[..., LoopbackTarget]
+    ) -> None:
+        """The tokenizer is the same, the padding is not: the target may well choose tokens the draft lacks."""
+        draft = LoopbackDraft(loop, new_runner(8, 128, seed=OTHER_SEED, vocab_size=448))
+        prompt = [index * 14 for index in range(30)]
+        requests = [
+            replace(new_request(SamplingParams(), num_prompt=30, seed=seed), token_ids=prompt) for seed in range(4)
+        ]
+        plain = [
+            replace(request, request_id=f"plain {request.request_id}", num_speculative_tokens=0) for request in requests
+        ]
+        target = new_target([draft])
+        answers = target.generate(requests)
+        assert max(map(max, answers)) >= 448
+        assert answers == target.generate(plain)
+        assert acceptance(target, requests)[0] > 0
+        assert draft.worker.error is None
+        draft.stop()
