@@ -1,7 +1,6 @@
-"""What packing a weight once is worth on this CPU: `python -m bench.linear`.
+"""A layer's matrix products on this CPU, by kernel: `python -m bench.linear`.
 
-Times one layer's products of the bundled target, plain `F.linear` beside the engine's `Linear`, interleaved; prints
-medians in microseconds.
+PyTorch's `F.linear`, oneDNN with packed weights, and the kernel of our own, interleaved; medians in microseconds.
 """
 
 from __future__ import annotations
@@ -9,51 +8,50 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from cluster.config import Config
-from cluster.engine.linear import Linear
+from cluster.engine.linear import KernelLinear, Linear, PackedLinear, PlainLinear, has_kernel
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 
 ROWS = (1, 2, 5, 9, 16, 64)
-NUM_LAYERS = 12  # products of several layers, so that weights come from memory or L3 as in a real step
+NUM_LAYERS = 6  # products of several layers, so that weights come from memory or L3 as in a real step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.linear", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default=Config().target.model)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    config = ModelConfig.from_folder(resolve_model_folder(Config().target.model))
+    config = ModelConfig.from_folder(resolve_model_folder(arguments.model))
     shapes = (
         (config.q_size + 2 * config.kv_size, config.hidden_size),
         (config.hidden_size, config.q_size),
         (2 * config.intermediate_size, config.hidden_size),
         (config.hidden_size, config.intermediate_size),
     )
+    kernels = (PlainLinear, PackedLinear, *([KernelLinear] if has_kernel() else []))
     print(f"{arguments.threads} threads, medians of {arguments.repeats}, µs a layer\n")
-    print("| dtype | rows | F.linear | packed |\n| --- | --- | --- | --- |")
+    print("| dtype | rows |", *(f"{kernel.__name__} |" for kernel in kernels))
+    print("| --- | --- |", *("--- |" for _ in kernels))
     for dtype in (torch.float32, torch.bfloat16):
         weights = [torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS) for shape in shapes]
-        packed = [Linear(weight) for weight in weights]
+        linears: list[list[Linear]] = [[kernel(weight) for weight in weights] for kernel in kernels]
         for rows in ROWS:
             inputs = [torch.randn(rows, weight.shape[1]).to(dtype) for weight in weights]
+            times = _interleaved(arguments.repeats, *(partial(_multiply, own, inputs) for own in linears))
+            print(f"| {str(dtype)[6:]} | {rows} |", *(f"{time:.0f} |" for time in times), flush=True)
 
-            def plain(inputs: list[torch.Tensor] = inputs, weights: list[torch.Tensor] = weights) -> None:
-                for x, weight in zip(inputs, weights, strict=True):
-                    F.linear(x, weight)
 
-            def ours(inputs: list[torch.Tensor] = inputs, packed: list[Linear] = packed) -> None:
-                for x, linear in zip(inputs, packed, strict=True):
-                    linear(x)
-
-            times = _interleaved(arguments.repeats, plain, ours)
-            print(f"| {str(dtype)[6:]} | {rows} | {times[0]:.0f} | {times[1]:.0f} |", flush=True)
+def _multiply(linears: Sequence[Linear], inputs: Sequence[torch.Tensor]) -> None:
+    for linear, x in zip(linears, inputs, strict=True):
+        linear(x)
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cluster.engine.linear import Linear
+from cluster.engine.linear import Linear, make_linear
 from cluster.engine.model import LayerWeights, LlamaModel, ModelWeights
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
@@ -53,7 +53,7 @@ def _read_weights(config: ModelConfig, tensors: _TensorReader) -> ModelWeights:
     def linear(*parts: tuple[str, int], in_features: int) -> Linear:
         """One product for several projections of the same input, fused by stacking their rows."""
         weights = [tensors.read(f"{name}.weight", out, in_features) for name, out in parts]
-        return Linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+        return make_linear(torch.cat(weights) if len(weights) > 1 else weights[0])
 
     def layer(index: int) -> LayerWeights:
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
@@ -80,7 +80,7 @@ def _read_weights(config: ModelConfig, tensors: _TensorReader) -> ModelWeights:
         embedding=embedding,
         layers=tuple(layer(index) for index in range(config.num_layers)),
         norm=tensors.read("model.norm.weight", hidden),
-        head=Linear(embedding)
+        head=make_linear(embedding)
         if config.tie_word_embeddings
         else linear(("lm_head", config.vocab_size), in_features=hidden),
     )
