@@ -85,17 +85,17 @@ class Coordinator:
         self._vocab_size = vocab_size
         self._clock = clock
         self._links: dict[DraftLink, _LinkUse] = {}
-        self._unassigned: set[SpeculativeSequence] = set()
+        self._unassigned: dict[SpeculativeSequence, None] = {}  # in the order they came
         self._num_openings_ever = 0
 
     def open(self, sequence: SpeculativeSequence) -> None:
         """Starts drafting for `sequence`; with k = 0 it never is."""
         if sequence.num_speculative_tokens == 0:
             return
-        self._unassigned.add(sequence)
+        self._unassigned[sequence] = None
 
     def close(self, sequence: SpeculativeSequence) -> None:
-        self._unassigned.discard(sequence)
+        self._unassigned.pop(sequence, None)
         if sequence.link is not None:
             use = self._links[sequence.link]
             del use.sequences[sequence.name]
@@ -165,7 +165,7 @@ class Coordinator:
         now = self._clock()
         for sequence in [s for s in self._unassigned if s.may_open_at <= now]:
             link, use = min(self._links.items(), key=lambda item: len(item[1].sequences))
-            self._unassigned.discard(sequence)
+            del self._unassigned[sequence]
             # A number that was used before could still be spoken of by a reply that is on its way.
             self._num_openings_ever += 1
             sequence.name = self._num_openings_ever
@@ -229,6 +229,7 @@ class Coordinator:
         else:
             self.stats.num_stale_proposals += 1
         sequence.acknowledged = proposal.base
+        sequence.num_refusals = 0
         if proposal.base == len(sequence.token_ids):
             sequence.awaited_since = None
         elif sequence.is_late:
@@ -240,7 +241,7 @@ class Coordinator:
         sequence.link = None
         sequence.proposal = None
         sequence.awaited_since, sequence.is_late = None, False
-        self._unassigned.add(sequence)
+        self._unassigned[sequence] = None
 
 
 def _fits(proposal: Proposal, committed: Sequence[int]) -> bool:

@@ -169,11 +169,12 @@ class DraftWorker:
                 self._release(entry)
 
     def _open(self, link: int, opening: Open) -> bool:
-        """False when there is no room, or when the draft lacks a token. Opening again replaces what was there."""
+        """False when there is no room, no token, or one the draft lacks. Opening again replaces what was there."""
         known = self._entries.get((link, opening.sequence))
         if known is not None:
             self._release(known)
-        if not self._knows([*opening.token_ids, *(token for token, _ in opening.params.logit_bias)]):
+        biased = (token for token, _ in opening.params.logit_bias)
+        if not opening.token_ids or not self._knows([*opening.token_ids, *biased]):
             return False
         sequence = DraftSequence(
             token_ids=list(opening.token_ids),

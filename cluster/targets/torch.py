@@ -154,21 +154,21 @@ class TorchTarget(Target):
         self._take_commands()
         for sequence in self._scheduler.admit():
             self._coordinator.open(self._request_of[sequence].speculative)
-        # Openings go out before the target's own prefill, so that the draft's runs beside it.
+        # One message a link: what the last step committed, and what was admitted since. It goes out before the
+        # target's own prefill, so that the draft's runs beside it.
         self._coordinator.flush()
-        decoding = [s for s in self._scheduler.running if not s.is_prefilling]
         waiting_since = time.perf_counter()
-        self._coordinator.wait(self._request_of[s].speculative for s in decoding)
+        self._coordinator.wait(self._request_of[s].speculative for s in self._scheduler.running if s.can_use_drafts)
         started_at = time.perf_counter()
         self._wait_seconds += started_at - waiting_since
         step = self._scheduler.schedule(
             lambda sequence: self._coordinator.drafts(self._request_of[sequence].speculative)
         )
         if step:
-            outputs = self._commit(step, self._verify(step))
-            self._coordinator.flush()
-            publish(outputs)
+            publish(self._commit(step, self._verify(step)))
             self._step_times[_kind(step)].add(time.perf_counter() - started_at)
+        if not self._running:
+            self._coordinator.flush()  # the loop will sleep: finished sequences must not wait to be closed
 
     def _verify(self, step: Sequence[ScheduledSequence]) -> list[int]:
         """Runs the step; returns the target's choice for every row that yields one, in order."""

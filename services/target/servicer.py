@@ -115,12 +115,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         num_prompt_tokens = len(token_ids) - request.num_generated_tokens
         if num_prompt_tokens < 1:
             raise InvalidRequestError("the prompt is empty", param="prompt")
-        out_of_range = next((t for t in token_ids if t >= self._target.vocab_size), None)
-        if out_of_range is not None:
-            raise InvalidRequestError(
-                f"token ID {out_of_range} is outside the vocabulary of {self._target.vocab_size}",
-                param="prompt",
-            )
+        self._check_token_ids(token_ids, "prompt")
+        self._check_token_ids(request.sampling.logit_bias_token_ids, "logit_bias")
         if request.max_tokens <= request.num_generated_tokens:
             raise InvalidRequestError(f"max_tokens {request.max_tokens} leaves nothing to generate", param="max_tokens")
         if num_prompt_tokens + request.max_tokens > self._target.max_model_len:
@@ -147,6 +143,13 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             ignore_eos=request.ignore_eos,
             num_speculative_tokens=k,
         )
+
+    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        vocab_size = self._target.vocab_size
+        if max(token_ids, default=0) >= vocab_size:
+            raise InvalidRequestError(
+                f"token ID {max(token_ids)} is outside the vocabulary of {vocab_size}", param=param
+            )
 
 
 def _to_reply(output: GenerationOutput) -> target_pb2.GenerateReply:
