@@ -35,11 +35,21 @@ class Point:
     acceptance_rate: float
     acceptance_length: float
     bytes_per_committed_token: float  # protobuf payload, both directions, opens apart
+    decode_step_ms: float  # of the cluster without speculation
+    verify_step_ms: float
+    draft_step_ms: float
+    wait_ms: float  # for proposals, a step
+    round_trip_ms: float
 
     @property
     def speedup(self) -> float:
         ratios = [a / b for a, b in zip(self.tokens_per_second, self.plain_tokens_per_second, strict=True)]
         return statistics.median(ratios)
+
+    def bound(self, k: int) -> float:
+        """E * t_decode / (t_verify + k * t_draft + round trip): the speedup if nothing else took time."""
+        round_ms = self.verify_step_ms + k * self.draft_step_ms + self.round_trip_ms
+        return self.acceptance_length * self.decode_step_ms / round_ms
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for temperature in arguments.temperatures:
             for num_streams in arguments.streams:
                 points.append(_measure(plain, speculative, k, num_streams, temperature, arguments))
-                print(_row(points[-1]), flush=True)
+                print(_row(points[-1], k), flush=True)
     _write(arguments.out, config, arguments, points)
     return 0
 
@@ -85,13 +95,13 @@ def _measure(
 
     for cluster, depth in ((plain, 0), (speculative, k)):
         run(cluster, depth, prompts[:WARM_UP_PROMPTS])
-    before = _counters(speculative)
+    before, plain_before = _counters(speculative), _counters(plain)
     plain_rates, rates = [], []
     for _ in range(arguments.repeats):
         plain_rates.append(run(plain, 0, prompts).tokens_per_second)
         rates.append(run(speculative, k, prompts).tokens_per_second)
     after = _counters(speculative)
-    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    grown, plain_grown = _growth(before, after), _growth(plain_before, _counters(plain))
     accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
     drafted = grown["vllm:spec_decode_num_draft_tokens_total"]
     rounds = grown["vllm:spec_decode_num_drafts_total"]
@@ -103,35 +113,55 @@ def _measure(
         acceptance_rate=accepted / max(drafted, 1.0),
         acceptance_length=1 + accepted / max(rounds, 1.0),
         bytes_per_committed_token=grown["outrider_link_bytes_total:round"] / grown["outrider_committed_tokens_total"],
+        decode_step_ms=_mean_ms(plain_grown, "outrider_step", ":decode"),
+        verify_step_ms=_mean_ms(grown, "outrider_step", ":verify"),
+        draft_step_ms=_mean_ms(grown, "outrider_draft_step"),
+        wait_ms=1e3 * grown["outrider_proposal_wait_seconds_total"] / grown["outrider_steps_total"],
+        round_trip_ms=1e3 * after["outrider_link_round_trip_seconds"],
     )
 
 
 def _counters(cluster: LocalCluster) -> dict[str, float]:
-    return read_counters(f"{cluster.url}/metrics") | read_counters(cluster.targets[0].metrics_url)
+    counters = read_counters(f"{cluster.url}/metrics")
+    for worker in (*cluster.targets[:1], *cluster.drafts[:1]):
+        counters |= read_counters(worker.metrics_url)
+    return counters
+
+
+def _growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def _mean_ms(grown: dict[str, float], step: str, kind: str = "") -> float:
+    return 1e3 * grown[f"{step}_seconds_total{kind}"] / max(grown[f"{step}s_total{kind}"], 1.0)
 
 
 def _header(config: Config) -> str:
     return (
         f"{config.target.model} ({config.target.dtype}) drafted by {config.draft.model} ({config.draft.dtype}), "
         f"k = {config.speculation.num_speculative_tokens}; tokens/s are medians (range)\n\n"
-        "| streams | T | no speculation | speculation | speedup | acceptance | acceptance length | bytes/token |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |"
+        "| streams | T | no speculation | speculation | speedup | bound | acceptance | acceptance length | bytes/token "
+        "| decode ms | verify ms | draft ms | wait ms | round trip ms |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
 
 
-def _row(point: Point) -> str:
+def _row(point: Point, k: int) -> str:
     def spread(rates: list[float]) -> str:
         return f"{statistics.median(rates):.0f} ({min(rates):.0f}-{max(rates):.0f})"
 
     return (
         f"| {point.num_streams} | {point.temperature:g} | {spread(point.plain_tokens_per_second)} "
-        f"| {spread(point.tokens_per_second)} | {point.speedup:.2f} | {point.acceptance_rate:.3f} "
-        f"| {point.acceptance_length:.2f} | {point.bytes_per_committed_token:.1f} |"
+        f"| {spread(point.tokens_per_second)} | {point.speedup:.2f} | {point.bound(k):.2f} "
+        f"| {point.acceptance_rate:.3f} | {point.acceptance_length:.2f} | {point.bytes_per_committed_token:.1f} "
+        f"| {point.decode_step_ms:.2f} | {point.verify_step_ms:.2f} | {point.draft_step_ms:.2f} "
+        f"| {point.wait_ms:.2f} | {point.round_trip_ms:.2f} |"
     )
 
 
 def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Sequence[Point]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    k = config.speculation.num_speculative_tokens
     result = {
         "target": config.target.model_dump(mode="json"),
         "draft": config.draft.model_dump(mode="json"),
@@ -139,7 +169,7 @@ def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Se
         "repeats": arguments.repeats,
         "max_tokens": arguments.max_tokens,
         "machine": {"processor": _processor(), "python": platform.python_version()},
-        "points": [asdict(point) | {"speedup": point.speedup} for point in points],
+        "points": [asdict(point) | {"speedup": point.speedup, "bound": point.bound(k)} for point in points],
     }
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"\nwritten to {path}", file=sys.stderr)

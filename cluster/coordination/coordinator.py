@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink, LinkState
@@ -38,6 +38,7 @@ class CoordinatorStats:
     num_stale_proposals: int = 0  # the target had chosen otherwise, or gone past them, by the time they came
     num_late_rounds: int = 0  # a step that gave up waiting for a proposal
     num_invalid_token_ids: int = 0  # drafts outside the target's vocabulary
+    num_excess_token_ids: int = 0  # drafts beyond the window they were granted
     num_refused: int = 0
     num_lost: int = 0
 
@@ -224,6 +225,9 @@ class Coordinator:
         if proposal.base < sequence.acknowledged or proposal.base > len(sequence.token_ids):
             self.stats.num_stale_proposals += 1
             return
+        window = self._config.window(sequence.num_speculative_tokens)
+        self.stats.num_excess_token_ids += max(0, len(proposal.token_ids) - window)
+        proposal = replace(proposal, token_ids=proposal.token_ids[:window])
         if _fits(proposal, sequence.token_ids):
             sequence.proposal = proposal
         else:

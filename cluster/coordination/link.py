@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +21,7 @@ from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 logger = logging.getLogger(__name__)
 
 _RECONNECT_SECONDS = (0.1, 0.2, 0.5, 1.0)
+_NUM_ANSWER_TIMES = 64
 _DESCRIBE_TIMEOUT_SECONDS = 5.0
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -61,10 +64,17 @@ class DraftLink:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._notify = notify
         self._outbox: Outbox[SpeculateRequest] | None = None  # while the stream is up
+        self._sent_at = 0.0
+        self._answer_times: deque[float] = deque(maxlen=_NUM_ANSWER_TIMES)
 
     @property
     def is_up(self) -> bool:
         return self._outbox is not None
+
+    @property
+    def round_trip_seconds(self) -> float | None:
+        """The shortest of the last answers: the others have drafting in them. None before the first."""
+        return min(self._answer_times, default=None)
 
     def send(self, request: SpeculateRequest) -> None:
         """Hands `request` to the stream. Dropped while the link is down: its sequences are gone there."""
@@ -116,6 +126,7 @@ class DraftLink:
         writer = asyncio.create_task(self._write(call, outbox))
         try:
             async for message in call:
+                self._answer_times.append(time.perf_counter() - self._sent_at)
                 self.bytes.received += message.ByteSize()
                 self._notify(LinkEvent(self, decode_reply(message)))
         finally:
@@ -137,4 +148,5 @@ class DraftLink:
             num_open_bytes = sum(entry.ByteSize() for entry in message.open)
             self.bytes.opens += num_open_bytes
             self.bytes.sent += num_bytes - num_open_bytes
+            self._sent_at = time.perf_counter()
             await call.write(message)

@@ -126,12 +126,20 @@ class TorchTarget(Target):
         dropped = "Draft tokens or proposals that were dropped, by reason."
         yield counter("outrider_proposals_dropped", dropped, stats.num_stale_proposals, reason="stale")
         yield counter("outrider_proposals_dropped", dropped, stats.num_invalid_token_ids, reason="vocabulary")
+        yield counter("outrider_proposals_dropped", dropped, stats.num_excess_token_ids, reason="excess")
         yield counter("outrider_late_rounds", "Times a step gave up waiting for a proposal.", stats.num_late_rounds)
         ended = "Sequences a draft worker would not or could not draft for, by reason."
         yield counter("outrider_sequences_refused", ended, stats.num_refused, reason="full")
         yield counter("outrider_sequences_refused", ended, stats.num_lost, reason="lost")
         size = "Protobuf payload of the links, by direction; kind `open` is the opening of sequences."
         for link in self._pool.links:
+            if link.round_trip_seconds is not None:
+                yield Reading(
+                    "outrider_link_round_trip_seconds",
+                    "Shortest of a link's last answers.",
+                    link.round_trip_seconds,
+                    labels={"draft": link.address},
+                )
             for kind, direction, value in (
                 ("open", "sent", link.bytes.opens),
                 ("round", "sent", link.bytes.sent),

@@ -246,6 +246,14 @@ class TestStaleProposals:
         rounds.proposes(3, 4, 5, 6, 7, 8, 9)
         assert rounds.drafts() == [4, 5, 6, 7]
 
+    def test_drafts_beyond_the_window_are_dropped(self, rounds: Rounds) -> None:
+        window = 2 * K + 2
+        rounds.proposes(3, *range(4, 4 + window + 3))
+        rounds.drafts()
+        assert rounds.coordinator.stats.num_excess_token_ids == 3
+        assert rounds.sequence.proposal is not None
+        assert len(rounds.sequence.proposal.token_ids) == window
+
     def test_a_proposal_for_a_closed_or_unknown_sequence_is_ignored(self, rounds: Rounds, pool: ScriptedPool) -> None:
         rounds.proposes(3, 4, 5, 6, 7)
         pool.happens(rounds.link, SpeculateReply(proposals={99: Proposal(99, 3, [4])}, lost={98}, refused={97}))
