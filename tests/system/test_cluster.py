@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -11,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from bench.workload import read_counters
 from cluster.model_folder import resolve_model_folder
@@ -25,6 +29,7 @@ from tests.system.client import Case, complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 
 PROMPT = "def main("
+NUM_MIXED_REQUESTS = 500
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -65,6 +70,32 @@ def test_openai_client_gets_the_same_text_streamed_and_whole(cluster: LocalClust
     assert whole.usage.completion_tokens <= 40
 
 
+def test_openai_client_chats(cluster: LocalCluster) -> None:
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Write a function that adds numbers."}]
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        whole = client.chat.completions.create(model=model, messages=messages, n=2, seed=3, max_completion_tokens=24)
+        stream = client.chat.completions.create(
+            model=model, messages=messages, n=2, seed=3, max_completion_tokens=24, stream=True
+        )
+        texts = ["", ""]
+        for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == [choice.message.content for choice in whole.choices]
+        assert texts[0] != texts[1]
+        stop = texts[0][3:6]
+        stopped = client.chat.completions.create(
+            model=model, messages=messages, seed=3, max_completion_tokens=24, stop=[stop]
+        )
+        assert stopped.choices[0].message.content == texts[0][: texts[0].index(stop)]
+        assert stopped.choices[0].finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(model=model, messages=messages, temperature=9)
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="another", messages=messages)
+
+
 def test_every_draft_is_accepted_when_the_draft_is_the_target(cluster: LocalCluster) -> None:
     """The greedy path of a round, all accepted and the bonus token on top, shown on counters."""
     with LocalCluster(cluster_config("draft.model=outrider-target-12m")) as twin:
@@ -80,17 +111,32 @@ def test_every_draft_is_accepted_when_the_draft_is_the_target(cluster: LocalClus
     assert accepted >= 0.99 * drafted
 
 
-def test_blocks_return_after_completion_and_cancellation(cluster: LocalCluster) -> None:
-    complete_all(cluster.url, [Case((5, 6, 7), seed, 20) for seed in range(16)])
-    body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
-        for num_lines in (0, 1, 5):
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                lines = response.iter_lines()
-                for _ in range(num_lines):
+def test_nothing_stays_in_use_after_many_mixed_requests(cluster: LocalCluster) -> None:
+    """Whole, streamed, with several choices, cancelled while waiting, in prefill and while decoding."""
+    rng = random.Random(12)
+
+    def request(number: int) -> None:
+        body = {
+            "prompt": [rng.randrange(3, 4000) for _ in range(rng.choice((1, 20, 300)))],
+            "max_tokens": rng.choice((1, 4, 16)),
+            "num_speculative_tokens": rng.choice((0, 1, 4, 8)),
+            "temperature": rng.choice((0, 1)),
+            "n": rng.choice((1, 1, 2)),
+        }
+        kind = number % 5
+        if kind == 0:  # leaves after some chunks, perhaps before the first
+            with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 1000, "stream": True}) as reply:
+                lines = reply.iter_lines()
+                for _ in range(rng.randrange(6)):
                     next(lines)
-    with pytest.raises(httpx.ReadTimeout):  # a client that leaves before the answer
-        httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=0.5)
+        elif kind == 1:  # leaves without waiting for the answer
+            with contextlib.suppress(httpx.ReadTimeout):
+                client.post("/v1/completions", json={**body, "max_tokens": 1000}, timeout=rng.choice((0.01, 0.2)))
+        else:
+            assert client.post("/v1/completions", json={**body, "stream": kind == 2}).status_code == 200
+
+    with httpx.Client(base_url=cluster.url, timeout=120) as client, ThreadPoolExecutor(12) as threads:
+        list(threads.map(request, range(NUM_MIXED_REQUESTS)))
     assert_nothing_in_use(cluster)
 
 
