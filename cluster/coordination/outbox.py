@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 
 class _Mergeable(Protocol):
-    def merge(self, newer, /) -> None: ...  # type: ignore[no-untyped-def]
+    def merge(self, newer: Self, /) -> None: ...
 
 
 MessageT = TypeVar("MessageT", bound=_Mergeable)
