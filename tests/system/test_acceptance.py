@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from bench.workload import held_out_prompts, read_counters
@@ -9,6 +11,9 @@ from services.launch.local import LocalCluster
 from tests.system.client import Case, complete_all
 
 LEAST_ACCEPTANCE = 0.70
+# Held-out text differs between Python releases: a pair that is just good enough may fall short by chance. It fails
+# this test when it falls short by more than 3 standard deviations of independent tokens (1 in 1,000).
+NUM_DEVIATIONS = 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -23,5 +28,7 @@ def test_most_drafts_are_accepted(cluster: LocalCluster, temperature: float) -> 
     def grown(name: str) -> float:
         return after[f"vllm:spec_decode_{name}_total"] - before[f"vllm:spec_decode_{name}_total"]
 
-    assert grown("num_draft_tokens") > 32 * 64 / 4
-    assert grown("num_accepted_tokens") >= LEAST_ACCEPTANCE * grown("num_draft_tokens")
+    num_drafted = grown("num_draft_tokens")
+    assert num_drafted > 32 * 64 / 4
+    slack = NUM_DEVIATIONS * math.sqrt(num_drafted * LEAST_ACCEPTANCE * (1 - LEAST_ACCEPTANCE))
+    assert grown("num_accepted_tokens") >= LEAST_ACCEPTANCE * num_drafted - slack
