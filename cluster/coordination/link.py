@@ -96,12 +96,12 @@ class DraftLink:
                     logger.debug("draft worker %s: %s", self.address, error.details())
                 except ValueError as error:
                     logger.error("draft worker %s sent an unusable message: %s", self.address, error)
-                except Exception:
-                    # A link that ended for good would take its drafter from the pool without a word.
-                    logger.exception("the link to draft worker %s failed", self.address)
                 except ConfigurationError as error:
                     logger.error("%s", error)
                     attempt = len(_RECONNECT_SECONDS)
+                except Exception:
+                    # A link that ended for good would take its drafter from the pool without a word.
+                    logger.exception("the link to draft worker %s failed", self.address)
                 await asyncio.sleep(_RECONNECT_SECONDS[min(attempt, len(_RECONNECT_SECONDS) - 1)])
                 attempt += 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import socket
-import sys
 from types import FrameType
 
 import uvicorn
@@ -24,7 +23,6 @@ def run(config: Config) -> int:
 
     Raises ConfigurationError when the configuration cannot work.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s router: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     app = create_app(config)
     listener = _listen(config.router)

@@ -293,6 +293,7 @@ class TestPairs:
         assert len(target.generate([new_request()])[0]) == 20
         assert stranger.worker.num_sequences == 0
         assert "the same tokenizer" in caplog.text
+        assert "Traceback" not in caplog.text  # one line that says what to do
         target.stop()
         stranger.stop()
 

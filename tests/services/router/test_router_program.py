@@ -125,7 +125,9 @@ def test_a_taken_port_is_a_configuration_error(router, model_folder):
 PROGRAM = """
 import sys
 from cluster.config import Config
+from cluster.telemetry.logs import setup_logging
 from services.router.main import run
+setup_logging("router")
 status = run(Config.model_validate_json(sys.argv[1]))
 heavy = {"torch", "transformers", "numpy"} & sys.modules.keys()
 print(sorted(heavy), status)
