@@ -5,6 +5,7 @@ PIP_FLAGS ?=
 ARGS ?=
 
 BIN := .venv/bin
+KERNELS := $(wildcard cluster/engine/kernels/*.[ch])
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
 
@@ -21,11 +22,11 @@ setup: $(READY_DEV)
 .venv/bin/python:
 	$(PYTHON) -m venv .venv || { echo "python's venv module is missing: apt-get install python3-venv" >&2; exit 1; }
 
-$(READY): pyproject.toml cluster/engine/_linear.c | .venv/bin/python
+$(READY): pyproject.toml $(KERNELS) | .venv/bin/python
 	$(BIN)/pip install --quiet $(PIP_FLAGS) -e .
 	@touch $@
 
-$(READY_DEV): pyproject.toml cluster/engine/_linear.c | .venv/bin/python
+$(READY_DEV): pyproject.toml $(KERNELS) | .venv/bin/python
 	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev]'
 	@touch $@ $(READY)
 

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
-from cluster.engine.batch import SegmentContext
+from cluster.engine.batch import Batch
+from cluster.engine.kv_cache import KVCache
 
 
-def paged_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    segments: Sequence[SegmentContext],
-) -> torch.Tensor:
+def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, batch: Batch) -> torch.Tensor:
     """Causal attention of every segment over its own context.
 
-    `query` [num_tokens, num_heads, head_dim]; `keys`, `values` [num_slots, num_kv_heads, head_dim], one layer of
-    the cache with this step's rows already written. Returns [num_tokens, num_heads, head_dim].
+    `query` [num_tokens, num_heads, head_dim]; this step's keys and values are already in the cache. Returns the
+    shape of `query`.
     """
+    keys, values = kv_cache.keys[layer], kv_cache.values[layer]
     output = torch.empty_like(query)
-    for segment in segments:
-        rows = slice(segment.start, segment.start + segment.num_rows)
-        output[rows] = _attend(query[rows], keys.index_select(0, segment.slots), values.index_select(0, segment.slots))
+    starts, context_lens = batch.row_starts.tolist(), batch.context_lens.tolist()
+    offsets = torch.arange(kv_cache.block_size, device=query.device)
+    for index, context_len in enumerate(context_lens):
+        rows = slice(starts[index], starts[index + 1])
+        slots = (batch.block_tables[index][:, None] * kv_cache.block_size + offsets).flatten()[:context_len]
+        output[rows] = _attend(query[rows], keys.index_select(0, slots), values.index_select(0, slots))
     return output
 
 

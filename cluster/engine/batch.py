@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -28,48 +30,49 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentContext:
-    """Where one segment's rows are in the packed batch, and which slots hold its context."""
-
-    start: int
-    num_rows: int
-    slots: torch.Tensor  # int64 [context_len]
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
-    """A packed step on the device."""
+    """A packed step: int64 tensors on the device."""
 
-    token_ids: torch.Tensor  # int64 [num_tokens]
-    positions: torch.Tensor  # int64 [num_tokens]
-    slots: torch.Tensor  # int64 [num_tokens]: where each row's KV goes
-    logit_rows: torch.Tensor  # int64 [num_logit_rows]
-    segments: tuple[SegmentContext, ...]
+    token_ids: torch.Tensor  # [num_tokens]
+    positions: torch.Tensor  # [num_tokens]
+    slots: torch.Tensor  # [num_tokens]: where each row's KV goes
+    logit_rows: torch.Tensor  # [num_logit_rows]
+    row_starts: torch.Tensor  # [num_segments + 1]: a segment's rows lie between its start and the next
+    context_lens: torch.Tensor  # [num_segments]
+    block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's own
 
 
 def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:
     """Packs `segments` in their order; rows of logits come out in the same order."""
     token_ids: list[int] = []
     positions: list[int] = []
+    slots: list[int] = []
     logit_rows: list[int] = []
-    contexts: list[SegmentContext] = []
-    new_slots: list[torch.Tensor] = []
-    offsets = torch.arange(block_size)
-    for segment in segments:
-        start, num_rows, context_len = len(token_ids), len(segment.token_ids), segment.context_len
-        token_ids.extend(segment.token_ids)
-        positions.extend(range(segment.num_computed_tokens, context_len))
-        logit_rows.extend(range(start + num_rows - segment.num_logits, start + num_rows))
-        num_blocks = -(-context_len // block_size)
+    row_starts = [0]
+    longest = max(-(-segment.context_len // block_size) for segment in segments)
+    block_tables = np.zeros((len(segments), longest), dtype=np.int64)
+    for index, segment in enumerate(segments):
+        num_blocks = -(-segment.context_len // block_size)
         assert num_blocks <= len(segment.block_table)
-        blocks = torch.tensor(segment.block_table[:num_blocks])
-        slots = (blocks[:, None] * block_size + offsets).flatten()[:context_len]
-        new_slots.append(slots[segment.num_computed_tokens :])
-        contexts.append(SegmentContext(start, num_rows, slots.to(device)))
+        block_tables[index, :num_blocks] = segment.block_table[:num_blocks]
+        own_positions = range(segment.num_computed_tokens, segment.context_len)
+        table = segment.block_table
+        token_ids.extend(segment.token_ids)
+        positions.extend(own_positions)
+        slots.extend([table[p // block_size] * block_size + p % block_size for p in own_positions])
+        end = len(token_ids)
+        logit_rows.extend(range(end - segment.num_logits, end))
+        row_starts.append(end)
+
+    def on_device(values: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
+
     return Batch(
-        token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
-        slots=torch.cat(new_slots).to(device),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        segments=tuple(contexts),
+        token_ids=on_device(token_ids),
+        positions=on_device(positions),
+        slots=on_device(slots),
+        logit_rows=on_device(logit_rows),
+        row_starts=on_device(row_starts),
+        context_lens=on_device([segment.context_len for segment in segments]),
+        block_tables=on_device(block_tables),
     )

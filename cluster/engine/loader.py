@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cluster.engine.linear import Linear, make_linear
+from cluster.engine.cpu_ops import CpuOps
+from cluster.engine.linear import Linear
 from cluster.engine.model import LayerWeights, LlamaModel, ModelWeights
 from cluster.engine.model_config import ModelConfig
+from cluster.engine.ops import Ops, TorchOps
 from cluster.errors import ConfigurationError
 
 Progress = Callable[[int, int], None]
@@ -40,25 +42,36 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, progress:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete."""
     config = ModelConfig.from_folder(folder)
     tensors = _TensorReader(folder, dtype, device, progress)
+    ops = make_ops(config, dtype, device)
     try:
-        weights = _read_weights(config, tensors)
+        weights = _read_weights(config, ops, tensors)
     finally:
         tensors.close()
-    return LlamaModel(config, weights, dtype, device)
+    return LlamaModel(config, weights, ops, dtype, device)
 
 
-def _read_weights(config: ModelConfig, tensors: _TensorReader) -> ModelWeights:
+def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
+    """The fastest operators for the model on its device."""
+    if device.type == "cpu" and CpuOps.supports(config, dtype):
+        return CpuOps(config, dtype)
+    return TorchOps(config, dtype, device)
+
+
+def _read_weights(config: ModelConfig, ops: Ops, tensors: _TensorReader) -> ModelWeights:
     hidden, intermediate = config.hidden_size, config.intermediate_size
 
     def linear(*parts: tuple[str, int], in_features: int) -> Linear:
         """One product for several projections of the same input, fused by stacking their rows."""
         weights = [tensors.read(f"{name}.weight", out, in_features) for name, out in parts]
-        return make_linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+        return ops.make_linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+
+    def norm(name: str) -> torch.Tensor:
+        return ops.make_norm_weight(tensors.read(f"{name}.weight", hidden))
 
     def layer(index: int) -> LayerWeights:
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
         return LayerWeights(
-            input_norm=tensors.read(f"model.layers.{index}.input_layernorm.weight", hidden),
+            input_norm=norm(f"model.layers.{index}.input_layernorm"),
             qkv=linear(
                 (f"{attention}.q_proj", config.q_size),
                 (f"{attention}.k_proj", config.kv_size),
@@ -66,7 +79,7 @@ def _read_weights(config: ModelConfig, tensors: _TensorReader) -> ModelWeights:
                 in_features=hidden,
             ),
             output=linear((f"{attention}.o_proj", hidden), in_features=config.q_size),
-            post_attention_norm=tensors.read(f"model.layers.{index}.post_attention_layernorm.weight", hidden),
+            post_attention_norm=norm(f"model.layers.{index}.post_attention_layernorm"),
             gate_up=linear(
                 (f"{mlp}.gate_proj", intermediate),
                 (f"{mlp}.up_proj", intermediate),
@@ -79,8 +92,8 @@ def _read_weights(config: ModelConfig, tensors: _TensorReader) -> ModelWeights:
     return ModelWeights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(config.num_layers)),
-        norm=tensors.read("model.norm.weight", hidden),
-        head=make_linear(embedding)
+        norm=norm("model.norm"),
+        head=ops.make_linear(embedding)
         if config.tie_word_embeddings
         else linear(("lm_head", config.vocab_size), in_features=hidden),
     )

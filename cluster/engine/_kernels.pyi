@@ -1,0 +1,71 @@
+"""AVX-512 kernels (`kernels/`). Tensors are given by address: contiguous, of the dtypes named in `kernels.h`."""
+
+def linear(
+    x: int,
+    panels: int,
+    y: int,
+    num_rows: int,
+    in_features: int,
+    out_features: int,
+    is_bfloat16: int,
+    num_threads: int,
+    /,
+) -> None:
+    """`y = x @ weight.T`, the weight in panels."""
+
+def attention(
+    qkv: int,
+    keys: int,
+    values: int,
+    y: int,
+    row_starts: int,
+    context_lens: int,
+    block_tables: int,
+    num_segments: int,
+    table_len: int,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    is_bfloat16: int,
+    num_threads: int,
+    /,
+) -> None:
+    """Causal attention of every segment over its paged context."""
+
+def add_rms_norm(
+    hidden: int,
+    delta: int,
+    weight: int,
+    y: int,
+    num_rows: int,
+    size: int,
+    num_threads: int,
+    eps: float,
+    /,
+) -> None:
+    """`hidden += delta` (unless its address is 0), then `y = rms_norm(hidden) * weight`."""
+
+def silu_and_mul(x: int, y: int, num_rows: int, size: int, num_threads: int, /) -> None:
+    """`y = silu(gate) * up`, where a row of `x` is gate, then up."""
+
+def rotate_and_store(
+    qkv: int,
+    cos: int,
+    sin: int,
+    positions: int,
+    slots: int,
+    keys: int,
+    values: int,
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    is_bfloat16: int,
+    num_threads: int,
+    /,
+) -> None:
+    """Rotates queries in place; stores rotated keys, and values, in the rows' slots."""
+
+def is_supported() -> bool:
+    """Whether this processor has the instructions the kernels need."""

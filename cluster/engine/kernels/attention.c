@@ -1,0 +1,188 @@
+/*
+ * Causal attention over the paged KV cache, with the softmax made on the way (Milakov, Gimelshein, "Online
+ * normalizer calculation for softmax", arXiv 1805.02867).
+ *
+ * A context is read in chunks of 16 positions counted from its beginning, and a row passes over those that lie
+ * after it: its result does not depend on the other rows of its segment, so prefill, verify and decode agree to
+ * the bit. Keys are turned round once a chunk, so that a lane holds one position for all queries of their head.
+ */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define QUERIES 16 /* that share the keys and values of one head, about */
+#define CHUNK LANES
+
+/* One task: neighbouring rows of a segment at one KV head. */
+typedef struct {
+    int64_t segment, first_row, num_rows, kv_head;
+} Tile;
+
+typedef struct {
+    const Attention *attention;
+    const Tile *tiles;
+} Job;
+
+/* 16 columns of 16 rows, transposed: a lane of columns[c] is a row. */
+INLINE void transpose(const float *rows, int64_t stride, float *columns) {
+    __m512 a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(rows + i * stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    /* a[4g + c] becomes, in its 128-bit lane L, rows 4g to 4g + 3 of column 4L + c. */
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        __m512 top_even = _mm512_shuffle_f32x4(a[c], a[c + 4], 0x88);
+        __m512 top_odd = _mm512_shuffle_f32x4(a[c], a[c + 4], 0xdd);
+        __m512 bottom_even = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0x88);
+        __m512 bottom_odd = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0xdd);
+        _mm512_storeu_ps(columns + c * CHUNK, _mm512_shuffle_f32x4(top_even, bottom_even, 0x88));
+        _mm512_storeu_ps(columns + (c + 4) * CHUNK, _mm512_shuffle_f32x4(top_odd, bottom_odd, 0x88));
+        _mm512_storeu_ps(columns + (c + 8) * CHUNK, _mm512_shuffle_f32x4(top_even, bottom_even, 0xdd));
+        _mm512_storeu_ps(columns + (c + 12) * CHUNK, _mm512_shuffle_f32x4(top_odd, bottom_odd, 0xdd));
+    }
+}
+
+/* One head's keys or values of up to 16 positions from `start`, widened; nought beyond `count`. */
+INLINE void gather(const Attention *a, const Tile *t, const void *cache, int64_t start, int64_t count, float *rows) {
+    const int64_t *table = a->block_tables + t->segment * a->table_len;
+    for (int64_t i = 0; i < CHUNK; i++) {
+        float *row = rows + i * a->head_dim;
+        if (i >= count) {
+            memset(row, 0, (size_t)a->head_dim * sizeof(float));
+            continue;
+        }
+        int64_t position = start + i;
+        int64_t slot = table[position / a->block_size] * a->block_size + position % a->block_size;
+        int64_t index = (slot * a->num_kv_heads + t->kv_head) * a->head_dim;
+        for (int64_t d = 0; d < a->head_dim; d += LANES)
+            _mm512_storeu_ps(row + d, load(cache, index + d, 0xffff, a->is_bfloat16));
+    }
+}
+
+/* Scores of a chunk for `count` (a constant) queries: their sums run beside each other. */
+INLINE void score(const float *const *queries, const float *columns, int64_t head_dim, const int count, __m512 *out) {
+    __m512 sums[4];
+#pragma GCC unroll 4
+    for (int q = 0; q < count; q++) sums[q] = _mm512_setzero_ps();
+    for (int64_t d = 0; d < head_dim; d++) {
+        __m512 column = _mm512_loadu_ps(columns + d * CHUNK);
+#pragma GCC unroll 4
+        for (int q = 0; q < count; q++)
+            sums[q] = _mm512_fmadd_ps(_mm512_set1_ps(queries[q][d]), column, sums[q]);
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < count; q++) out[q] = sums[q];
+}
+
+/* sums = sums * scale + weights . values, 16 dimensions at a time. */
+INLINE void accumulate(float *sums, float scale, const float *weights, const float *values, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d += 2 * LANES) {
+        const int is_pair = d + LANES < head_dim;
+        const int64_t other = is_pair ? d + LANES : d;
+        __m512 first = _mm512_mul_ps(_mm512_loadu_ps(sums + d), _mm512_set1_ps(scale));
+        __m512 second = _mm512_mul_ps(_mm512_loadu_ps(sums + other), _mm512_set1_ps(scale));
+        for (int i = 0; i < CHUNK; i++) {
+            __m512 weight = _mm512_set1_ps(weights[i]);
+            first = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values + i * head_dim + d), first);
+            second = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values + i * head_dim + other), second);
+        }
+        _mm512_storeu_ps(sums + d, first);
+        if (is_pair) _mm512_storeu_ps(sums + other, second);
+    }
+}
+
+TARGET static void attend(const Attention *a, const Tile *t) {
+    const int64_t head_dim = a->head_dim, group = a->num_heads / a->num_kv_heads;
+    const int64_t num_queries = t->num_rows * group;
+    const int64_t row_size = (a->num_heads + 2 * a->num_kv_heads) * head_dim;
+    const int64_t segment_start = a->row_starts[t->segment];
+    /* Position of the tile's first row; a row sees every position up to its own. */
+    const int64_t first_position =
+        a->context_lens[t->segment] - (a->row_starts[t->segment + 1] - segment_start) + t->first_row;
+    const int64_t context_len = first_position + t->num_rows;
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)head_dim));
+    float rows[CHUNK * head_dim], columns[CHUNK * head_dim], sums[num_queries * head_dim];
+    float largest[num_queries], totals[num_queries];
+    const float *queries[num_queries];
+    for (int64_t q = 0; q < num_queries; q++) {
+        queries[q] = a->qkv + (segment_start + t->first_row + q / group) * row_size +
+                     (t->kv_head * group + q % group) * head_dim;
+        largest[q] = -INFINITY;
+        totals[q] = 0;
+    }
+    memset(sums, 0, sizeof sums);
+    for (int64_t start = 0; start < context_len; start += CHUNK) {
+        const int64_t count = context_len - start < CHUNK ? context_len - start : CHUNK;
+        /* The queries of the first row that reaches into this chunk, and of all after it. */
+        int64_t first_row = start - first_position;
+        const int64_t first_query = first_row > 0 ? first_row * group : 0;
+        gather(a, t, a->keys, start, count, rows);
+        for (int64_t d = 0; d < head_dim; d += LANES) transpose(rows + d, head_dim, columns + d * CHUNK);
+        gather(a, t, a->values, start, count, rows);
+        __m512 scores[4];
+        for (int64_t q = first_query; q < num_queries; q++) {
+            const int64_t ahead = (q - first_query) % 4;
+            if (ahead == 0) {
+                if (num_queries - q >= 4) score(queries + q, columns, head_dim, 4, scores);
+                else if (num_queries - q == 3) score(queries + q, columns, head_dim, 3, scores);
+                else if (num_queries - q == 2) score(queries + q, columns, head_dim, 2, scores);
+                else score(queries + q, columns, head_dim, 1, scores);
+            }
+            const __mmask16 visible = first_lanes(first_position + q / group - start + 1);
+            const __m512 score_ = _mm512_mul_ps(scores[ahead], scale);
+            const float most = _mm512_mask_reduce_max_ps(visible, score_);
+            const float next = most > largest[q] ? most : largest[q];
+            const __m512 weights = _mm512_maskz_mov_ps(visible, exp_ps(_mm512_sub_ps(score_, _mm512_set1_ps(next))));
+            const float rescale = _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(largest[q] - next)));
+            float spread[CHUNK];
+            _mm512_storeu_ps(spread, weights);
+            largest[q] = next;
+            totals[q] = totals[q] * rescale + _mm512_reduce_add_ps(weights);
+            accumulate(sums + q * head_dim, rescale, spread, rows, head_dim);
+        }
+    }
+    for (int64_t q = 0; q < num_queries; q++) {
+        float *y = a->y + (segment_start + t->first_row + q / group) * a->num_heads * head_dim +
+                   (t->kv_head * group + q % group) * head_dim;
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            _mm512_storeu_ps(y + d, _mm512_div_ps(_mm512_loadu_ps(sums + q * head_dim + d), _mm512_set1_ps(totals[q])));
+    }
+}
+
+static void attend_task(const void *job, int64_t item) {
+    const Job *j = job;
+    attend(j->attention, &j->tiles[item]);
+}
+
+int attention(const Attention *a, int num_threads) {
+    const int64_t group = a->num_heads / a->num_kv_heads;
+    const int64_t tile_rows = group < QUERIES ? QUERIES / group : 1;
+    const int64_t num_rows = a->row_starts[a->num_segments];
+    Tile *tiles = malloc((size_t)((num_rows / tile_rows + a->num_segments) * a->num_kv_heads) * sizeof(Tile));
+    if (tiles == NULL) return -1;
+    int64_t count = 0;
+    for (int64_t s = 0; s < a->num_segments; s++) {
+        const int64_t rows = a->row_starts[s + 1] - a->row_starts[s];
+        for (int64_t row = 0; row < rows; row += tile_rows)
+            for (int64_t head = 0; head < a->num_kv_heads; head++)
+                tiles[count++] = (Tile){s, row, rows - row < tile_rows ? rows - row : tile_rows, head};
+    }
+    const Job job = {a, tiles};
+    parallel_for(attend_task, &job, count, num_threads);
+    free(tiles);
+    return 0;
+}

@@ -1,0 +1,106 @@
+/*
+ * A pool of threads for many short jobs: a layer has a dozen.
+ *
+ * Its caller never waits for a thread, only for items: one that lost its core to another process holds up what it
+ * had begun and nothing else. (OpenMP's barrier waits for every thread of the team.)
+ */
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "kernels.h"
+
+#define MAX_THREADS 256
+/* Long enough to bridge the gap between two operators, where a wake-up would cost more than the job; short enough
+   that an engine that waits leaves its cores to others. About 50 ns each. */
+#define SPINS_BEFORE_SLEEP 2000
+#define SPINS_BEFORE_YIELD 20000
+
+/*
+ * The ticket says which job is open and which of its items is next: (generation << 32) | item. Claiming an item
+ * is one compare-and-swap, which fails if another job was opened meanwhile. A closed job's item is CLOSED, so
+ * that no thread can claim from it with the fields of the next.
+ */
+#define CLOSED 0xffffffffu
+
+static _Atomic uint64_t ticket = CLOSED;
+static _Atomic uint32_t num_opened; /* what sleepers wait for to change */
+static _Atomic int num_sleeping;
+static _Atomic int64_t num_done;
+static struct {
+    _Atomic(Task) task;
+    _Atomic(const void *) job;
+    _Atomic uint32_t count;
+} open_job;
+
+static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
+static int num_workers; /* guarded by in_use */
+
+/* Does items of the open job until none is left. */
+static void work(void) {
+    for (;;) {
+        uint64_t seen = atomic_load_explicit(&ticket, memory_order_acquire);
+        Task task = atomic_load_explicit(&open_job.task, memory_order_relaxed);
+        const void *job = atomic_load_explicit(&open_job.job, memory_order_relaxed);
+        uint32_t count = atomic_load_explicit(&open_job.count, memory_order_relaxed), item = (uint32_t)seen;
+        if (item >= count) return;
+        if (!atomic_compare_exchange_weak(&ticket, &seen, seen + 1)) continue;
+        task(job, item);
+        atomic_fetch_add_explicit(&num_done, 1, memory_order_release);
+    }
+}
+
+static void *worker(void *unused) {
+    (void)unused;
+    uint32_t seen = 0;
+    for (;;) {
+        for (int spins = 0; atomic_load_explicit(&num_opened, memory_order_acquire) == seen; spins++) {
+            if (spins < SPINS_BEFORE_SLEEP) {
+                _mm_pause();
+                continue;
+            }
+            atomic_fetch_add(&num_sleeping, 1);
+            syscall(SYS_futex, &num_opened, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+            atomic_fetch_sub(&num_sleeping, 1);
+            spins = 0;
+        }
+        seen = atomic_load_explicit(&num_opened, memory_order_acquire);
+        work();
+    }
+    return NULL;
+}
+
+static void start_workers(int wanted) {
+    for (; num_workers < wanted; num_workers++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, worker, NULL) != 0) return; /* fewer threads do the same work */
+        pthread_detach(thread);
+    }
+}
+
+void parallel_for(Task task, const void *job, int64_t count, int num_threads) {
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
+    if (num_threads <= 1 || count <= 1 || count >= CLOSED || pthread_mutex_trylock(&in_use) != 0) {
+        for (int64_t i = 0; i < count; i++) task(job, i);
+        return;
+    }
+    start_workers(num_threads - 1);
+    uint64_t generation = (atomic_load_explicit(&ticket, memory_order_relaxed) >> 32) + 1;
+    atomic_store_explicit(&num_done, 0, memory_order_relaxed);
+    atomic_store_explicit(&open_job.task, task, memory_order_release);
+    atomic_store_explicit(&open_job.job, job, memory_order_release);
+    atomic_store_explicit(&open_job.count, (uint32_t)count, memory_order_release);
+    atomic_store(&ticket, generation << 32);
+    atomic_fetch_add(&num_opened, 1);
+    if (atomic_load(&num_sleeping) > 0) syscall(SYS_futex, &num_opened, FUTEX_WAKE_PRIVATE, num_workers, NULL, NULL, 0);
+    work();
+    for (int spins = 0; atomic_load_explicit(&num_done, memory_order_acquire) < count; spins++) {
+        if (spins < SPINS_BEFORE_YIELD) _mm_pause();
+        else sched_yield();
+    }
+    atomic_store(&ticket, (generation << 32) | CLOSED);
+    pthread_mutex_unlock(&in_use);
+}
