@@ -14,11 +14,12 @@ from functools import partial
 import torch
 
 from cluster.config import Config
-from cluster.engine.linear import KernelLinear, Linear, PackedLinear, PlainLinear, has_kernel
+from cluster.engine.cpu_ops import KernelLinear, has_kernels
+from cluster.engine.linear import Linear, PackedLinear, PlainLinear
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 
-ROWS = (1, 2, 5, 9, 16, 64)
+ROWS = (1, 2, 5, 8, 16, 64)
 NUM_LAYERS = 6  # products of several layers, so that weights come from memory or L3 as in a real step
 
 
@@ -36,7 +37,7 @@ def main() -> None:
         (2 * config.intermediate_size, config.hidden_size),
         (config.hidden_size, config.intermediate_size),
     )
-    kernels = (PlainLinear, PackedLinear, *([KernelLinear] if has_kernel() else []))
+    kernels = (PlainLinear, PackedLinear, *([KernelLinear] if has_kernels() else []))
     print(f"{arguments.threads} threads, medians of {arguments.repeats}, µs a layer\n")
     print("| dtype | rows |", *(f"{kernel.__name__} |" for kernel in kernels))
     print("| --- | --- |", *("--- |" for _ in kernels))
@@ -44,8 +45,13 @@ def main() -> None:
         weights = [torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS) for shape in shapes]
         linears: list[list[Linear]] = [[kernel(weight) for weight in weights] for kernel in kernels]
         for rows in ROWS:
-            inputs = [torch.randn(rows, weight.shape[1]).to(dtype) for weight in weights]
-            times = _interleaved(arguments.repeats, *(partial(_multiply, own, inputs) for own in linears))
+            wide = [torch.randn(rows, weight.shape[1]) for weight in weights]
+            narrow = [x.to(dtype) for x in wide]
+            runs = [
+                partial(_multiply, own, wide if kernel is KernelLinear else narrow)
+                for kernel, own in zip(kernels, linears, strict=True)
+            ]
+            times = _interleaved(arguments.repeats, *runs)
             print(f"| {str(dtype)[6:]} | {rows} |", *(f"{time:.0f} |" for time in times), flush=True)
 
 

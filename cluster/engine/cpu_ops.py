@@ -48,12 +48,14 @@ class CpuOps:
 
     def add_rms_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         normed = torch.empty_like(hidden)
+        num_rows, size = hidden.shape
         _kernels.add_rms_norm(
             hidden.data_ptr(),
             0 if delta is None else delta.data_ptr(),
             weight.data_ptr(),
             normed.data_ptr(),
-            *hidden.shape,
+            num_rows,
+            size,
             torch.get_num_threads(),
             self._config.rms_norm_eps,
         )
@@ -68,7 +70,7 @@ class CpuOps:
     def attention(self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch) -> torch.Tensor:
         config, num_threads = self._config, torch.get_num_threads()
         keys, values = kv_cache.keys[layer].data_ptr(), kv_cache.values[layer].data_ptr()
-        shape = (config.num_heads, config.num_kv_heads, config.head_dim, self._is_bfloat16, num_threads)
+        num_segments, table_len = batch.block_tables.shape
         _kernels.rotate_and_store(
             qkv.data_ptr(),
             self._cos.data_ptr(),
@@ -78,7 +80,11 @@ class CpuOps:
             keys,
             values,
             len(qkv),
-            *shape,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self._is_bfloat16,
+            num_threads,
         )
         attended = qkv.new_empty(len(qkv), config.q_size)
         _kernels.attention(
@@ -89,9 +95,14 @@ class CpuOps:
             batch.row_starts.data_ptr(),
             batch.context_lens.data_ptr(),
             batch.block_tables.data_ptr(),
-            *batch.block_tables.shape,
+            num_segments,
+            table_len,
             kv_cache.block_size,
-            *shape,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self._is_bfloat16,
+            num_threads,
         )
         return attended
 

@@ -38,11 +38,20 @@ def resolve_dtype(dtype: str, device: torch.device, *, on_cpu: torch.dtype) -> t
     return torch.bfloat16 if device.type == "cuda" else on_cpu
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None = None) -> LlamaModel:
-    """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete."""
+def load_model(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    ops: Ops | None = None,
+) -> LlamaModel:
+    """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
+
+    `ops` are the operators to run it with, the fastest on its device unless given.
+    """
     config = ModelConfig.from_folder(folder)
     tensors = _TensorReader(folder, dtype, device, progress)
-    ops = make_ops(config, dtype, device)
+    ops = ops or make_ops(config, dtype, device)
     try:
         weights = _read_weights(config, ops, tensors)
     finally:

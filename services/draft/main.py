@@ -10,6 +10,7 @@ import torch
 from cluster.config import Config
 from cluster.coordination.worker import DraftWorker
 from cluster.drafters.model import ModelDrafter
+from cluster.engine.cpu_ops import has_kernels
 from cluster.engine.runner import ModelRunner
 from cluster.model_folder import resolve_model_folder
 from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
@@ -23,7 +24,9 @@ def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
     draft = config.draft
     prepare_process(draft)
-    runner = ModelRunner.from_config(draft, dtype_on_cpu=torch.float32, progress=loading_progress(draft.model))
+    # A draft reads its weights as often as it proposes; without the kernels, though, PyTorch's float32 is the faster.
+    dtype_on_cpu = torch.bfloat16 if has_kernels() else torch.float32
+    runner = ModelRunner.from_config(draft, dtype_on_cpu=dtype_on_cpu, progress=loading_progress(draft.model))
     model_config = runner.model.config
     max_model_len = min(
         draft.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings

@@ -102,5 +102,6 @@ TARGET static void panel_task(const void *job, int64_t item) {
 }
 
 void linear(const Linear *l, int num_threads) {
+    if (l->num_rows == 0) return;
     parallel_for(panel_task, l, (l->out_features + PANEL - 1) / PANEL, num_threads);
 }

@@ -16,7 +16,7 @@
 #define MAX_THREADS 256
 /* Long enough to bridge the gap between two operators, where a wake-up would cost more than the job; short enough
    that an engine that waits leaves its cores to others. About 50 ns each. */
-#define SPINS_BEFORE_SLEEP 2000
+#define SPINS_BEFORE_SLEEP 5000
 #define SPINS_BEFORE_YIELD 20000
 
 /*

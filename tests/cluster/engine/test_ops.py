@@ -1,0 +1,211 @@
+"""PyTorch's operators and the kernels compute the same; the kernels give a row the same bits in every company."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.engine.batch import Batch, Segment, pack
+from cluster.engine.cpu_ops import CpuOps, KernelLinear, has_kernels
+from cluster.engine.kv_cache import KVCache
+from cluster.engine.linear import PackedLinear, PlainLinear
+from cluster.engine.loader import load_model
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.ops import Ops, TorchOps
+from cluster.engine.runner import ModelRunner
+
+needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
+DTYPES = [torch.float32, torch.bfloat16]
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
+
+CONFIG = ModelConfig(
+    vocab_size=100,
+    hidden_size=96,
+    intermediate_size=128,
+    num_layers=1,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=48,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    eos_token_ids=(0,),
+)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def randn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class TestLinear:
+    @pytest.mark.parametrize("kernel", [PlainLinear, PackedLinear, pytest.param(KernelLinear, marks=needs_kernels)])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("out_features", "in_features"), [(1, 1), (5, 37), (24, 64), (64, 33), (100, 130), (257, 96)]
+    )
+    def test_product(
+        self,
+        kernel: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+    ) -> None:
+        weight = randn(1, out_features, in_features).to(dtype)
+        linear = kernel(weight)
+        for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 40):
+            x = randn(num_rows, num_rows, in_features)
+            x = x if kernel is KernelLinear else x.to(dtype)
+            tolerance = 0.05 if x.dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(
+                linear(x).double(), x.double() @ weight.double().T, rtol=tolerance, atol=tolerance
+            )
+
+    @needs_kernels
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_row_does_not_depend_on_the_others(self, dtype: torch.dtype, num_threads: int) -> None:
+        linear = KernelLinear(randn(2, 150, 200).to(dtype))
+        x = randn(3, 40, 200)
+        together = linear(x)
+        for first in range(0, 40, 3):
+            for count in (1, 2, 5, 7, 11, 37):
+                rows = slice(first, first + count)
+                assert torch.equal(linear(x[rows]), together[rows])
+
+    @needs_kernels
+    def test_special_values_pass_through(self) -> None:
+        weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [3e38, 3e38]], dtype=torch.bfloat16)
+        y = KernelLinear(weight)(torch.tensor([[torch.nan, 1.0], [torch.inf, 2.0], [1.0, 1.0]]))
+        assert y[0].isnan().all()
+        assert y[1, 0] == torch.inf
+        assert y[2].tolist() == [1.0, 1.0, torch.inf]
+
+    @needs_kernels
+    def test_rows_need_not_be_contiguous(self) -> None:
+        x, linear = randn(4, 8, 64), KernelLinear(randn(5, 24, 64))
+        assert torch.equal(linear(x[::2]), linear(x[::2].contiguous()))
+
+    @needs_kernels
+    def test_callers_do_not_disturb_each_other(self) -> None:
+        """The pool serves one caller at a time; another computes alone."""
+        torch.set_num_threads(2)
+        linear, x = KernelLinear(randn(6, 640, 64)), randn(7, 5, 64)
+        expected, wrong = linear(x), []
+
+        def call() -> None:
+            wrong.extend(1 for _ in range(2000) if not torch.equal(linear(x), expected))
+
+        callers = [threading.Thread(target=call) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        torch.set_num_threads(1)
+        assert not wrong
+
+
+@needs_kernels
+class TestLayer:
+    """Against PyTorch's operators in float32."""
+
+    @pytest.fixture
+    def both(self) -> tuple[Ops, Ops]:
+        return CpuOps(CONFIG, torch.float32), TorchOps(CONFIG, torch.float32, CPU)
+
+    @pytest.mark.parametrize("size", [1, 16, 50, 96])
+    @pytest.mark.parametrize("with_delta", [True, False])
+    def test_add_rms_norm(self, both: tuple[Ops, Ops], size: int, with_delta: bool) -> None:
+        hidden, delta, weight = randn(1, 7, size), randn(2, 7, size) if with_delta else None, randn(3, size)
+        results = []
+        for ops in both:
+            own = hidden.clone()
+            results.append((ops.add_rms_norm(own, delta, weight), own))
+        torch.testing.assert_close(*results)
+
+    @pytest.mark.parametrize("num_rows", [1, 300])
+    def test_silu_and_mul(self, both: tuple[Ops, Ops], num_rows: int, num_threads: int) -> None:
+        gate_up = 20 * randn(4, num_rows, 2 * 130)
+        gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, 1e-30])
+        torch.testing.assert_close(*(ops.silu_and_mul(gate_up) for ops in both))
+
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (40, 1)])
+    @pytest.mark.parametrize("head_dim", [16, 48, 64])
+    @pytest.mark.parametrize("block_size", [1, 4, 16, 24])
+    def test_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+        config = replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        num_blocks = 400 // block_size + 8
+        batch = _batch([(0, 1), (0, 40), (15, 1), (16, 5), (100, 21), (199, 1)], block_size, num_blocks)
+        qkv = randn(5, len(batch.token_ids), (num_heads + 2 * num_kv_heads) * head_dim)
+        results = []
+        for ops in (CpuOps(config, torch.float32), TorchOps(config, torch.float32, CPU)):
+            cache = KVCache(config, num_blocks, block_size, torch.float32, CPU)
+            cache.keys.copy_(randn(6, *cache.keys.shape))
+            cache.values.copy_(randn(7, *cache.values.shape))
+            attended = ops.attention(qkv.clone(), 0, cache, batch)
+            results.append((attended, cache.keys, cache.values))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def _batch(segments: list[tuple[int, int]], block_size: int, num_blocks: int) -> Batch:
+    """Segments of (computed tokens, rows) whose blocks lie anywhere."""
+    blocks = random.Random(0).sample(range(num_blocks), num_blocks)
+    tables = [[blocks.pop() for _ in range(-(-sum(segment) // block_size))] for segment in segments]
+    return pack(
+        [
+            Segment(list(range(rows)), computed, table, rows)
+            for (computed, rows), table in zip(segments, tables, strict=True)
+        ],
+        block_size,
+        CPU,
+    )
+
+
+class TestModel:
+    TOKENS = tuple(random.Random(1).choices(range(512), k=70))
+
+    def test_pytorchs_operators_equal_transformers(self, tiny_llama: Callable[..., Path]) -> None:
+        """They serve every other device; the rest of the tests runs on the fastest there is."""
+        from transformers import LlamaForCausalLM
+
+        folder, config = tiny_llama(), ModelConfig.from_folder(tiny_llama())
+        model = load_model(folder, torch.float32, CPU, ops=TorchOps(config, torch.float32, CPU))
+        with torch.inference_mode():
+            expected = LlamaForCausalLM.from_pretrained(folder).eval()(torch.tensor([self.TOKENS])).logits[0]
+        runner = ModelRunner(model, BLOCK_SIZE, NUM_BLOCKS)
+        table = list(range(18))
+        first = runner.run([Segment(self.TOKENS[:30], 0, table, num_logits=30)])
+        rest = runner.run([Segment(self.TOKENS[30:], 30, table, num_logits=40)])
+        torch.testing.assert_close(torch.cat([first, rest]), expected, rtol=1e-4, atol=1e-4)
+
+    @needs_kernels
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_same_bits_however_the_work_is_cut(
+        self, dtype: torch.dtype, tiny_llama: Callable[..., Path], num_threads: int
+    ) -> None:
+        """In one step, one token a step, in uneven chunks, and with other sequences in between."""
+        runner = ModelRunner(load_model(tiny_llama(), dtype, CPU), BLOCK_SIZE, NUM_BLOCKS)
+        tokens, table, other = list(self.TOKENS), list(range(18)), list(range(20, 40))
+        whole = runner.run([Segment(tokens, 0, table, num_logits=70)])
+        for chunks in ([1] * 70, [5, 1, 17, 47], [33, 33, 4]):
+            start, rows = 0, []
+            for chunk in chunks:
+                company = Segment(tokens[: 1 + start % 9], 0, other, num_logits=1)
+                own = Segment(tokens[start : start + chunk], start, table, num_logits=chunk)
+                rows.append(runner.run([company, own])[1:])
+                start += chunk
+            assert torch.equal(torch.cat(rows), whole)
