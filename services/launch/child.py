@@ -22,9 +22,10 @@ _RESTART_SECONDS = (0.1, 0.5, 2.0, 5.0)
 _HEALTHY_AFTER_SECONDS = 30.0
 _TERMINATE_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
-# Compute threads spin this often before they sleep: long enough to bridge the gap between two operators, where a
-# wake-up would cost more than the product (a step of the 190M target on 2 threads: 21 ms; 46 when they sleep at
-# once), short enough that a target that waits for drafts leaves the cores to the drafter.
+# PyTorch's compute threads (those of our own kernels have a count of theirs) spin this often before they sleep: long
+# enough to bridge the gap between two operators, where a wake-up would cost more than the product (a step of the 190M
+# target on 2 threads: 21 ms; 46 when they sleep at once), short enough that a target that waits for drafts leaves the
+# cores to the drafter.
 _SPIN_COUNT = "30000"
 
 

@@ -1,13 +1,17 @@
-"""A small client of the completions endpoint, for many requests at a time."""
+"""A small client of the completions endpoint, for many requests at a time, and what should hold after them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from bench.workload import read_counters
+from services.launch.local import LocalCluster
 
 Fields = dict[str, Any]
 
@@ -42,3 +46,21 @@ def complete_all(url: str, cases: Sequence[Case], concurrency: int = 8, **more: 
     """The answers to `cases`, `concurrency` of them at a time."""
     with httpx.Client(base_url=url, timeout=300) as client, ThreadPoolExecutor(concurrency) as threads:
         return list(threads.map(lambda case: complete(client, case, **more), cases))
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def assert_nothing_in_use(cluster: LocalCluster) -> None:
+    for worker in (*cluster.targets, *cluster.drafts):
+        assert eventually(lambda url=worker.metrics_url: read_counters(url)["outrider_kv_blocks_used"] == 0), (
+            worker.name
+        )
+    for draft in cluster.drafts:
+        assert eventually(lambda url=draft.metrics_url: read_counters(url)["outrider_draft_sequences"] == 0)

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from bench.workload import held_out_prompts
+from bench.workload import held_out_prompts, read_counters
 from services.launch.local import LocalCluster
-from tests.system.client import Case, complete_all
+from tests.system.client import Case, assert_nothing_in_use, complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
-from tests.system.test_cluster import assert_nothing_in_use
 
 NUM_REQUESTS = 24
 
@@ -82,4 +81,29 @@ def test_a_lost_draft_changes_no_token(
         two_drafts.watch()
         time.sleep(0.1)
     assert two_drafts.is_ready()
+    assert_nothing_in_use(two_drafts)
+
+
+def test_a_slow_draft_changes_no_token(two_drafts: LocalCluster, cases: list[Case], expected: list[list[int]]) -> None:
+    """One that runs a third of the time: its proposals come late, and some are stale."""
+    victim = two_drafts.drafts[0].pid
+    stop = threading.Event()
+
+    def hold_up() -> None:
+        while not stop.is_set():
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(0.1)
+            os.kill(victim, signal.SIGCONT)
+            time.sleep(0.05)
+
+    holding_up = threading.Thread(target=hold_up)
+    holding_up.start()
+    try:
+        answers = complete_all(two_drafts.url, cases)
+    finally:
+        stop.set()
+        holding_up.join()
+    assert num_different(answers, expected) <= 1
+    late = sum(read_counters(target.metrics_url)["outrider_late_rounds_total"] for target in two_drafts.targets)
+    assert late > 0
     assert_nothing_in_use(two_drafts)

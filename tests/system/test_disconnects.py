@@ -1,0 +1,56 @@
+"""A client that leaves while its request waits, or is in prefill, frees everything at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from bench.workload import read_counters
+from services.launch.local import LocalCluster
+from tests.system.client import assert_nothing_in_use, eventually
+from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+
+LONG_PROMPT = [300 + i % 50 for i in range(2000)]
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[LocalCluster]:
+    """One sequence at a time, and prompts in small chunks."""
+    with LocalCluster(cluster_config("target.max_num_seqs=1", "target.max_num_batched_tokens=8")) as cluster:
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        yield cluster
+
+
+def reading(cluster: LocalCluster, name: str) -> float:
+    return read_counters(cluster.targets[0].metrics_url)[name]
+
+
+def leave(client: httpx.Client, prompt: list[int]) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8}, timeout=0.2)
+
+
+def test_in_prefill(narrow: LocalCluster) -> None:
+    committed = reading(narrow, "outrider_committed_tokens_total")
+    prefilled = reading(narrow, "outrider_steps_total:prefill")
+    with httpx.Client(base_url=narrow.url) as client:
+        leave(client, LONG_PROMPT)
+    assert_nothing_in_use(narrow)
+    num_chunks = reading(narrow, "outrider_steps_total:prefill") - prefilled
+    assert 0 < num_chunks < len(LONG_PROMPT) // 8
+    assert reading(narrow, "outrider_committed_tokens_total") == committed
+
+
+def test_while_waiting(narrow: LocalCluster) -> None:
+    long_answer = {"prompt": [300], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=narrow.url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=long_answer) as reply,
+    ):
+        next(reply.iter_lines())
+        leave(client, LONG_PROMPT)
+        assert eventually(lambda: reading(narrow, "vllm:num_requests_waiting") == 0)
+        assert reading(narrow, "vllm:num_requests_running") == 1
+    assert_nothing_in_use(narrow)

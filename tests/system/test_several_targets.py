@@ -1,0 +1,102 @@
+"""Two targets and two drafts: load is spread, a dead target ends its own requests only, nothing stays in use."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.workload import read_counters
+from services.launch.local import LocalCluster
+from tests.system.client import Case, assert_nothing_in_use, complete_all, eventually
+from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+
+NUM_STREAMS = 6
+NUM_MIXED_REQUESTS = 500
+
+
+@pytest.fixture(scope="module")
+def two_of_each() -> Iterator[LocalCluster]:
+    with LocalCluster(cluster_config("target.replicas=2", "draft.replicas=2")) as cluster:
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        yield cluster
+
+
+def test_nothing_stays_in_use_after_many_mixed_requests(two_of_each: LocalCluster) -> None:
+    """Whole, streamed, with several choices, cancelled while waiting, in prefill and while decoding."""
+    rng = random.Random(12)
+
+    def request(number: int) -> None:
+        body = {
+            "prompt": [rng.randrange(3, 4000) for _ in range(rng.choice((1, 20, 300)))],
+            "max_tokens": rng.choice((1, 4, 16)),
+            "num_speculative_tokens": rng.choice((0, 1, 4, 8)),
+            "temperature": rng.choice((0, 1)),
+            "n": rng.choice((1, 1, 2)),
+        }
+        kind = number % 5
+        if kind == 0:  # leaves after some chunks, perhaps before the first
+            with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 1000, "stream": True}) as reply:
+                lines = reply.iter_lines()
+                for _ in range(rng.randrange(6)):
+                    next(lines)
+        elif kind == 1:  # leaves without waiting for the answer
+            with contextlib.suppress(httpx.ReadTimeout):
+                client.post("/v1/completions", json={**body, "max_tokens": 1000}, timeout=rng.choice((0.01, 0.2)))
+        else:
+            assert client.post("/v1/completions", json={**body, "stream": kind == 2}).status_code == 200
+
+    with httpx.Client(base_url=two_of_each.url, timeout=120) as client, ThreadPoolExecutor(12) as threads:
+        list(threads.map(request, range(NUM_MIXED_REQUESTS)))
+    assert_nothing_in_use(two_of_each)
+
+
+def test_a_dead_target_ends_its_own_requests_with_an_error_event(two_of_each: LocalCluster) -> None:
+    """Last in this file: it leaves the cluster with a new process."""
+    cases = [
+        Case((400, 20, 7, seed), seed, 600, {"temperature": 1.0, "ignore_eos": True}) for seed in range(NUM_STREAMS)
+    ]
+    all_started = threading.Barrier(NUM_STREAMS + 1, timeout=60)
+
+    def follow(case: Case) -> tuple[list[int], dict[str, Any] | None]:
+        """The tokens that came, and the error the stream ended with."""
+        body = {"prompt": list(case.prompt), "seed": case.seed, "max_tokens": case.max_tokens, **case.fields}
+        token_ids: list[int] = []
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True, "return_token_ids": True}) as reply:
+            for line in reply.iter_lines():
+                if line in ("", "data: [DONE]"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return token_ids, event["error"]
+                if not token_ids:
+                    all_started.wait()
+                token_ids.extend(event["choices"][0]["token_ids"])
+        return token_ids, None
+
+    with httpx.Client(base_url=two_of_each.url, timeout=120) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
+        streams = [threads.submit(follow, case) for case in cases]
+        all_started.wait()
+        running = [read_counters(target.metrics_url)["vllm:num_requests_running"] for target in two_of_each.targets]
+        os.kill(two_of_each.targets[0].pid, signal.SIGKILL)
+        results = [stream.result() for stream in streams]
+    assert running == [NUM_STREAMS / 2, NUM_STREAMS / 2]
+    assert eventually(lambda: two_of_each.watch() is None and two_of_each.is_ready(), READY_TIMEOUT_SECONDS)
+    errors = [error for _, error in results if error is not None]
+    assert len(errors) == NUM_STREAMS / 2
+    for error in errors:
+        assert error["type"] == "unavailable_error"
+        assert "lost" in error["message"]
+    expected = complete_all(two_of_each.url, cases)
+    for (token_ids, error), answer in zip(results, expected, strict=True):
+        assert token_ids == (answer if error is None else answer[: len(token_ids)])
+    assert_nothing_in_use(two_of_each)
