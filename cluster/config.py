@@ -18,6 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from cluster.errors import ConfigurationError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+QuantizationName = Literal["int8", "int4"]
+DrafterName = Literal["model", "ngram", "self-int4", "layer-skip"]
+LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
+Numerics = Literal["fast", "invariant"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")]
 
@@ -30,7 +34,11 @@ class WorkerConfig(_Section):
     """One pool of workers, all with the same model and engine settings."""
 
     model: str = Field(description="Hugging Face folder, hub name, or the name of a bundled model")
-    dtype: Dtype = Field("auto", description="auto: bfloat16 for a target and on GPU, float32 for a draft on CPU")
+    dtype: Dtype = Field("auto", description="auto: bfloat16; for a draft on a CPU without AVX-512 float32")
+    quantization: QuantizationName | None = Field(
+        None, description="keep the layers' projections as integers, made from the checkpoint at start"
+    )
+    quantization_group_size: PositiveInt = Field(32, description="weights that share a scale in int4: 32 or 128")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: PositiveInt | None = Field(None, description="compute threads; default: every core it may use")
     cpus: tuple[int, ...] | None = Field(None, description="pin the worker to these cores")
@@ -57,11 +65,22 @@ class WorkerConfig(_Section):
 
 class TargetConfig(WorkerConfig):
     model: str = "outrider-target-12m"
+    numerics: Numerics = Field(
+        "fast", description="invariant: the same bits whatever the batch and the cut of the work, or no start at all"
+    )
 
 
 class DraftConfig(WorkerConfig):
     model: str = "outrider-draft-2m"
     replicas: Annotated[int, Field(ge=0)] = 1
+    drafter: DrafterName = Field(
+        "model",
+        description="ngram: the text's own repetitions; self-int4, layer-skip: the target's model in 4 bits, or some "
+        "of its layers, in place of `model`",
+    )
+    layers: LayerChoice = Field("even", description="which layers layer-skip keeps: even, last-half or a list")
+    ngram_min: PositiveInt = Field(1, description="shortest and longest run of tokens that ngram looks up")
+    ngram_max: PositiveInt = 4
 
 
 class SpeculationConfig(_Section):
@@ -107,6 +126,11 @@ class Config(_Section):
     draft: DraftConfig = DraftConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     router: RouterConfig = RouterConfig()
+
+    @property
+    def draft_model(self) -> str:
+        """The model whose tokens the drafter knows: the target's own unless the drafter is a model of its own."""
+        return self.draft.model if self.draft.drafter == "model" else self.target.model
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:

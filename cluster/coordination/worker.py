@@ -30,10 +30,19 @@ class _Entry:
     def has_proposal(self, max_model_len: int) -> bool:
         """Whether the proposal that is owed is complete, or as long as it can become."""
         sequence = self.sequence
-        return sequence.num_drafted >= sequence.num_speculative_tokens or len(sequence.token_ids) >= max_model_len
+        return (
+            sequence.num_drafted >= sequence.num_speculative_tokens
+            or len(sequence.token_ids) >= max_model_len
+            or sequence.is_exhausted
+        )
 
     def may_run_ahead(self, max_model_len: int) -> bool:
-        return self.sequence.num_drafted < self.sequence.window and len(self.sequence.token_ids) < max_model_len
+        sequence = self.sequence
+        return (
+            sequence.num_drafted < sequence.window
+            and len(sequence.token_ids) < max_model_len
+            and not sequence.is_exhausted
+        )
 
     def proposal(self) -> Proposal:
         sequence = self.sequence

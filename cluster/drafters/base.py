@@ -21,6 +21,7 @@ class DraftSequence:
     num_speculative_tokens: int  # k: drafts owed in each round
     window: int  # how far past the committed tokens drafts may run
     num_committed: int = 0
+    is_exhausted: bool = False  # the drafter has nothing more to propose after these tokens
 
     def __post_init__(self) -> None:
         self.num_committed = self.num_committed or len(self.token_ids)
@@ -49,6 +50,7 @@ class DraftSequence:
                 break
             num_kept += 1
         self.num_committed = num_committed
+        self.is_exhausted = False
         if num_kept == num_committed:
             return len(self.token_ids)
         # A draft was wrong, or the target ran past the drafts: whatever came after is worthless.
@@ -65,6 +67,9 @@ class Drafter(ABC):
 
     max_model_len: int
     vocab_size: int  # a sequence with other token IDs cannot be drafted for
+    dtype: str
+    num_blocks: int  # of the KV cache
+    num_used_blocks: int
 
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:
@@ -74,8 +79,9 @@ class Drafter(ABC):
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         """One step: appends draft tokens to `sequences`, or works towards it (a prefill chunk).
 
-        Takes those first in line when not all of them fit in a step. Returns those that cannot go on because
-        there is no room for their next token; the caller releases them.
+        Takes those first in line when not all of them fit in a step. One that it has nothing to propose for, it
+        marks as exhausted. Returns those that cannot go on because there is no room for their next token; the
+        caller releases them.
         """
 
     @abstractmethod

@@ -31,18 +31,16 @@ class ModelDrafter(Drafter):
     def __init__(self, runner: ModelRunner, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = runner.model.config.vocab_size
+        self.dtype = str(runner.model.dtype).removeprefix("torch.")
+        self.num_blocks = runner.blocks.num_blocks
         self._runner = runner
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._caches: dict[DraftSequence, _Cache] = {}
 
     @property
-    def num_used_blocks(self) -> int:
+    def num_used_blocks(self) -> int:  # type: ignore[override]
         return self._runner.blocks.num_used_blocks
-
-    @property
-    def num_blocks(self) -> int:
-        return self._runner.blocks.num_blocks
 
     def admit(self, sequence: DraftSequence) -> bool:
         if len(self._caches) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:

@@ -3,15 +3,17 @@
 def linear(
     x: int,
     panels: int,
+    scales: int,
     y: int,
     num_rows: int,
     in_features: int,
     out_features: int,
-    is_bfloat16: int,
+    group_size: int,
+    format: int,
     num_threads: int,
     /,
 ) -> None:
-    """`y = x @ weight.T`, the weight in panels."""
+    """`y = x @ weight.T`, the weight in panels; `format` is that of its numbers."""
 
 def attention(
     qkv: int,
@@ -21,6 +23,9 @@ def attention(
     row_starts: int,
     context_lens: int,
     block_tables: int,
+    positions: int,
+    paths: int,
+    path_len: int,
     num_segments: int,
     table_len: int,
     block_size: int,

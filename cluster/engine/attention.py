@@ -22,16 +22,27 @@ def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, batch: B
     for index, context_len in enumerate(context_lens):
         rows = slice(starts[index], starts[index + 1])
         slots = (batch.block_tables[index][:, None] * kv_cache.block_size + offsets).flatten()[:context_len]
-        output[rows] = _attend(query[rows], keys.index_select(0, slots), values.index_select(0, slots))
+        mask = _mask(
+            rows.stop - rows.start, context_len, None if batch.paths is None else batch.paths[rows], query.device
+        )
+        output[rows] = _attend(query[rows], keys.index_select(0, slots), values.index_select(0, slots), mask)
     return output
 
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The last `len(query)` positions of a context attend to everything up to themselves."""
-    num_rows, context_len = query.shape[0], keys.shape[0]
-    mask = None
-    if num_rows > 1:
-        mask = torch.ones(num_rows, context_len, dtype=torch.bool, device=query.device).tril_(context_len - num_rows)
+def _mask(num_rows: int, context_len: int, paths: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """What each of a segment's rows sees of its context: everything up to itself, or in a tree its ancestors."""
+    if num_rows == 1:
+        return None
+    if paths is None or paths[0, 0] < 0:
+        return torch.ones(num_rows, context_len, dtype=torch.bool, device=device).tril_(context_len - num_rows)
+    mask = torch.zeros(num_rows, context_len + 1, dtype=torch.bool, device=device)
+    base = context_len - num_rows
+    mask[:, :base] = True
+    mask.scatter_(1, torch.where(paths < 0, context_len, base + paths), True)  # the last column takes what is no node
+    return mask[:, :context_len]
+
+
+def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],

@@ -16,17 +16,31 @@ class Segment:
 
     `token_ids` are the inputs at positions `num_computed_tokens` and after; the KV of all earlier positions is in
     the cache. Logits are wanted of the last `num_logits` rows.
+
+    With `parents` the tokens are a tree: each has the index of its parent among them, which comes before it, or -1.
+    Siblings then have one position, and a token attends to its ancestors only; every node has a slot of its own, in
+    the order of `token_ids`, until `ModelRunner.keep_path` closes the gaps.
     """
 
     token_ids: Sequence[int]
     num_computed_tokens: int
     block_table: Sequence[int]
     num_logits: int
+    parents: Sequence[int] | None = None
 
     @property
     def context_len(self) -> int:
-        """Tokens that the last row attends to, itself included."""
+        """Slots in use after the step."""
         return self.num_computed_tokens + len(self.token_ids)
+
+    def paths(self) -> list[list[int]]:
+        """For each token of a tree, the indices from its root to itself."""
+        assert self.parents is not None
+        paths: list[list[int]] = []
+        for index, parent in enumerate(self.parents):
+            assert -1 <= parent < index, f"node {index} has parent {parent}"
+            paths.append([*(paths[parent] if parent >= 0 else ()), index])
+        return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,7 @@ class Batch:
     row_starts: torch.Tensor  # [num_segments + 1]: a segment's rows lie between its start and the next
     context_lens: torch.Tensor  # [num_segments]
     block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's own
+    paths: torch.Tensor | None  # [num_tokens, longest path], -1 beyond a node's own and in chains; None: no trees
 
 
 def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:
@@ -49,17 +64,24 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
     slots: list[int] = []
     logit_rows: list[int] = []
     row_starts = [0]
+    paths: list[list[int]] = []
     longest = max(-(-segment.context_len // block_size) for segment in segments)
     block_tables = np.zeros((len(segments), longest), dtype=np.int64)
     for index, segment in enumerate(segments):
         num_blocks = -(-segment.context_len // block_size)
         assert num_blocks <= len(segment.block_table)
         block_tables[index, :num_blocks] = segment.block_table[:num_blocks]
-        own_positions = range(segment.num_computed_tokens, segment.context_len)
+        places = range(segment.num_computed_tokens, segment.context_len)
         table = segment.block_table
         token_ids.extend(segment.token_ids)
-        positions.extend(own_positions)
-        slots.extend([table[p // block_size] * block_size + p % block_size for p in own_positions])
+        slots.extend([table[p // block_size] * block_size + p % block_size for p in places])
+        if segment.parents is None:
+            positions.extend(places)
+            paths.extend([] for _ in places)
+        else:
+            own_paths = segment.paths()
+            positions.extend(segment.num_computed_tokens + len(path) - 1 for path in own_paths)
+            paths.extend(own_paths)
         end = len(token_ids)
         logit_rows.extend(range(end - segment.num_logits, end))
         row_starts.append(end)
@@ -75,4 +97,12 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         row_starts=on_device(row_starts),
         context_lens=on_device([segment.context_len for segment in segments]),
         block_tables=on_device(block_tables),
+        paths=on_device(_padded(paths)) if any(paths) else None,
     )
+
+
+def _padded(paths: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:
+    table = np.full((len(paths), max(map(len, paths))), -1, dtype=np.int64)
+    for row, path in zip(table, paths, strict=True):
+        row[: len(path)] = path
+    return table

@@ -6,6 +6,8 @@ rounding in between would only cost. A row's result does not depend on the other
 
 from __future__ import annotations
 
+import enum
+
 import torch
 
 from cluster.engine.batch import Batch
@@ -13,6 +15,7 @@ from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import rotary_table
+from cluster.engine.quantization import QuantizedWeight
 
 try:
     from cluster.engine import _kernels
@@ -30,6 +33,7 @@ def has_kernels() -> bool:
 
 class CpuOps:
     activation_dtype = torch.float32
+    is_invariant = True
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config
@@ -40,7 +44,7 @@ class CpuOps:
     def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
         return has_kernels() and dtype in (torch.float32, torch.bfloat16) and config.head_dim % _LANES == 0
 
-    def make_linear(self, weight: torch.Tensor) -> Linear:
+    def make_linear(self, weight: torch.Tensor | QuantizedWeight) -> Linear:
         return KernelLinear(weight)
 
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
@@ -95,6 +99,9 @@ class CpuOps:
             batch.row_starts.data_ptr(),
             batch.context_lens.data_ptr(),
             batch.block_tables.data_ptr(),
+            batch.positions.data_ptr(),
+            0 if batch.paths is None else batch.paths.data_ptr(),
+            0 if batch.paths is None else batch.paths.shape[1],
             num_segments,
             table_len,
             kv_cache.block_size,
@@ -107,14 +114,29 @@ class CpuOps:
         return attended
 
 
-class KernelLinear:
-    """Float32 rows times a weight of either dtype, which is laid out once in the order it is read."""
+class _Format(enum.IntEnum):
+    """As in kernels.h."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._out_features, self._in_features = weight.shape
-        self._is_bfloat16 = int(weight.dtype == torch.bfloat16)
-        self._panels = _lay_out(weight)
-        self._address = self._panels.data_ptr()
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class KernelLinear:
+    """Float32 rows times a weight, which is laid out once in the order it is read (`kernels/linear.c`)."""
+
+    def __init__(self, weight: torch.Tensor | QuantizedWeight) -> None:
+        if isinstance(weight, QuantizedWeight):
+            self._format = _Format.INT8 if weight.bits == 8 else _Format.INT4
+            values, self._group_size = weight.values, weight.group_size
+            self._scales = _panels(weight.scales).transpose(1, 2).contiguous()
+        else:
+            self._format = _Format.FLOAT32 if weight.dtype == torch.float32 else _Format.BFLOAT16
+            values, self._group_size = weight, weight.shape[1]
+            self._scales = torch.empty(0)
+        self._out_features, self._in_features = values.shape
+        self._panels = _lay_out(_panels(values), self._format)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == torch.float32
@@ -122,27 +144,36 @@ class KernelLinear:
         y = x.new_empty(x.shape[0], self._out_features)
         _kernels.linear(
             x.data_ptr(),
-            self._address,
+            self._panels.data_ptr(),
+            self._scales.data_ptr(),
             y.data_ptr(),
             x.shape[0],
             self._in_features,
             self._out_features,
-            self._is_bfloat16,
+            self._group_size,
+            self._format,
             torch.get_num_threads(),
         )
         return y
 
 
-def _lay_out(weight: torch.Tensor) -> torch.Tensor:
-    """[out_features, in_features] → [panels, in_features, 64].
-
-    Float32 weights of one input lie in the order of their outputs. In bfloat16 outputs i and i + 16 of every 32 are
-    neighbours: halves of one 32-bit word.
-    """
-    out_features, in_features = weight.shape
-    padded = torch.zeros(-(-out_features // _PANEL) * _PANEL, in_features, dtype=weight.dtype)
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    """[out_features, n] → [panels, 64, n], with zeros in the last."""
+    out_features, n = weight.shape
+    padded = weight.new_zeros(-(-out_features // _PANEL) * _PANEL, n)
     padded[:out_features] = weight
-    if weight.dtype == torch.float32:
-        return padded.view(-1, _PANEL, in_features).transpose(1, 2).contiguous()
-    halves = padded.view(-1, _PANEL // (2 * _LANES), 2, _LANES, in_features)
-    return halves.permute(0, 4, 1, 3, 2).contiguous()
+    return padded.view(-1, _PANEL, n)
+
+
+def _lay_out(panels: torch.Tensor, weight_format: _Format) -> torch.Tensor:
+    """[panels, 64, in_features] in the order that linear.c describes."""
+    num_panels, _, in_features = panels.shape
+    if weight_format is _Format.BFLOAT16:
+        return panels.view(num_panels, 2, 2, _LANES, in_features).permute(0, 4, 1, 3, 2).contiguous()
+    if weight_format is not _Format.INT4:
+        return panels.transpose(1, 2).contiguous()
+    assert in_features % 2 == 0
+    nibbles = (panels & 0xF).view(torch.uint8).view(num_panels, 4, _LANES, in_features // 2, 2)
+    # [panels, pairs of inputs, lane, input of the pair, quarter of the panel], two quarters a byte
+    nibbles = nibbles.permute(0, 3, 2, 4, 1).contiguous()
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4

@@ -31,6 +31,11 @@ class KVCache:
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 
+    def move(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copies the slots `sources` of every layer to `destinations`, all of them read first."""
+        for cache in (self.keys, self.values):
+            cache.index_copy_(1, destinations, cache.index_select(1, sources))
+
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: keys and values of `block_size` tokens in every layer."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cluster.config import LayerChoice
 from cluster.engine.cpu_ops import CpuOps
 from cluster.engine.linear import Linear
 from cluster.engine.model import LayerWeights, LlamaModel, ModelWeights
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import Ops, TorchOps
+from cluster.engine.quantization import Quantization, quantize
 from cluster.errors import ConfigurationError
 
 Progress = Callable[[int, int], None]
@@ -43,17 +46,23 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    *,
+    layers: LayerChoice | None = None,
+    quantization: Quantization | None = None,
     ops: Ops | None = None,
 ) -> LlamaModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
 
-    `ops` are the operators to run it with, the fastest on its device unless given.
+    `layers` leaves the other layers out; `ops` are the operators to run it with, the fastest on its device unless
+    given.
     """
     config = ModelConfig.from_folder(folder)
+    chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
+    config = replace(config, num_layers=len(chosen))
     tensors = _TensorReader(folder, dtype, device, progress)
     ops = ops or make_ops(config, dtype, device)
     try:
-        weights = _read_weights(config, ops, tensors)
+        weights = _read_weights(config, ops, tensors, chosen, quantization)
     finally:
         tensors.close()
     return LlamaModel(config, weights, ops, dtype, device)
@@ -66,13 +75,28 @@ def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> O
     return TorchOps(config, dtype, device)
 
 
-def _read_weights(config: ModelConfig, ops: Ops, tensors: _TensorReader) -> ModelWeights:
+def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:
+    """Indices of the layers that `choice` keeps of `num_layers`. Raises ConfigurationError when one does not exist."""
+    if choice == "even":
+        return range(0, num_layers, 2)
+    if choice == "last-half":
+        return range(num_layers // 2, num_layers)
+    missing = [index for index in choice if index >= num_layers]
+    if missing or list(choice) != sorted(set(choice)):
+        raise ConfigurationError(f"layers {list(choice)}: name some of 0 to {num_layers - 1}, in order")
+    return choice
+
+
+def _read_weights(
+    config: ModelConfig, ops: Ops, tensors: _TensorReader, layers: Sequence[int], quantization: Quantization | None
+) -> ModelWeights:
     hidden, intermediate = config.hidden_size, config.intermediate_size
 
     def linear(*parts: tuple[str, int], in_features: int) -> Linear:
         """One product for several projections of the same input, fused by stacking their rows."""
         weights = [tensors.read(f"{name}.weight", out, in_features) for name, out in parts]
-        return ops.make_linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return ops.make_linear(weight if quantization is None else quantize(weight, quantization))
 
     def norm(name: str) -> torch.Tensor:
         return ops.make_norm_weight(tensors.read(f"{name}.weight", hidden))
@@ -100,11 +124,11 @@ def _read_weights(config: ModelConfig, ops: Ops, tensors: _TensorReader) -> Mode
     embedding = tensors.read("model.embed_tokens.weight", config.vocab_size, hidden)
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
+        layers=tuple(layer(index) for index in layers),
         norm=norm("model.norm"),
         head=ops.make_linear(embedding)
         if config.tie_word_embeddings
-        else linear(("lm_head", config.vocab_size), in_features=hidden),
+        else ops.make_linear(tensors.read("lm_head.weight", config.vocab_size, hidden)),
     )
 
 

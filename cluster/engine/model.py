@@ -45,6 +45,7 @@ class LlamaModel:
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.is_invariant = ops.is_invariant
         self._weights = weights
         self._ops = ops
 

@@ -37,6 +37,14 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def resolve_max_model_len(self, wanted: int | None) -> int:
+        """`wanted`, or the model's own limit. Raises ConfigurationError when that is less."""
+        if wanted is not None and wanted > self.max_position_embeddings:
+            raise ConfigurationError(
+                f"max_model_len {wanted} exceeds the {self.max_position_embeddings} positions of the model"
+            )
+        return wanted or self.max_position_embeddings
+
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Raises ConfigurationError when the architecture, or something it asks for, is not supported."""

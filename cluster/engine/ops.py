@@ -10,16 +10,18 @@ import torch.nn.functional as F
 from cluster.engine.attention import paged_attention
 from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.linear import Linear, PackedLinear, PlainLinear
+from cluster.engine.linear import Linear, PackedLinear, PlainLinear, QuantizedLinear
 from cluster.engine.model_config import ModelConfig
+from cluster.engine.quantization import QuantizedWeight
 
 
 class Ops(Protocol):
     """The operators of a model, for one device and dtype. Activations are [num_tokens, features]."""
 
     activation_dtype: torch.dtype
+    is_invariant: bool  # whether a row has the same bits whatever the other rows and the cut of the work
 
-    def make_linear(self, weight: torch.Tensor) -> Linear:
+    def make_linear(self, weight: torch.Tensor | QuantizedWeight) -> Linear:
         """The product with `weight` [out_features, in_features]."""
 
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
@@ -36,7 +38,12 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """Plain PyTorch. Arithmetic follows `transformers`: norms and rotary angles in float32."""
+    """Plain PyTorch, whose products choose a kernel by the number of rows.
+
+    Arithmetic follows `transformers`: norms and rotary angles in float32.
+    """
+
+    is_invariant = False
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.activation_dtype = dtype
@@ -46,7 +53,9 @@ class TorchOps:
         self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(device, dtype)
         self._signed_sin = torch.cat([-sin, sin], dim=-1)[:, None].to(device, dtype)
 
-    def make_linear(self, weight: torch.Tensor) -> Linear:
+    def make_linear(self, weight: torch.Tensor | QuantizedWeight) -> Linear:
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedLinear(weight, self.activation_dtype)
         if weight.device.type == "cpu" and torch._C._has_mkldnn:
             return PackedLinear(weight)
         return PlainLinear(weight)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from cluster.config import WorkerConfig
+from cluster.config import LayerChoice, WorkerConfig
 from cluster.engine.batch import Segment, pack
 from cluster.engine.blocks import BlockManager
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import Progress, load_model, resolve_device, resolve_dtype
 from cluster.engine.model import LlamaModel
+from cluster.engine.quantization import Quantization
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 
@@ -26,12 +27,22 @@ class ModelRunner:
 
     @classmethod
     def from_config(
-        cls, config: WorkerConfig, *, dtype_on_cpu: torch.dtype, progress: Progress | None = None
+        cls,
+        config: WorkerConfig,
+        *,
+        dtype_on_cpu: torch.dtype,
+        progress: Progress | None = None,
+        layers: LayerChoice | None = None,
     ) -> ModelRunner:
-        """Loads the model that `config` names and sizes the cache. Raises ConfigurationError."""
+        """Loads the model that `config` names, or some of its `layers`, and sizes the cache.
+
+        Raises ConfigurationError.
+        """
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
-        model = load_model(resolve_model_folder(config.model), dtype, device, progress)
+        quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
+        folder = resolve_model_folder(config.model)
+        model = load_model(folder, dtype, device, progress, layers=layers, quantization=quantization)
         num_blocks = config.kv_cache_bytes // block_bytes(model.config, config.block_size, dtype)
         if num_blocks == 0:
             raise ConfigurationError(
@@ -44,3 +55,21 @@ class ModelRunner:
         """One step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""
         batch = pack(segments, self.blocks.block_size, self.model.device)
         return self.model.forward(batch, self._kv_cache)
+
+    def keep_path(self, segment: Segment, path: Sequence[int]) -> None:
+        """Closes the gaps after a tree was verified: node `path[i]` of `segment`, just run, gets the i-th slot.
+
+        The other nodes are lost. A path runs from a root downwards.
+        """
+        moved = [(node, place) for place, node in enumerate(path) if node != place]
+        if not moved:
+            return
+        block_size, table = self.blocks.block_size, segment.block_table
+
+        def slots(indices: Iterable[int]) -> torch.Tensor:
+            places = [segment.num_computed_tokens + index for index in indices]
+            return torch.tensor(
+                [table[p // block_size] * block_size + p % block_size for p in places], device=self.model.device
+            )
+
+        self._kv_cache.move(slots(node for node, _ in moved), slots(place for _, place in moved))

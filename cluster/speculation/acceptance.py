@@ -21,3 +21,18 @@ def count_accepted(draft_token_ids: Sequence[int], choices: Sequence[int]) -> in
             break
         accepted += 1
     return accepted
+
+
+def accepted_path(token_ids: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> list[int]:
+    """The nodes that a target's choices walk through a tree, its root first.
+
+    Node 0 is the root: the last committed token. `choices[i]` is what the target chose after node i, whose path it
+    has seen. The walk goes to the child that equals the choice; the round commits the choices of the nodes on the
+    path, the last of them the bonus token. Siblings must differ.
+    """
+    assert len(token_ids) == len(parents) == len(choices)
+    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, token_ids, strict=True))}
+    path = [0]
+    while (child := children.get((path[-1], choices[path[-1]]))) is not None:
+        path.append(child)
+    return path

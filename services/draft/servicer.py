@@ -12,7 +12,7 @@ from cluster.coordination.codec import decode_request, encode_reply
 from cluster.coordination.messages import SpeculateReply
 from cluster.coordination.outbox import Outbox
 from cluster.coordination.worker import DraftWorker
-from cluster.drafters.model import ModelDrafter
+from cluster.drafters.base import Drafter
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 from services.worker import new_epoch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
-    def __init__(self, worker: DraftWorker, drafter: ModelDrafter, model: types_pb2.ModelDescription) -> None:
+    def __init__(self, worker: DraftWorker, drafter: Drafter, model: types_pb2.ModelDescription) -> None:
         self._worker = worker
         self._drafter = drafter
         self._model = model

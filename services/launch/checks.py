@@ -14,10 +14,10 @@ def check_models(config: Config) -> None:
     target = _fingerprint(config.target.model)
     if config.draft.replicas == 0:
         return
-    draft = _fingerprint(config.draft.model)
+    draft = _fingerprint(config.draft_model)
     if draft != target:
         raise ConfigurationError(
-            f"the draft {config.draft.model!r} (tokenizer {draft}) cannot draft for the target "
+            f"the draft {config.draft_model!r} (tokenizer {draft}) cannot draft for the target "
             f"{config.target.model!r} (tokenizer {target}): choose a draft with the target's tokenizer"
         )
 

@@ -9,6 +9,7 @@ import torch
 
 from cluster.config import Config
 from cluster.coordination.pool import DraftPool
+from cluster.engine.invariance import check_invariance
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -36,17 +37,14 @@ def build_target(config: Config, tokenizer_fingerprint: str) -> TorchTarget:
             f"target.max_num_seqs {target.max_num_seqs}: every sequence needs a token in every step"
         )
     runner = ModelRunner.from_config(target, dtype_on_cpu=torch.bfloat16, progress=loading_progress(target.model))
-    limit = runner.model.config.max_position_embeddings
-    if target.max_model_len is not None and target.max_model_len > limit:
-        raise ConfigurationError(
-            f"target.max_model_len {target.max_model_len} exceeds the {limit} positions of {target.model!r}"
-        )
+    if target.numerics == "invariant":
+        check_invariance(runner)
     return TorchTarget(
         target.model,
         runner,
         DraftPool(tokenizer_fingerprint),
         config.speculation,
-        max_model_len=target.max_model_len or limit,
+        max_model_len=runner.model.config.resolve_max_model_len(target.max_model_len),
         max_num_seqs=target.max_num_seqs,
         max_num_batched_tokens=target.max_num_batched_tokens,
     )

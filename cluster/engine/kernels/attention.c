@@ -5,6 +5,8 @@
  * A context is read in chunks of 16 positions counted from its beginning, and a row passes over those that lie
  * after it: its result does not depend on the other rows of its segment, so prefill, verify and decode agree to
  * the bit. Keys are turned round once a chunk, so that a lane holds one position for all queries of their head.
+ * A row of a tree attends to the chain of its ancestors, gathered in the order of their positions: to the bit what
+ * that chain alone would give.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -56,8 +58,12 @@ INLINE void transpose(const float *rows, int64_t stride, float *columns) {
     }
 }
 
-/* One head's keys or values of up to 16 positions from `start`, widened; nought beyond `count`. */
-INLINE void gather(const Attention *a, const Tile *t, const void *cache, int64_t start, int64_t count, float *rows) {
+/*
+ * One head's keys or values of the `count` positions from `start`, widened; nought beyond. In a tree the positions
+ * from `base` on are those of `path`, which says in which of the segment's rows each of them is.
+ */
+INLINE void gather(const Attention *a, const Tile *t, const void *cache, int64_t start, int64_t count, int64_t base,
+                   const int64_t *path, float *rows) {
     const int64_t *table = a->block_tables + t->segment * a->table_len;
     for (int64_t i = 0; i < CHUNK; i++) {
         float *row = rows + i * a->head_dim;
@@ -65,8 +71,9 @@ INLINE void gather(const Attention *a, const Tile *t, const void *cache, int64_t
             memset(row, 0, (size_t)a->head_dim * sizeof(float));
             continue;
         }
-        int64_t position = start + i;
-        int64_t slot = table[position / a->block_size] * a->block_size + position % a->block_size;
+        int64_t place = start + i;
+        if (path != NULL && place >= base) place = base + path[place - base];
+        int64_t slot = table[place / a->block_size] * a->block_size + place % a->block_size;
         int64_t index = (slot * a->num_kv_heads + t->kv_head) * a->head_dim;
         for (int64_t d = 0; d < a->head_dim; d += LANES)
             _mm512_storeu_ps(row + d, load(cache, index + d, 0xffff, a->is_bfloat16));
@@ -105,58 +112,82 @@ INLINE void accumulate(float *sums, float scale, const float *weights, const flo
     }
 }
 
+/* What a tile's queries have seen so far. */
+typedef struct {
+    int64_t num_queries, group;
+    const float **queries;     /* [num_queries] vectors of head_dim */
+    const int64_t *positions;  /* of the tile's rows; a row sees every position up to its own */
+    float *sums;               /* [num_queries, head_dim] */
+    float *largest, *totals;   /* [num_queries]: of the scores, and of their exponentials */
+    float *rows, *columns;     /* [CHUNK, head_dim], [head_dim, CHUNK]: room for a chunk */
+} Progress;
+
+/* Queries `first` to `end` attend to the chunk at `start`, of which they see something. */
+INLINE void attend_to_chunk(const Attention *a, const Tile *t, const Progress *p, int64_t start, int64_t base,
+                            const int64_t *path, int64_t first, int64_t end) {
+    const int64_t head_dim = a->head_dim, seen = p->positions[(end - 1) / p->group] + 1 - start;
+    const int64_t count = seen < CHUNK ? seen : CHUNK;
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)head_dim));
+    gather(a, t, a->keys, start, count, base, path, p->rows);
+    for (int64_t d = 0; d < head_dim; d += LANES) transpose(p->rows + d, head_dim, p->columns + d * CHUNK);
+    gather(a, t, a->values, start, count, base, path, p->rows);
+    __m512 scores[4];
+    for (int64_t q = first; q < end; q++) {
+        const int64_t ahead = (q - first) % 4;
+        if (ahead == 0) {
+            if (end - q >= 4) score(p->queries + q, p->columns, head_dim, 4, scores);
+            else if (end - q == 3) score(p->queries + q, p->columns, head_dim, 3, scores);
+            else if (end - q == 2) score(p->queries + q, p->columns, head_dim, 2, scores);
+            else score(p->queries + q, p->columns, head_dim, 1, scores);
+        }
+        const __mmask16 visible = first_lanes(p->positions[q / p->group] + 1 - start);
+        const __m512 scaled = _mm512_mul_ps(scores[ahead], scale);
+        const float most = _mm512_mask_reduce_max_ps(visible, scaled);
+        const float next = most > p->largest[q] ? most : p->largest[q];
+        const __m512 weights = _mm512_maskz_mov_ps(visible, exp_ps(_mm512_sub_ps(scaled, _mm512_set1_ps(next))));
+        const float rescale = _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(p->largest[q] - next)));
+        float spread[CHUNK];
+        _mm512_storeu_ps(spread, weights);
+        p->largest[q] = next;
+        p->totals[q] = p->totals[q] * rescale + _mm512_reduce_add_ps(weights);
+        accumulate(p->sums + q * head_dim, rescale, spread, p->rows, head_dim);
+    }
+}
+
 TARGET static void attend(const Attention *a, const Tile *t) {
     const int64_t head_dim = a->head_dim, group = a->num_heads / a->num_kv_heads;
     const int64_t num_queries = t->num_rows * group;
     const int64_t row_size = (a->num_heads + 2 * a->num_kv_heads) * head_dim;
-    const int64_t segment_start = a->row_starts[t->segment];
-    /* Position of the tile's first row; a row sees every position up to its own. */
-    const int64_t first_position =
-        a->context_lens[t->segment] - (a->row_starts[t->segment + 1] - segment_start) + t->first_row;
-    const int64_t context_len = first_position + t->num_rows;
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)head_dim));
+    const int64_t segment_start = a->row_starts[t->segment], first_row = segment_start + t->first_row;
     float rows[CHUNK * head_dim], columns[CHUNK * head_dim], sums[num_queries * head_dim];
     float largest[num_queries], totals[num_queries];
     const float *queries[num_queries];
     for (int64_t q = 0; q < num_queries; q++) {
-        queries[q] = a->qkv + (segment_start + t->first_row + q / group) * row_size +
-                     (t->kv_head * group + q % group) * head_dim;
+        queries[q] = a->qkv + (first_row + q / group) * row_size + (t->kv_head * group + q % group) * head_dim;
         largest[q] = -INFINITY;
         totals[q] = 0;
     }
     memset(sums, 0, sizeof sums);
-    for (int64_t start = 0; start < context_len; start += CHUNK) {
-        const int64_t count = context_len - start < CHUNK ? context_len - start : CHUNK;
-        /* The queries of the first row that reaches into this chunk, and of all after it. */
-        int64_t first_row = start - first_position;
-        const int64_t first_query = first_row > 0 ? first_row * group : 0;
-        gather(a, t, a->keys, start, count, rows);
-        for (int64_t d = 0; d < head_dim; d += LANES) transpose(rows + d, head_dim, columns + d * CHUNK);
-        gather(a, t, a->values, start, count, rows);
-        __m512 scores[4];
-        for (int64_t q = first_query; q < num_queries; q++) {
-            const int64_t ahead = (q - first_query) % 4;
-            if (ahead == 0) {
-                if (num_queries - q >= 4) score(queries + q, columns, head_dim, 4, scores);
-                else if (num_queries - q == 3) score(queries + q, columns, head_dim, 3, scores);
-                else if (num_queries - q == 2) score(queries + q, columns, head_dim, 2, scores);
-                else score(queries + q, columns, head_dim, 1, scores);
-            }
-            const __mmask16 visible = first_lanes(first_position + q / group - start + 1);
-            const __m512 score_ = _mm512_mul_ps(scores[ahead], scale);
-            const float most = _mm512_mask_reduce_max_ps(visible, score_);
-            const float next = most > largest[q] ? most : largest[q];
-            const __m512 weights = _mm512_maskz_mov_ps(visible, exp_ps(_mm512_sub_ps(score_, _mm512_set1_ps(next))));
-            const float rescale = _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(largest[q] - next)));
-            float spread[CHUNK];
-            _mm512_storeu_ps(spread, weights);
-            largest[q] = next;
-            totals[q] = totals[q] * rescale + _mm512_reduce_add_ps(weights);
-            accumulate(sums + q * head_dim, rescale, spread, rows, head_dim);
+    const int64_t *positions = a->positions + first_row;
+    const Progress p = {num_queries, group, queries, positions, sums, largest, totals, rows, columns};
+    /* Everything before the segment's own tokens is seen by all of its rows. */
+    const int64_t base = a->context_lens[t->segment] - (a->row_starts[t->segment + 1] - segment_start);
+    const int64_t *paths = a->paths == NULL ? NULL : a->paths + first_row * a->path_len;
+    if (paths == NULL || paths[0] < 0) {
+        for (int64_t start = 0; start <= positions[t->num_rows - 1]; start += CHUNK) {
+            int64_t row = start - positions[0]; /* the first that reaches into this chunk */
+            attend_to_chunk(a, t, &p, start, base, NULL, row > 0 ? row * group : 0, num_queries);
         }
+    } else {
+        int64_t shared = base / CHUNK * CHUNK;
+        for (int64_t start = 0; start < shared; start += CHUNK)
+            attend_to_chunk(a, t, &p, start, base, NULL, 0, num_queries);
+        for (int64_t row = 0; row < t->num_rows; row++)
+            for (int64_t start = shared; start <= positions[row]; start += CHUNK)
+                attend_to_chunk(a, t, &p, start, base, paths + row * a->path_len, row * group, (row + 1) * group);
     }
     for (int64_t q = 0; q < num_queries; q++) {
-        float *y = a->y + (segment_start + t->first_row + q / group) * a->num_heads * head_dim +
+        float *y = a->y + (first_row + q / group) * a->num_heads * head_dim +
                    (t->kv_head * group + q % group) * head_dim;
         for (int64_t d = 0; d < head_dim; d += LANES)
             _mm512_storeu_ps(y + d, _mm512_div_ps(_mm512_loadu_ps(sums + q * head_dim + d), _mm512_set1_ps(totals[q])));

@@ -1,5 +1,6 @@
 /*
- * The CPU engine's kernels: AVX-512, float32 arithmetic, weights and KV in float32 or bfloat16.
+ * The CPU engine's kernels: AVX-512, float32 arithmetic; weights in float32, bfloat16 or integers, KV in float32
+ * or bfloat16.
  *
  * A row's result has the same bits whatever the other rows of a step, the number of threads and the way a prompt
  * is cut into chunks: every sum runs in an order that is fixed by the model's shape and the row's position.
@@ -20,12 +21,14 @@ typedef void (*Task)(const void *job, int64_t item);
 void parallel_for(Task task, const void *job, int64_t count, int num_threads);
 
 /* linear.c */
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } Format; /* of weights; linear.c says how they lie */
 typedef struct {
-    const float *x;     /* [num_rows, in_features] */
-    const void *panels; /* [out_features / PANEL, in_features, PANEL]; bfloat16: see load_pair */
-    float *y;           /* [num_rows, out_features] */
-    int64_t num_rows, in_features, out_features;
-    int is_bfloat16;
+    const float *x;      /* [num_rows, in_features] */
+    const void *panels;  /* [out_features / PANEL, in_features, PANEL] */
+    const float *scales; /* integers only: [out_features / PANEL, in_features / group_size, PANEL] */
+    float *y;            /* [num_rows, out_features] */
+    int64_t num_rows, in_features, out_features, group_size;
+    Format format;
 } Linear;
 void linear(const Linear *linear, int num_threads);
 
@@ -37,7 +40,10 @@ typedef struct {
     const int64_t *row_starts;   /* [num_segments + 1] */
     const int64_t *context_lens; /* [num_segments] */
     const int64_t *block_tables; /* [num_segments, table_len] */
-    int64_t num_segments, table_len, block_size, num_heads, num_kv_heads, head_dim;
+    const int64_t *positions;    /* [num_rows] */
+    const int64_t *paths;        /* NULL without trees; [num_rows, path_len]: rows of the segment from a root to this
+                                    one, then -1; all -1 where the segment is a chain */
+    int64_t path_len, num_segments, table_len, block_size, num_heads, num_kv_heads, head_dim;
     int is_bfloat16;
 } Attention;
 int attention(const Attention *attention, int num_threads); /* 0, or -1 without memory */

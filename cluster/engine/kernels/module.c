@@ -25,28 +25,29 @@ static int read_integers(const char *name, PyObject *const *args, Py_ssize_t giv
         int64_t v[MAX_ARGUMENTS]; \
         if (read_integers(#name, args, given, num_arguments, v) < 0) return NULL;
 
-FUNCTION(linear, 8)
+FUNCTION(linear, 10)
     const Linear job = {
-        .x = (const float *)v[0], .panels = (const void *)v[1], .y = (float *)v[2],
-        .num_rows = v[3], .in_features = v[4], .out_features = v[5], .is_bfloat16 = (int)v[6],
+        .x = (const float *)v[0], .panels = (const void *)v[1], .scales = (const float *)v[2], .y = (float *)v[3],
+        .num_rows = v[4], .in_features = v[5], .out_features = v[6], .group_size = v[7], .format = (Format)v[8],
     };
     Py_BEGIN_ALLOW_THREADS
-    linear(&job, (int)v[7]);
+    linear(&job, (int)v[9]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
-FUNCTION(attention, 15)
+FUNCTION(attention, 18)
     const Attention job = {
         .qkv = (const float *)v[0], .keys = (const void *)v[1], .values = (const void *)v[2], .y = (float *)v[3],
         .row_starts = (const int64_t *)v[4], .context_lens = (const int64_t *)v[5],
         .block_tables = (const int64_t *)v[6],
-        .num_segments = v[7], .table_len = v[8], .block_size = v[9],
-        .num_heads = v[10], .num_kv_heads = v[11], .head_dim = v[12], .is_bfloat16 = (int)v[13],
+        .positions = (const int64_t *)v[7], .paths = (const int64_t *)v[8], .path_len = v[9],
+        .num_segments = v[10], .table_len = v[11], .block_size = v[12],
+        .num_heads = v[13], .num_kv_heads = v[14], .head_dim = v[15], .is_bfloat16 = (int)v[16],
     };
     int result;
     Py_BEGIN_ALLOW_THREADS
-    result = attention(&job, (int)v[14]);
+    result = attention(&job, (int)v[17]);
     Py_END_ALLOW_THREADS
     if (result < 0) return PyErr_NoMemory();
     Py_RETURN_NONE;

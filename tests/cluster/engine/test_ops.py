@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ import torch
 from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.cpu_ops import CpuOps, KernelLinear, has_kernels
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.linear import PackedLinear, PlainLinear
+from cluster.engine.linear import Linear, PackedLinear, PlainLinear, QuantizedLinear
 from cluster.engine.loader import load_model
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import Ops, TorchOps
+from cluster.engine.quantization import Quantization, quantize
 from cluster.engine.runner import ModelRunner
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
@@ -61,7 +63,7 @@ class TestLinear:
     )
     def test_product(
         self,
-        kernel: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]],
+        kernel: Callable[[torch.Tensor], Linear],
         dtype: torch.dtype,
         out_features: int,
         in_features: int,
@@ -86,6 +88,20 @@ class TestLinear:
             for count in (1, 2, 5, 7, 11, 37):
                 rows = slice(first, first + count)
                 assert torch.equal(linear(x[rows]), together[rows])
+
+    @pytest.mark.parametrize("kernel", [QuantizedLinear, pytest.param(KernelLinear, marks=needs_kernels)])
+    @pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 32), (4, 64)])
+    @pytest.mark.parametrize("out_features", [5, 64, 100])
+    def test_product_with_integers(
+        self, kernel: Callable[..., Linear], bits: Literal[8, 4], group_size: int | None, out_features: int
+    ) -> None:
+        weight = quantize(randn(1, out_features, 192), Quantization(bits, group_size))
+        linear = kernel(weight) if kernel is KernelLinear else kernel(weight, torch.float32)
+        for num_rows in (1, 2, 3, 4, 5, 8, 9, 17):
+            x = randn(num_rows, num_rows, 192)
+            torch.testing.assert_close(linear(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+            if kernel is KernelLinear:
+                assert torch.equal(linear(x)[-1:], linear(x[-1:]))
 
     @needs_kernels
     def test_special_values_pass_through(self) -> None:

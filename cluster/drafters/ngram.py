@@ -1,0 +1,73 @@
+"""Prompt lookup: what followed the last tokens where they stood before is proposed again (Saxena, 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.drafters.base import Drafter, DraftSequence
+
+
+class NgramDrafter(Drafter):
+    """Needs no model, only the tokens so far: good for code, quotations and other text that repeats itself.
+
+    Where the last tokens stood before, the longest match goes first and among equals the latest.
+    """
+
+    dtype = "none"
+    num_blocks = num_used_blocks = 0
+
+    def __init__(self, vocab_size: int, max_model_len: int, shortest: int, longest: int) -> None:
+        assert 0 < shortest <= longest
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._lengths = range(longest, shortest - 1, -1)
+        self._indices: dict[DraftSequence, _Index] = {}
+
+    def admit(self, sequence: DraftSequence) -> bool:
+        self._indices[sequence] = _Index(self._lengths)
+        return True
+
+    def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        for sequence in sequences:
+            index = self._indices[sequence]
+            index.extend(sequence.token_ids, sequence.num_committed)
+            end = min(sequence.num_committed + sequence.window, self.max_model_len)
+            start = index.find(sequence.token_ids)
+            if start is None:
+                sequence.is_exhausted = True
+            else:
+                # A match that reaches the end is its own continuation: it repeats.
+                for offset in range(end - len(sequence.token_ids)):
+                    sequence.token_ids.append(sequence.token_ids[start + offset])
+        return []
+
+    def rewind(self, sequence: DraftSequence, num_tokens: int) -> None:
+        """Only committed tokens are in the index."""
+
+    def release(self, sequence: DraftSequence) -> None:
+        del self._indices[sequence]
+
+
+class _Index:
+    """Where every run of tokens was last followed by another token."""
+
+    def __init__(self, lengths: range) -> None:
+        self._lengths = lengths
+        self._next: dict[tuple[int, ...], int] = {}  # a run → the index of what follows it
+        self._num_indexed = 0
+
+    def extend(self, token_ids: Sequence[int], num_committed: int) -> None:
+        """Takes in the tokens committed since; the last can have nothing after it yet."""
+        for end in range(max(1, self._num_indexed), num_committed):
+            for length in self._lengths:
+                if length <= end:
+                    self._next[tuple(token_ids[end - length : end])] = end
+        self._num_indexed = max(self._num_indexed, num_committed)
+
+    def find(self, token_ids: Sequence[int]) -> int | None:
+        """The index of what followed the longest known run that `token_ids` end with."""
+        for length in self._lengths:
+            start = self._next.get(tuple(token_ids[-length:])) if length <= len(token_ids) else None
+            if start is not None:
+                return start
+        return None

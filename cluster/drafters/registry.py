@@ -1,0 +1,66 @@
+"""Every drafter there is, by the name it has in the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cluster.config import Config, DraftConfig, DrafterName, LayerChoice
+from cluster.drafters.base import Drafter
+from cluster.drafters.model import ModelDrafter
+from cluster.drafters.ngram import NgramDrafter
+from cluster.engine.cpu_ops import has_kernels
+from cluster.engine.loader import Progress
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.runner import ModelRunner
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+
+
+def make_drafter(config: Config, progress: Progress | None = None) -> Drafter:
+    """The drafter that `config` names, its model loaded. Raises ConfigurationError."""
+    return _DRAFTERS[config.draft.drafter](config, progress)
+
+
+def _model(config: Config, progress: Progress | None) -> Drafter:
+    return _model_drafter(config.draft, progress)
+
+
+def _layer_skip(config: Config, progress: Progress | None) -> Drafter:
+    """The target's model without some of its layers (Zhang et al., arXiv 2309.08168)."""
+    return _model_drafter(_of_target(config), progress, layers=config.draft.layers)
+
+
+def _self_int4(config: Config, progress: Progress | None) -> Drafter:
+    """The target's model with its projections in 4 bits; embedding and head are as the target has them."""
+    return _model_drafter(_of_target(config).model_copy(update={"quantization": "int4"}), progress)
+
+
+def _ngram(config: Config, progress: Progress | None) -> Drafter:
+    draft = config.draft
+    if draft.ngram_min > draft.ngram_max:
+        raise ConfigurationError(f"draft.ngram_min {draft.ngram_min} exceeds draft.ngram_max {draft.ngram_max}")
+    model = ModelConfig.from_folder(resolve_model_folder(config.draft_model))
+    max_model_len = model.resolve_max_model_len(draft.max_model_len)
+    return NgramDrafter(model.vocab_size, max_model_len, draft.ngram_min, draft.ngram_max)
+
+
+_DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None], Drafter]] = {
+    "model": _model,
+    "ngram": _ngram,
+    "self-int4": _self_int4,
+    "layer-skip": _layer_skip,
+}
+
+
+def _of_target(config: Config) -> DraftConfig:
+    return config.draft.model_copy(update={"model": config.draft_model})
+
+
+def _model_drafter(draft: DraftConfig, progress: Progress | None, layers: LayerChoice | None = None) -> ModelDrafter:
+    # A draft reads its weights as often as it proposes; without the kernels, though, PyTorch's float32 is the faster.
+    dtype_on_cpu = torch.bfloat16 if has_kernels() else torch.float32
+    runner = ModelRunner.from_config(draft, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)
+    max_model_len = runner.model.config.resolve_max_model_len(draft.max_model_len)
+    return ModelDrafter(runner, max_model_len, draft.max_num_seqs, draft.max_num_batched_tokens)

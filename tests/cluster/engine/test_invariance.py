@@ -1,0 +1,55 @@
+"""The check at start: passed by the kernels, refused where PyTorch's operators would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.engine.batch import Batch
+from cluster.engine.cpu_ops import CpuOps, has_kernels
+from cluster.engine.invariance import check_invariance
+from cluster.engine.kv_cache import KVCache
+from cluster.engine.loader import load_model
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.ops import Ops, TorchOps
+from cluster.engine.quantization import Quantization
+from cluster.engine.runner import ModelRunner
+from cluster.errors import ConfigurationError
+
+CPU = torch.device("cpu")
+needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
+
+
+def runner(folder: Path, ops: Ops | None = None, quantization: Quantization | None = None) -> ModelRunner:
+    return ModelRunner(load_model(folder, torch.bfloat16, CPU, ops=ops, quantization=quantization), 4, 32)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, Quantization(8, None), Quantization(4, 32)])
+def test_the_kernels_pass(tiny_llama: Callable[..., Path], quantization: Quantization | None) -> None:
+    checked = runner(tiny_llama(), quantization=quantization)
+    check_invariance(checked)
+    assert checked.blocks.num_used_blocks == 0
+
+
+def test_pytorchs_operators_are_refused(tiny_llama: Callable[..., Path]) -> None:
+    folder = tiny_llama()
+    ops = TorchOps(ModelConfig.from_folder(folder), torch.bfloat16, CPU)
+    with pytest.raises(ConfigurationError, match="needs the CPU kernels"):
+        check_invariance(runner(folder, ops))
+
+
+@needs_kernels
+def test_an_operator_that_breaks_the_promise_is_found(tiny_llama: Callable[..., Path]) -> None:
+    class Uneven(CpuOps):
+        def attention(self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch) -> torch.Tensor:
+            return super().attention(qkv, layer, kv_cache, batch) * (1 + 1e-6 * (len(qkv) == 9))
+
+    folder = tiny_llama()
+    checked = runner(folder, Uneven(ModelConfig.from_folder(folder), torch.bfloat16))
+    with pytest.raises(ConfigurationError, match="does not hold on this machine"):
+        check_invariance(checked)
+    assert checked.blocks.num_used_blocks == 0
