@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.machine import describe_machine
 from bench.plot import plot
 from bench.workload import Run, held_out_prompts, read_counters, run_streams
 from cluster.config import Config, load_config
@@ -58,24 +58,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     config = load_config(arguments.config, ["router.port=0", *arguments.overrides])
     k = config.speculation.num_speculative_tokens
-    without = config.model_copy(
-        update={"speculation": config.speculation.model_copy(update={"num_speculative_tokens": 0})}
-    )
-    with LocalCluster(without) as plain, LocalCluster(config) as speculative:
+    with LocalCluster(without_speculation(config)) as plain, LocalCluster(config) as speculative:
         for cluster in (plain, speculative):
             cluster.wait_ready(READY_TIMEOUT_SECONDS)
         points = []
         print(_header(config))
         for temperature in arguments.temperatures:
             for num_streams in arguments.streams:
-                points.append(_measure(plain, speculative, k, num_streams, temperature, arguments))
+                points.append(measure(plain, speculative, k, num_streams, temperature, arguments))
                 print(_row(points[-1], k), flush=True)
     _write(arguments.out, config, arguments, points)
     plot(arguments.out)
     return 0
 
 
-def _measure(
+def without_speculation(config: Config) -> Config:
+    """The same cluster with k = 0: no draft, and every core for the target."""
+    return config.model_copy(
+        update={"speculation": config.speculation.model_copy(update={"num_speculative_tokens": 0})}
+    )
+
+
+def measure(
     plain: LocalCluster,
     speculative: LocalCluster,
     k: int,
@@ -83,6 +87,7 @@ def _measure(
     temperature: float,
     arguments: argparse.Namespace,
 ) -> Point:
+    """Runs both clusters in turn, as `arguments` (prompts, repeats, max_tokens) say."""
     num_prompts = max(num_streams * 2, arguments.prompts)
     prompts = held_out_prompts(num_prompts, seed=num_streams)
 
@@ -171,18 +176,11 @@ def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Se
         "speculation": config.speculation.model_dump(mode="json"),
         "repeats": arguments.repeats,
         "max_tokens": arguments.max_tokens,
-        "machine": {"processor": _processor(), "python": platform.python_version()},
+        "machine": describe_machine(),
         "points": [asdict(point) | {"speedups": point.speedups, "bound": point.bound(k)} for point in points],
     }
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"\nwritten to {path}", file=sys.stderr)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _parser() -> argparse.ArgumentParser:

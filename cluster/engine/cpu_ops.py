@@ -137,6 +137,7 @@ class KernelLinear:
             self._scales = torch.empty(0)
         self._out_features, self._in_features = values.shape
         self._panels = _lay_out(_panels(values), self._format)
+        self.num_bytes = self._panels.nbytes + self._scales.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == torch.float32

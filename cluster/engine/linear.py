@@ -16,6 +16,8 @@ _PACKED_FOR_ROWS = 8
 class Linear(Protocol):
     """`y = x @ weight.T`, where `weight` is [out_features, in_features]."""
 
+    num_bytes: int  # of the weight, as it is kept
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [num_tokens, in_features] → [num_tokens, out_features]."""
 
@@ -24,6 +26,7 @@ class PlainLinear:
     """PyTorch's own."""
 
     def __init__(self, weight: torch.Tensor) -> None:
+        self.num_bytes = weight.nbytes
         self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -37,6 +40,7 @@ class PackedLinear:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
+        self.num_bytes = weight.nbytes
         self._weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,6 +52,7 @@ class QuantizedLinear:
     """Integers in memory, widened at every call: it saves memory, not time."""
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self.num_bytes = weight.values.nbytes + weight.scales.nbytes
         self._weight = weight
         self._dtype = dtype
 

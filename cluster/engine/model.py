@@ -49,6 +49,15 @@ class LlamaModel:
         self._weights = weights
         self._ops = ops
 
+    @property
+    def num_bytes_read(self) -> int:
+        """What a step reads of the weights, however many rows it has."""
+        weights = self._weights
+        linears = [
+            linear for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
+        ]
+        return sum(linear.num_bytes for linear in (*linears, weights.head))
+
     @torch.inference_mode()
     def forward(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
         """Writes the KV of every row of `batch`.

@@ -1,0 +1,69 @@
+"""Every drafter on one target: what is accepted, and what it brings: `python -m bench.drafters`.
+
+One stream, against a cluster without speculation; the two are interleaved as in `bench.speedup`. Layer-skip is
+measured on the bundled target: the widened one has layers that do nothing, which would flatter it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.machine import describe_machine
+from bench.speedup import READY_TIMEOUT_SECONDS, measure, without_speculation
+from cluster.config import load_config
+from services.launch.local import LocalCluster
+
+DRAFTERS: dict[str, tuple[str, ...]] = {
+    "model": (),
+    "model, int8": ("draft.quantization=int8",),
+    "model, int4": ("draft.quantization=int4",),
+    "self-int4": ("draft.drafter=self-int4",),
+    "layer-skip, even": ("draft.drafter=layer-skip", "draft.layers=even"),
+    "layer-skip, last-half": ("draft.drafter=layer-skip", "draft.layers=last-half"),
+    "ngram": ("draft.drafter=ngram",),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.drafters", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/drafters.json"))
+    arguments = parser.parse_args()
+    temperatures = [float(text) for text in arguments.temperatures.split(",")]
+    base = load_config(None, ["router.port=0", *arguments.overrides])
+    k = base.speculation.num_speculative_tokens
+    print(f"{base.target.model}, k = {k}, one stream, {arguments.repeats} repeats\n")
+    print("| drafter | T | accepted / drafted | acceptance length | speedup | draft ms | verify ms | decode ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    results = []
+    with LocalCluster(without_speculation(base)) as plain:
+        plain.wait_ready(READY_TIMEOUT_SECONDS)
+        for name, overrides in DRAFTERS.items():
+            config = load_config(None, ["router.port=0", *arguments.overrides, *overrides])
+            with LocalCluster(config) as speculative:
+                speculative.wait_ready(READY_TIMEOUT_SECONDS)
+                for temperature in temperatures:
+                    point = measure(plain, speculative, k, 1, temperature, arguments)
+                    results.append({"drafter": name, "speedups": point.speedups, **asdict(point)})
+                    print(
+                        f"| {name} | {temperature:g} | {point.acceptance_rate:.3f} | {point.acceptance_length:.2f} "
+                        f"| {statistics.median(point.speedups):.2f} ({min(point.speedups):.2f}-"
+                        f"{max(point.speedups):.2f}) | {point.draft_step_ms:.2f} | {point.verify_step_ms:.2f} "
+                        f"| {point.decode_step_ms:.2f} |",
+                        flush=True,
+                    )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    document = {"target": base.target.model, "k": k, "machine": describe_machine(), "points": results}
+    arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A verify step of the engine, whole, against the speed at which memory can be read: `python -m bench.engine`.
+
+A step is packing, the forward pass and sampling at T = 1. Its bandwidth counts the weights once; a context of 200
+tokens is attended to by every row. What is measured is interleaved; figures are medians with their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench.machine import describe_machine
+from cluster.config import Config, QuantizationName
+from cluster.engine import cpu_ops
+from cluster.engine.batch import Segment
+from cluster.engine.runner import ModelRunner
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.speculation.sampling import SampleRequest, sample
+
+CONTEXT_LEN = 200
+SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 64), (8, 1), (64, 1))  # sequences, tokens of each
+KERNELS = ("linear", "attention", "add_rms_norm", "silu_and_mul", "rotate_and_store")
+WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    weights: str  # bfloat16, int8, ...
+    num_sequences: int
+    num_tokens: int  # of each
+    milliseconds: float
+    quartiles: tuple[float, float]
+    outside_kernels_ms: float  # Python, PyTorch and sampling
+    gigabytes_per_second: float
+
+
+class Engine:
+    """One model with sequences in its cache."""
+
+    def __init__(self, model: str, dtype: str, quantization: QuantizationName | None) -> None:
+        settings = {"model": model, "dtype": dtype, "quantization": quantization, "kv_cache_bytes": 2**30}
+        config = Config().target.model_copy(update=settings)
+        self.weights = quantization or dtype
+        self.runner = ModelRunner.from_config(config, dtype_on_cpu=torch.bfloat16)
+        num_blocks = self.runner.blocks.num_blocks_for(CONTEXT_LEN)
+        tables = [self.runner.blocks.allocate(num_blocks) for _ in range(max(n for n, _ in SHAPES))]
+        self._tables = [table for table in tables if table is not None]
+        assert len(self._tables) == len(tables)
+        self._rng = random.Random(0)
+
+    def step(self, num_sequences: int, num_tokens: int) -> None:
+        vocab_size = self.runner.model.config.vocab_size
+        tokens = [[self._rng.randrange(vocab_size) for _ in range(CONTEXT_LEN)] for _ in range(num_sequences)]
+        start = CONTEXT_LEN - num_tokens
+        logits = self.runner.run(
+            [Segment(t[start:], start, b, num_tokens) for t, b in zip(tokens, self._tables, strict=False)]
+        )
+        params = SamplingParams(temperature=1.0)
+        sample(logits, [SampleRequest(params, NoiseKey(i, 1), t, start, num_tokens) for i, t in enumerate(tokens)])
+
+
+@contextmanager
+def timed_kernels() -> Iterator[list[float]]:
+    """Collects the seconds that calls of the kernels take."""
+    seconds: list[float] = []
+    originals = {name: getattr(cpu_ops._kernels, name) for name in KERNELS}
+
+    def timed(kernel: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            started_at = time.perf_counter()
+            kernel(*arguments)
+            seconds.append(time.perf_counter() - started_at)
+
+        return call
+
+    for name, kernel in originals.items():
+        setattr(cpu_ops._kernels, name, timed(kernel))
+    try:
+        yield seconds
+    finally:
+        for name, kernel in originals.items():
+            setattr(cpu_ops._kernels, name, kernel)
+
+
+def measure(engines: Sequence[Engine], shape: tuple[int, int], repeats: int) -> list[Measured]:
+    totals: list[list[float]] = [[] for _ in engines]
+    outside: list[list[float]] = [[] for _ in engines]
+    with timed_kernels() as in_kernels:
+        for _ in range(WARM_UP + repeats):
+            for index, engine in enumerate(engines):
+                in_kernels.clear()
+                started_at = time.perf_counter()
+                engine.step(*shape)
+                totals[index].append(time.perf_counter() - started_at)
+                outside[index].append(totals[index][-1] - sum(in_kernels))
+    results = []
+    for engine, own, rest in zip(engines, totals, outside, strict=True):
+        low, median, high = statistics.quantiles(own[WARM_UP:], n=4)
+        results.append(
+            Measured(
+                weights=engine.weights,
+                num_sequences=shape[0],
+                num_tokens=shape[1],
+                milliseconds=1e3 * median,
+                quartiles=(1e3 * low, 1e3 * high),
+                outside_kernels_ms=1e3 * statistics.median(rest[WARM_UP:]),
+                gigabytes_per_second=engine.runner.model.num_bytes_read / median / 1e9,
+            )
+        )
+    return results
+
+
+def read_bandwidth(repeats: int = 9) -> float:
+    """GB/s at which this process sums half a gigabyte."""
+    numbers = torch.ones(2**27)
+    seconds = []
+    for _ in range(repeats):
+        started_at = time.perf_counter()
+        numbers.sum()
+        seconds.append(time.perf_counter() - started_at)
+    return numbers.nbytes / statistics.median(seconds) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.engine", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default=Config().target.model)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantizations", default="int8,int4", help="measured beside the dtype; empty for none")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=Path("bench/results/engine.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    names = [None, *(name for name in arguments.quantizations.split(",") if name)]
+    engines = [Engine(arguments.model, arguments.dtype, name) for name in names]
+    before = read_bandwidth()
+    print(f"{arguments.model}, {arguments.threads} threads, medians of {arguments.repeats} (quartiles)\n")
+    print("| weights | sequences x tokens | ms | GB/s | against 1 x 1 | ms outside kernels |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    results: list[Measured] = []
+    first: dict[str, float] = {}
+    for shape in SHAPES:
+        for result in measure(engines, shape, arguments.repeats):
+            results.append(result)
+            ratio = result.milliseconds / first.setdefault(result.weights, result.milliseconds)
+            print(
+                f"| {result.weights} | {result.num_sequences} x {result.num_tokens} | {result.milliseconds:.2f} "
+                f"({result.quartiles[0]:.2f}-{result.quartiles[1]:.2f}) | {result.gigabytes_per_second:.1f} "
+                f"| {ratio:.2f} | {result.outside_kernels_ms:.2f} |",
+                flush=True,
+            )
+    bandwidth = (before, read_bandwidth())
+    print(f"\nread bandwidth before and after: {bandwidth[0]:.1f}, {bandwidth[1]:.1f} GB/s")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "model": arguments.model,
+        "threads": arguments.threads,
+        "machine": describe_machine(),
+        "read_bandwidth": bandwidth,
+        "steps": [asdict(result) for result in results],
+    }
+    arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
