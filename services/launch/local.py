@@ -103,7 +103,8 @@ class LocalCluster:
             return False
         targets = health["targets"]
         return len(targets) == len(self.targets) and all(
-            target["num_draft_links"] == target["num_draft_links_configured"] for target in targets
+            target["problem"] is None and target["num_draft_links"] == target["num_draft_links_configured"]
+            for target in targets
         )
 
     def wait_ready(self, timeout: float) -> None:

@@ -49,7 +49,8 @@ def test_while_waiting(narrow: LocalCluster) -> None:
         httpx.Client(base_url=narrow.url, timeout=60) as client,
         client.stream("POST", "/v1/completions", json=long_answer) as reply,
     ):
-        next(reply.iter_lines())
+        lines = reply.iter_lines()  # which ends the stream when it is thrown away
+        next(lines)
         leave(client, LONG_PROMPT)
         assert eventually(lambda: reading(narrow, "vllm:num_requests_waiting") == 0)
         assert reading(narrow, "vllm:num_requests_running") == 1
