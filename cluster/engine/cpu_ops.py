@@ -140,9 +140,21 @@ def _lay_out(weight: torch.Tensor) -> torch.Tensor:
     neighbours: halves of one 32-bit word.
     """
     out_features, in_features = weight.shape
-    padded = torch.zeros(-(-out_features // _PANEL) * _PANEL, in_features, dtype=weight.dtype)
-    padded[:out_features] = weight
+    num_whole = out_features // _PANEL
+    panels = weight.new_empty(-(-out_features // _PANEL), in_features, _PANEL)
+    _fill(panels[:num_whole], weight[: num_whole * _PANEL])
+    if num_whole < len(panels):  # a padded copy of the last panel only, not of the whole weight
+        last = weight.new_zeros(_PANEL, in_features)
+        last[: out_features - num_whole * _PANEL] = weight[num_whole * _PANEL :]
+        _fill(panels[num_whole:], last)
+    return panels
+
+
+def _fill(panels: torch.Tensor, weight: torch.Tensor) -> None:
+    """`panels` [panels, in_features, 64] from `weight` [64 * panels, in_features]."""
+    num_panels, in_features, _ = panels.shape
     if weight.dtype == torch.float32:
-        return padded.view(-1, _PANEL, in_features).transpose(1, 2).contiguous()
-    halves = padded.view(-1, _PANEL // (2 * _LANES), 2, _LANES, in_features)
-    return halves.permute(0, 4, 1, 3, 2).contiguous()
+        panels.copy_(weight.reshape(num_panels, _PANEL, in_features).transpose(1, 2))
+        return
+    halves = weight.reshape(num_panels, _PANEL // (2 * _LANES), 2, _LANES, in_features)
+    panels.view(num_panels, in_features, _PANEL // (2 * _LANES), _LANES, 2).copy_(halves.permute(0, 4, 1, 3, 2))

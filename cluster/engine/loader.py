@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from cluster.engine.ops import Ops, TorchOps
 from cluster.errors import ConfigurationError
 
 Progress = Callable[[int, int], None]
-"""Told (tensors read, tensors in all) while a model loads."""
+"""Told (parts read, parts in all) while a model loads; embedding, head and every layer are a part."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -50,12 +50,8 @@ def load_model(
     `ops` are the operators to run it with, the fastest on its device unless given.
     """
     config = ModelConfig.from_folder(folder)
-    tensors = _TensorReader(folder, dtype, device, progress)
     ops = ops or make_ops(config, dtype, device)
-    try:
-        weights = _read_weights(config, ops, tensors)
-    finally:
-        tensors.close()
+    weights = _read_weights(config, ops, _TensorReader(folder, dtype, device), progress or (lambda done, total: None))
     return LlamaModel(config, weights, ops, dtype, device)
 
 
@@ -66,16 +62,16 @@ def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> O
     return TorchOps(config, dtype, device)
 
 
-def _read_weights(config: ModelConfig, ops: Ops, tensors: _TensorReader) -> ModelWeights:
+def _read_weights(config: ModelConfig, ops: Ops, tensors: _TensorReader, progress: Progress) -> ModelWeights:
     hidden, intermediate = config.hidden_size, config.intermediate_size
 
     def linear(*parts: tuple[str, int], in_features: int) -> Linear:
         """One product for several projections of the same input, fused by stacking their rows."""
-        weights = [tensors.read(f"{name}.weight", out, in_features) for name, out in parts]
-        return ops.make_linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+        weight = tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
+        return ops.make_linear(weight)
 
     def norm(name: str) -> torch.Tensor:
-        return ops.make_norm_weight(tensors.read(f"{name}.weight", hidden))
+        return ops.make_norm_weight(tensors.read([(f"{name}.weight", hidden)]))
 
     def layer(index: int) -> LayerWeights:
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
@@ -97,28 +93,42 @@ def _read_weights(config: ModelConfig, ops: Ops, tensors: _TensorReader) -> Mode
             down=linear((f"{mlp}.down_proj", hidden), in_features=intermediate),
         )
 
-    embedding = tensors.read("model.embed_tokens.weight", config.vocab_size, hidden)
-    return ModelWeights(
-        embedding=embedding,
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        norm=norm("model.norm"),
-        head=ops.make_linear(embedding)
+    embedding = tensors.read([("model.embed_tokens.weight", config.vocab_size)], hidden)
+    num_parts = 1 + config.num_layers + 1
+    progress(1, num_parts)
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(layer(index))
+        progress(2 + index, num_parts)
+    head = (
+        ops.make_linear(embedding)
         if config.tie_word_embeddings
-        else linear(("lm_head", config.vocab_size), in_features=hidden),
+        else linear(("lm_head", config.vocab_size), in_features=hidden)
     )
+    progress(num_parts, num_parts)
+    return ModelWeights(embedding, tuple(layers), norm("model.norm"), head)
 
 
 class _TensorReader:
     """Reads tensors by name from the memory-mapped shards of a folder."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
-        self._folder, self._dtype, self._device, self._progress = folder, dtype, device, progress
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
         self._shards: dict[str, Any] = {}
         self._file_of = _weight_map(folder)
-        self._num_read = 0
 
-    def read(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `name` in the model's dtype, on its device."""
+    def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
+        """The tensors `parts` (name, rows), [rows, *inner] each, one below the other.
+
+        They are copied out of the map once, converted on the way: what is returned does not hold on to the files.
+        """
+        sizes = [rows for _, rows in parts]
+        stacked = torch.empty(sum(sizes), *inner, dtype=self._dtype, device=self._device)
+        for (name, rows), place in zip(parts, torch.split(stacked, sizes), strict=True):
+            place.copy_(self._mapped(name, rows, *inner))
+        return stacked
+
+    def _mapped(self, name: str, *shape: int) -> torch.Tensor:
         file = self._file_of.get(name)
         if file is None:
             raise ConfigurationError(f"{self._folder} has no weight named {name!r}")
@@ -129,20 +139,17 @@ class _TensorReader:
             raise ConfigurationError(
                 f"{self._folder}: {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
             )
-        self._num_read += 1
-        if self._progress is not None:
-            self._progress(self._num_read, len(self._file_of))
-        return tensor.to(device=self._device, dtype=self._dtype)
-
-    def close(self) -> None:
-        self._shards.clear()
+        return tensor
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Which file holds each tensor."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigurationError(f"cannot read {index}: {error}") from error
         return weight_map
     single = folder / "model.safetensors"
     if not single.is_file():
