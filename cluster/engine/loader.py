@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.engine.cpu_ops import CpuOps
 from cluster.engine.linear import Linear
-from cluster.engine.model import LayerWeights, LlamaModel, ModelWeights
+from cluster.engine.model import Decoder, LayerWeights, ModelWeights
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import Ops, TorchOps
 from cluster.errors import ConfigurationError
@@ -44,7 +44,7 @@ def load_model(
     device: torch.device,
     progress: Progress | None = None,
     ops: Ops | None = None,
-) -> LlamaModel:
+) -> Decoder:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
 
     `ops` are the operators to run it with, the fastest on its device unless given.
@@ -52,7 +52,7 @@ def load_model(
     config = ModelConfig.from_folder(folder)
     ops = ops or make_ops(config, dtype, device)
     weights = _read_weights(config, ops, _TensorReader(folder, dtype, device), progress or (lambda done, total: None))
-    return LlamaModel(config, weights, ops, dtype, device)
+    return Decoder(config, weights, ops, dtype, device)
 
 
 def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:

@@ -36,7 +36,7 @@ class ModelWeights:
     head: Linear  # hidden_size → vocab_size
 
 
-class LlamaModel:
+class Decoder:
     """The decoder. Holds weights only; the state of sequences is in the KV cache it is given."""
 
     def __init__(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.engine.loader import load_model
-from cluster.engine.model import LlamaModel
+from cluster.engine.model import Decoder
 from cluster.engine.runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -67,13 +67,13 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_llama: Callable[..., Path]) -> Callable[..., LlamaModel]:
+def tiny_model(tiny_llama: Callable[..., Path]) -> Callable[..., Decoder]:
     """tiny_model(**options): the engine's model of `tiny_llama(**options)`, in float32."""
     return lambda **options: load_model(tiny_llama(**options), torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
-def new_runner(tiny_model: Callable[..., LlamaModel]) -> Callable[..., ModelRunner]:
+def new_runner(tiny_model: Callable[..., Decoder]) -> Callable[..., ModelRunner]:
     """new_runner(block_size, num_blocks, **options): a model with an empty cache."""
 
     def make(block_size: int = 4, num_blocks: int = 64, **options: object) -> ModelRunner:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from cluster.config import WorkerConfig
 from cluster.engine.cpu_ops import has_kernels
 from cluster.engine.loader import load_model, resolve_device, resolve_dtype
-from cluster.engine.model import LlamaModel
+from cluster.engine.model import Decoder
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
@@ -42,7 +42,7 @@ def change_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in merged.items() if value is not ...}))
 
 
-def load(folder: Path) -> LlamaModel:
+def load(folder: Path) -> Decoder:
     return load_model(folder, torch.float32, CPU)
 
 
