@@ -12,7 +12,7 @@ from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import rotary_table
+from cluster.engine.rope import rotary_table
 
 try:
     from cluster.engine import _kernels
@@ -40,11 +40,11 @@ class CpuOps:
     def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
         return has_kernels() and dtype in (torch.float32, torch.bfloat16) and config.head_dim % _LANES == 0
 
-    def make_linear(self, weight: torch.Tensor) -> Linear:
-        return KernelLinear(weight)
+    def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return KernelLinear(weight, bias)
 
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.float()
+        return weight.float().contiguous()
 
     def add_rms_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         normed = torch.empty_like(hidden)
@@ -67,12 +67,15 @@ class CpuOps:
         _kernels.silu_and_mul(gate_up.data_ptr(), product.data_ptr(), num_rows, size, torch.get_num_threads())
         return product
 
-    def attention(self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch) -> torch.Tensor:
+    def attention(
+        self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch, qk_norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
         config, num_threads = self._config, torch.get_num_threads()
         keys, values = kv_cache.keys[layer].data_ptr(), kv_cache.values[layer].data_ptr()
         num_segments, table_len = batch.block_tables.shape
         _kernels.rotate_and_store(
             qkv.data_ptr(),
+            0 if qk_norm is None else qk_norm.data_ptr(),
             self._cos.data_ptr(),
             self._sin.data_ptr(),
             batch.positions.data_ptr(),
@@ -85,6 +88,7 @@ class CpuOps:
             config.head_dim,
             self._is_bfloat16,
             num_threads,
+            config.rms_norm_eps,
         )
         attended = qkv.new_empty(len(qkv), config.q_size)
         _kernels.attention(
@@ -101,6 +105,7 @@ class CpuOps:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
+            config.attention_span(layer),
             self._is_bfloat16,
             num_threads,
         )
@@ -110,8 +115,9 @@ class CpuOps:
 class KernelLinear:
     """Float32 rows times a weight of either dtype, which is laid out once in the order it is read."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._out_features, self._in_features = weight.shape
+        self._bias = None if bias is None else bias.float()
         self._is_bfloat16 = int(weight.dtype == torch.bfloat16)
         self._panels = _lay_out(weight)
         self._address = self._panels.data_ptr()
@@ -130,7 +136,7 @@ class KernelLinear:
             self._is_bfloat16,
             torch.get_num_threads(),
         )
-        return y
+        return y if self._bias is None else y.add_(self._bias)
 
 
 def _lay_out(weight: torch.Tensor) -> torch.Tensor:

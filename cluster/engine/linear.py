@@ -12,7 +12,7 @@ _PACKED_FOR_ROWS = 8
 
 
 class Linear(Protocol):
-    """`y = x @ weight.T`, where `weight` is [out_features, in_features]."""
+    """`y = x @ weight.T`, where `weight` is [out_features, in_features]; plus `bias` [out_features], if any."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [num_tokens, in_features] → [num_tokens, out_features]."""
@@ -21,11 +21,11 @@ class Linear(Protocol):
 class PlainLinear:
     """PyTorch's own."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight)
+        return F.linear(x, self._weight, self._bias)
 
 
 class PackedLinear:
@@ -34,9 +34,10 @@ class PackedLinear:
     F.linear would lay it out again at every call with more than one row, which costs more than the product.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+        self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return product

@@ -65,13 +65,22 @@ def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> O
 def _read_weights(config: ModelConfig, ops: Ops, tensors: _TensorReader, progress: Progress) -> ModelWeights:
     hidden, intermediate = config.hidden_size, config.intermediate_size
 
-    def linear(*parts: tuple[str, int], in_features: int) -> Linear:
+    def linear(*parts: tuple[str, int], in_features: int, has_bias: bool = False) -> Linear:
         """One product for several projections of the same input, fused by stacking their rows."""
         weight = tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
-        return ops.make_linear(weight)
+        bias = tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
+        return ops.make_linear(weight, bias)
 
     def norm(name: str) -> torch.Tensor:
         return ops.make_norm_weight(tensors.read([(f"{name}.weight", hidden)]))
+
+    def qk_norm(attention: str) -> torch.Tensor | None:
+        if not config.has_qk_norm:
+            return None
+        query, key = (tensors.read([(f"{attention}.{name}.weight", config.head_dim)]) for name in ("q_norm", "k_norm"))
+        return ops.make_norm_weight(
+            torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+        )
 
     def layer(index: int) -> LayerWeights:
         attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
@@ -82,15 +91,18 @@ def _read_weights(config: ModelConfig, ops: Ops, tensors: _TensorReader, progres
                 (f"{attention}.k_proj", config.kv_size),
                 (f"{attention}.v_proj", config.kv_size),
                 in_features=hidden,
+                has_bias=config.has_qkv_bias,
             ),
-            output=linear((f"{attention}.o_proj", hidden), in_features=config.q_size),
+            qk_norm=qk_norm(attention),
+            output=linear((f"{attention}.o_proj", hidden), in_features=config.q_size, has_bias=config.has_output_bias),
             post_attention_norm=norm(f"model.layers.{index}.post_attention_layernorm"),
             gate_up=linear(
                 (f"{mlp}.gate_proj", intermediate),
                 (f"{mlp}.up_proj", intermediate),
                 in_features=hidden,
+                has_bias=config.has_mlp_bias,
             ),
-            down=linear((f"{mlp}.down_proj", hidden), in_features=intermediate),
+            down=linear((f"{mlp}.down_proj", hidden), in_features=intermediate, has_bias=config.has_mlp_bias),
         )
 
     embedding = tensors.read([("model.embed_tokens.weight", config.vocab_size)], hidden)

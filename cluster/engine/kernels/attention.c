@@ -5,6 +5,7 @@
  * A context is read in chunks of 16 positions counted from its beginning, and a row passes over those that lie
  * after it: its result does not depend on the other rows of its segment, so prefill, verify and decode agree to
  * the bit. Keys are turned round once a chunk, so that a lane holds one position for all queries of their head.
+ * With a sliding window, a row also passes over the chunks before its window.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -125,24 +126,29 @@ TARGET static void attend(const Attention *a, const Tile *t) {
         totals[q] = 0;
     }
     memset(sums, 0, sizeof sums);
-    for (int64_t start = 0; start < context_len; start += CHUNK) {
+    const int64_t first_seen = first_position >= a->span ? first_position - a->span + 1 : 0;
+    for (int64_t start = first_seen / CHUNK * CHUNK; start < context_len; start += CHUNK) {
         const int64_t count = context_len - start < CHUNK ? context_len - start : CHUNK;
         /* The queries of the first row that reaches into this chunk, and of all after it. */
         int64_t first_row = start - first_position;
         const int64_t first_query = first_row > 0 ? first_row * group : 0;
+        /* And up to those of the last row whose span reaches back into it. */
+        const int64_t end_row = start + CHUNK - 1 + a->span - first_position;
+        const int64_t end_query = end_row < t->num_rows ? end_row * group : num_queries;
         gather(a, t, a->keys, start, count, rows);
         for (int64_t d = 0; d < head_dim; d += LANES) transpose(rows + d, head_dim, columns + d * CHUNK);
         gather(a, t, a->values, start, count, rows);
         __m512 scores[4];
-        for (int64_t q = first_query; q < num_queries; q++) {
+        for (int64_t q = first_query; q < end_query; q++) {
             const int64_t ahead = (q - first_query) % 4;
             if (ahead == 0) {
-                if (num_queries - q >= 4) score(queries + q, columns, head_dim, 4, scores);
-                else if (num_queries - q == 3) score(queries + q, columns, head_dim, 3, scores);
-                else if (num_queries - q == 2) score(queries + q, columns, head_dim, 2, scores);
+                if (end_query - q >= 4) score(queries + q, columns, head_dim, 4, scores);
+                else if (end_query - q == 3) score(queries + q, columns, head_dim, 3, scores);
+                else if (end_query - q == 2) score(queries + q, columns, head_dim, 2, scores);
                 else score(queries + q, columns, head_dim, 1, scores);
             }
-            const __mmask16 visible = first_lanes(first_position + q / group - start + 1);
+            const int64_t end = first_position + q / group - start + 1, begin = end - a->span;
+            const __mmask16 visible = first_lanes(end) & ~first_lanes(begin > 0 ? begin : 0);
             const __m512 score_ = _mm512_mul_ps(scores[ahead], scale);
             const float most = _mm512_mask_reduce_max_ps(visible, score_);
             const float next = most > largest[q] ? most : largest[q];

@@ -22,9 +22,9 @@ Reference = Callable[[list[int]], torch.Tensor]
 
 
 def logits_of_transformers(folder: Path) -> Reference:
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def reference(token_ids: list[int]) -> torch.Tensor:
