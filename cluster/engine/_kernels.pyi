@@ -32,11 +32,12 @@ def attention(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    span: int,
     is_bfloat16: int,
     num_threads: int,
     /,
 ) -> None:
-    """Causal attention of every segment over its paged context."""
+    """Causal attention of every segment over its paged context, of each row over the last `span` positions."""
 
 def add_rms_norm(
     hidden: int,
@@ -56,6 +57,7 @@ def silu_and_mul(x: int, y: int, num_rows: int, size: int, num_threads: int, /) 
 
 def rotate_and_store(
     qkv: int,
+    norm: int,
     cos: int,
     sin: int,
     positions: int,
@@ -68,9 +70,13 @@ def rotate_and_store(
     head_dim: int,
     is_bfloat16: int,
     num_threads: int,
+    eps: float,
     /,
 ) -> None:
-    """Rotates queries in place; stores rotated keys, and values, in the rows' slots."""
+    """Norms each query and key (unless the address of the weights is 0) and rotates it, queries in place.
+
+    Stores the keys, and the values as they are, in the rows' slots.
+    """
 
 def is_supported() -> bool:
     """Whether this processor has the instructions the kernels need."""

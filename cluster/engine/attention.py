@@ -9,8 +9,8 @@ from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
 
 
-def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, batch: Batch) -> torch.Tensor:
-    """Causal attention of every segment over its own context.
+def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, batch: Batch, span: int) -> torch.Tensor:
+    """Causal attention of every segment over its own context; a row sees the last `span` positions up to its own.
 
     `query` [num_tokens, num_heads, head_dim]; this step's keys and values are already in the cache. Returns the
     shape of `query`.
@@ -21,24 +21,31 @@ def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, batch: B
     offsets = torch.arange(kv_cache.block_size, device=query.device)
     for index, context_len in enumerate(context_lens):
         rows = slice(starts[index], starts[index + 1])
-        slots = (batch.block_tables[index][:, None] * kv_cache.block_size + offsets).flatten()[:context_len]
-        mask = _mask(
-            rows.stop - rows.start, context_len, None if batch.paths is None else batch.paths[rows], query.device
-        )
+        num_rows = starts[index + 1] - starts[index]
+        first_seen = max(0, context_len - num_rows + 1 - span)  # by the first row, and so by any
+        slots = (batch.block_tables[index][:, None] * kv_cache.block_size + offsets).flatten()[first_seen:context_len]
+        paths = None if batch.paths is None else batch.paths[rows]
+        mask = None
+        if num_rows > 1:
+            mask = _mask(num_rows, context_len, span, paths, query.device)[:, first_seen:]
         output[rows] = _attend(query[rows], keys.index_select(0, slots), values.index_select(0, slots), mask)
     return output
 
 
-def _mask(num_rows: int, context_len: int, paths: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """What each of a segment's rows sees of its context: everything up to itself, or in a tree its ancestors."""
-    if num_rows == 1:
-        return None
-    if paths is None or paths[0, 0] < 0:
-        return torch.ones(num_rows, context_len, dtype=torch.bool, device=device).tril_(context_len - num_rows)
-    mask = torch.zeros(num_rows, context_len + 1, dtype=torch.bool, device=device)
+def _mask(num_rows: int, context_len: int, span: int, paths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """What each of a segment's rows sees of its context: the last `span` positions up to its own, or, in a tree, of
+    the path to it."""
     base = context_len - num_rows
-    mask[:, :base] = True
-    mask.scatter_(1, torch.where(paths < 0, context_len, base + paths), True)  # the last column takes what is no node
+    if paths is None or paths[0, 0] < 0:
+        mask = torch.ones(num_rows, context_len, dtype=torch.bool, device=device).tril_(base)
+        return mask.triu_(base - span + 1)
+    own_depths = (paths >= 0).sum(dim=1, keepdim=True) - 1
+    depths = torch.arange(paths.shape[1], device=device)
+    is_seen = (paths >= 0) & (depths > own_depths - span)
+    # One column more takes what is not seen.
+    mask = torch.zeros(num_rows, context_len + 1, dtype=torch.bool, device=device)
+    mask[:, :base] = torch.arange(base, device=device) > base + own_depths - span
+    mask.scatter_(1, torch.where(is_seen, base + paths, context_len), True)
     return mask[:, :context_len]
 
 

@@ -14,8 +14,8 @@ from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import rotary_table
 from cluster.engine.quantization import QuantizedWeight
+from cluster.engine.rope import rotary_table
 
 try:
     from cluster.engine import _kernels
@@ -44,11 +44,11 @@ class CpuOps:
     def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
         return has_kernels() and dtype in (torch.float32, torch.bfloat16) and config.head_dim % _LANES == 0
 
-    def make_linear(self, weight: torch.Tensor | QuantizedWeight) -> Linear:
-        return KernelLinear(weight)
+    def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
+        return KernelLinear(weight, bias)
 
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.float()
+        return weight.float().contiguous()
 
     def add_rms_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
         normed = torch.empty_like(hidden)
@@ -71,12 +71,15 @@ class CpuOps:
         _kernels.silu_and_mul(gate_up.data_ptr(), product.data_ptr(), num_rows, size, torch.get_num_threads())
         return product
 
-    def attention(self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch) -> torch.Tensor:
+    def attention(
+        self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch, qk_norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
         config, num_threads = self._config, torch.get_num_threads()
         keys, values = kv_cache.keys[layer].data_ptr(), kv_cache.values[layer].data_ptr()
         num_segments, table_len = batch.block_tables.shape
         _kernels.rotate_and_store(
             qkv.data_ptr(),
+            0 if qk_norm is None else qk_norm.data_ptr(),
             self._cos.data_ptr(),
             self._sin.data_ptr(),
             batch.positions.data_ptr(),
@@ -89,6 +92,7 @@ class CpuOps:
             config.head_dim,
             self._is_bfloat16,
             num_threads,
+            config.rms_norm_eps,
         )
         attended = qkv.new_empty(len(qkv), config.q_size)
         _kernels.attention(
@@ -108,6 +112,7 @@ class CpuOps:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
+            config.attention_span(layer),
             self._is_bfloat16,
             num_threads,
         )
@@ -126,17 +131,18 @@ class _Format(enum.IntEnum):
 class KernelLinear:
     """Float32 rows times a weight, which is laid out once in the order it is read (`kernels/linear.c`)."""
 
-    def __init__(self, weight: torch.Tensor | QuantizedWeight) -> None:
+    def __init__(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         if isinstance(weight, QuantizedWeight):
             self._format = _Format.INT8 if weight.bits == 8 else _Format.INT4
             values, self._group_size = weight.values, weight.group_size
-            self._scales = _panels(weight.scales).transpose(1, 2).contiguous()
+            self._scales = _lay_out(weight.scales, _Format.FLOAT32)
         else:
             self._format = _Format.FLOAT32 if weight.dtype == torch.float32 else _Format.BFLOAT16
             values, self._group_size = weight, weight.shape[1]
             self._scales = torch.empty(0)
         self._out_features, self._in_features = values.shape
-        self._panels = _lay_out(_panels(values), self._format)
+        self._bias = None if bias is None else bias.float()
+        self._panels = _lay_out(values, self._format)
         self.num_bytes = self._panels.nbytes + self._scales.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,26 +161,37 @@ class KernelLinear:
             self._format,
             torch.get_num_threads(),
         )
-        return y
+        return y if self._bias is None else y.add_(self._bias)
 
 
-def _panels(weight: torch.Tensor) -> torch.Tensor:
-    """[out_features, n] → [panels, 64, n], with zeros in the last."""
+def _lay_out(weight: torch.Tensor, weight_format: _Format) -> torch.Tensor:
+    """[out_features, n] → [panels, n, 64] in the order that linear.c describes, with zeros in the last panel."""
     out_features, n = weight.shape
-    padded = weight.new_zeros(-(-out_features // _PANEL) * _PANEL, n)
-    padded[:out_features] = weight
-    return padded.view(-1, _PANEL, n)
+    num_whole, num_panels = out_features // _PANEL, -(-out_features // _PANEL)
+    if weight_format is _Format.INT4:
+        panels = weight.new_empty(num_panels, n // 2, _PANEL, dtype=torch.uint8)
+    else:
+        panels = weight.new_empty(num_panels, n, _PANEL)
+    _fill(panels[:num_whole], weight[: num_whole * _PANEL], weight_format)
+    if num_whole < num_panels:  # a padded copy of the last panel only, not of the whole weight
+        last = weight.new_zeros(_PANEL, n)
+        last[: out_features - num_whole * _PANEL] = weight[num_whole * _PANEL :]
+        _fill(panels[num_whole:], last, weight_format)
+    return panels
 
 
-def _lay_out(panels: torch.Tensor, weight_format: _Format) -> torch.Tensor:
-    """[panels, 64, in_features] in the order that linear.c describes."""
-    num_panels, _, in_features = panels.shape
+def _fill(panels: torch.Tensor, weight: torch.Tensor, weight_format: _Format) -> None:
+    """`panels` from `weight` [64 * panels, n]."""
+    num_panels, n = len(panels), weight.shape[1]
     if weight_format is _Format.BFLOAT16:
-        return panels.view(num_panels, 2, 2, _LANES, in_features).permute(0, 4, 1, 3, 2).contiguous()
-    if weight_format is not _Format.INT4:
-        return panels.transpose(1, 2).contiguous()
-    assert in_features % 2 == 0
-    nibbles = (panels & 0xF).view(torch.uint8).view(num_panels, 4, _LANES, in_features // 2, 2)
-    # [panels, pairs of inputs, lane, input of the pair, quarter of the panel], two quarters a byte
-    nibbles = nibbles.permute(0, 3, 2, 4, 1).contiguous()
-    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+        halves = weight.reshape(num_panels, 2, 2, _LANES, n)
+        panels.view(num_panels, n, 2, _LANES, 2).copy_(halves.permute(0, 4, 1, 3, 2))
+    elif weight_format is _Format.INT4:
+        assert n % 2 == 0
+        nibbles = (weight & 0xF).view(torch.uint8).view(num_panels, 4, _LANES, n // 2, 2)
+        # [panels, pairs of inputs, lane, input of the pair, quarter of the panel], two quarters a byte
+        nibbles = nibbles.permute(0, 3, 2, 4, 1)
+        bytes_ = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+        panels.view(num_panels, n // 2, _LANES, 2, 2).copy_(bytes_)
+    else:
+        panels.copy_(weight.reshape(num_panels, _PANEL, n).transpose(1, 2))

@@ -14,7 +14,7 @@ _PACKED_FOR_ROWS = 8
 
 
 class Linear(Protocol):
-    """`y = x @ weight.T`, where `weight` is [out_features, in_features]."""
+    """`y = x @ weight.T`, where `weight` is [out_features, in_features]; plus `bias` [out_features], if any."""
 
     num_bytes: int  # of the weight, as it is kept
 
@@ -25,12 +25,12 @@ class Linear(Protocol):
 class PlainLinear:
     """PyTorch's own."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.num_bytes = weight.nbytes
-        self._weight = weight
+        self._weight, self._bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight)
+        return F.linear(x, self._weight, self._bias)
 
 
 class PackedLinear:
@@ -39,22 +39,23 @@ class PackedLinear:
     F.linear would lay it out again at every call with more than one row, which costs more than the product.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.num_bytes = weight.nbytes
         self._weight: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+        self._bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return product
 
 
 class QuantizedLinear:
     """Integers in memory, widened at every call: it saves memory, not time."""
 
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.num_bytes = weight.values.nbytes + weight.scales.nbytes
-        self._weight = weight
+        self._weight, self._bias = weight, bias
         self._dtype = dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight.dequantize().to(self._dtype))
+        return F.linear(x, self._weight.dequantize().to(self._dtype), self._bias)

@@ -1,4 +1,4 @@
-"""A lean Llama-family decoder over a paged KV cache (Touvron et al., arXiv 2302.13971).
+"""A lean decoder of the Llama kind (Touvron et al., arXiv 2302.13971) over a paged KV cache.
 
 One forward pass takes a packed batch: no padding, no attention mask over sequences. Shapes are
 [num_tokens, ...] throughout.
@@ -22,6 +22,7 @@ from cluster.engine.ops import Ops
 class LayerWeights:
     input_norm: torch.Tensor  # [hidden_size]
     qkv: Linear  # hidden_size → q_size + 2 * kv_size
+    qk_norm: torch.Tensor | None  # [num_heads + num_kv_heads, head_dim]
     output: Linear  # q_size → hidden_size
     post_attention_norm: torch.Tensor  # [hidden_size]
     gate_up: Linear  # hidden_size → 2 * intermediate_size
@@ -36,8 +37,8 @@ class ModelWeights:
     head: Linear  # hidden_size → vocab_size
 
 
-class LlamaModel:
-    """The decoder. Holds weights only; the state of sequences is in the KV cache it is given."""
+class Decoder:
+    """The model. Holds weights only; the state of sequences is in the KV cache it is given."""
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: Ops, dtype: torch.dtype, device: torch.device
@@ -68,7 +69,7 @@ class LlamaModel:
         hidden = F.embedding(batch.token_ids, self._weights.embedding).to(ops.activation_dtype)
         for index, layer in enumerate(self._weights.layers):
             normed = ops.add_rms_norm(hidden, delta, layer.input_norm)
-            delta = layer.output(ops.attention(layer.qkv(normed), index, kv_cache, batch))
+            delta = layer.output(ops.attention(layer.qkv(normed), index, kv_cache, batch, layer.qk_norm))
             normed = ops.add_rms_norm(hidden, delta, layer.post_attention_norm)
             delta = layer.down(ops.silu_and_mul(layer.gate_up(normed)))
         last = hidden.index_select(0, batch.logit_rows)

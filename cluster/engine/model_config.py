@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.engine.rope_config import RopeConfig, Values
 from cluster.errors import ConfigurationError
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-family decoder."""
+    """A decoder with rotary positions, RMS norms, grouped-query attention and a gated MLP."""
 
     vocab_size: int
     hidden_size: int
@@ -24,10 +24,15 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False  # of attention
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False  # of each head's query and key, before they are rotated
+    sliding_windows: tuple[int, ...] = ()  # of each layer, in tokens; empty: no layer has one
 
     @property
     def q_size(self) -> int:
@@ -45,44 +50,116 @@ class ModelConfig:
             )
         return wanted or self.max_position_embeddings
 
+    def attention_span(self, layer: int) -> int:
+        """How many positions a row of `layer` attends to at most, its own included."""
+        return self.sliding_windows[layer] if self.sliding_windows else self.max_position_embeddings
+
+    def with_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """The same model with only these of its layers."""
+        windows = tuple(self.sliding_windows[layer] for layer in layers) if self.sliding_windows else ()
+        return replace(self, num_layers=len(layers), sliding_windows=windows)
+
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Raises ConfigurationError when the architecture, or something it asks for, is not supported."""
         values = _read_json(folder / "config.json")
-        architectures = values.get("architectures") or ["none"]
-        if architectures[0] not in SUPPORTED_ARCHITECTURES:
-            raise ConfigurationError(
-                f"{folder} holds a {architectures[0]}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
-        for key, supported in (
-            ("hidden_act", "silu"),
-            ("attention_bias", False),
-            ("mlp_bias", False),
-        ):
-            if values.get(key, supported) != supported:
-                raise ConfigurationError(f"{folder}: {key} {values[key]!r} is not supported")
+        architecture = (values.get("architectures") or ["none"])[0]
+        family = FAMILIES.get(architecture)
+        if family is None:
+            raise ConfigurationError(f"{folder} holds a {architecture}; supported: {', '.join(FAMILIES)}")
         try:
-            return cls._from_values(folder, values)
+            _refuse_unsupported_options(family, values)
+            return cls._from_values(family, folder, {**family.defaults, **values})
         except KeyError as error:
             raise ConfigurationError(f"{folder}: config.json has no {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{folder}: config.json: {error}") from error
 
     @classmethod
-    def _from_values(cls, folder: Path, values: dict[str, Any]) -> ModelConfig:
-        num_heads = int(values["num_attention_heads"])
+    def _from_values(cls, family: Family, folder: Path, values: Values) -> ModelConfig:
+        num_layers, num_heads = int(values["num_hidden_layers"]), int(values["num_attention_heads"])
+        max_position_embeddings = int(values["max_position_embeddings"])
+        windows = [family.sliding_window(values, layer) for layer in range(num_layers)]
+        has_attention_bias = bool(values.get("attention_bias"))
         return cls(
             vocab_size=int(values["vocab_size"]),
             hidden_size=int(values["hidden_size"]),
             intermediate_size=int(values["intermediate_size"]),
-            num_layers=int(values["num_hidden_layers"]),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=int(values.get("num_key_value_heads") or num_heads),
             head_dim=int(values.get("head_dim") or values["hidden_size"] // num_heads),
             rms_norm_eps=float(values["rms_norm_eps"]),
-            rope_theta=_rope_theta(folder, values),
-            max_position_embeddings=int(values["max_position_embeddings"]),
+            rope=RopeConfig.from_values(values),
+            max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             eos_token_ids=_eos_token_ids(folder, values),
+            has_qkv_bias=family.has_qkv_bias or has_attention_bias,
+            has_output_bias=has_attention_bias,
+            has_mlp_bias=bool(values.get("mlp_bias")),
+            has_qk_norm=family.has_qk_norm,
+            sliding_windows=tuple(window or max_position_embeddings for window in windows) if any(windows) else (),
         )
+
+
+def _no_window(values: Values, layer: int) -> None:
+    return None
+
+
+def _same_window(values: Values, layer: int) -> int | None:
+    window: int | None = values["sliding_window"]
+    return window
+
+
+def _window_by_layer(values: Values, layer: int) -> int | None:
+    if not values.get("use_sliding_window"):
+        return None
+    types = values.get("layer_types")
+    if not types:
+        return _same_window(values, layer) if layer >= values["max_window_layers"] else None
+    if types[layer] not in ("full_attention", "sliding_attention"):
+        raise ValueError(f"layer type {types[layer]!r} is not supported; supported: full_attention, sliding_attention")
+    return _same_window(values, layer) if types[layer] == "sliding_attention" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture does in its own way; a Llama does nothing of it."""
+
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    bias_options: tuple[str, ...] = ()  # keys of config.json that it heeds
+    sliding_window: Callable[[Values, int], int | None] = _no_window  # of a layer
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, for keys that may be left out
+
+
+_QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(bias_options=("attention_bias", "mlp_bias")),
+    "MistralForCausalLM": Family(
+        sliding_window=_same_window, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+    ),
+    "Qwen2ForCausalLM": Family(has_qkv_bias=True, sliding_window=_window_by_layer, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Family(
+        has_qk_norm=True,
+        bias_options=("attention_bias",),
+        sliding_window=_window_by_layer,
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+    ),
+}
+
+
+def _refuse_unsupported_options(family: Family, values: Values) -> None:
+    """Raises ValueError."""
+    supported = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for key, value in supported.items():
+        if key not in family.bias_options and values.get(key, value) != value:
+            raise ValueError(f"{key} {values[key]!r} is not supported; supported: {value!r}")
+    quantization = values.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method")
+        raise ValueError(f"quantization {method!r} is not supported; supported: weights in floating point")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -94,16 +171,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _rope_theta(folder: Path, values: dict[str, Any]) -> float:
-    # transformers 5 writes rope_parameters; earlier releases wrote rope_theta and rope_scaling.
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigurationError(f"{folder}: RoPE scaling {kind!r} is not supported")
-    return float(rope.get("rope_theta", values.get("rope_theta", 10_000.0)))
-
-
-def _eos_token_ids(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, values: Values) -> tuple[int, ...]:
     # The generation config is the one that lists every way a model may end.
     generation = folder / "generation_config.json"
     if generation.is_file():

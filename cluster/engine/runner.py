@@ -11,7 +11,7 @@ from cluster.engine.batch import Segment, pack
 from cluster.engine.blocks import BlockManager
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import Progress, load_model, resolve_device, resolve_dtype
-from cluster.engine.model import LlamaModel
+from cluster.engine.model import Decoder
 from cluster.engine.quantization import Quantization
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -20,7 +20,7 @@ from cluster.model_folder import resolve_model_folder
 class ModelRunner:
     """A model with its KV cache and the manager of its blocks."""
 
-    def __init__(self, model: LlamaModel, block_size: int, num_blocks: int) -> None:
+    def __init__(self, model: Decoder, block_size: int, num_blocks: int) -> None:
         self.model = model
         self.blocks = BlockManager(num_blocks, block_size)
         self._kv_cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.engine.loader import load_model
-from cluster.engine.model import LlamaModel
+from cluster.engine.model import Decoder
 from cluster.engine.runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -18,17 +18,21 @@ TINY_VOCAB_SIZE = 512
 TINY_MAX_LEN = 256
 
 
-def save_tiny_llama(
+def save_tiny_model(
     folder: Path,
     *,
+    family: str = "llama",
     seed: int = 0,
     tied: bool = False,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "1GB",
     **overrides: object,
 ) -> Path:
-    """A random Llama with grouped-query attention, whose every weight matters to the logits."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A random model with grouped-query attention, whose every weight matters to the logits.
+
+    `family` is its `model_type`: llama, mistral, qwen2, qwen3.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     shape: dict[str, object] = {
         "vocab_size": TINY_VOCAB_SIZE,
@@ -42,38 +46,44 @@ def save_tiny_llama(
         "bos_token_id": None,
         "eos_token_id": 0,
     }
-    config = LlamaConfig(**(shape | {"tie_word_embeddings": tied} | overrides))
-    model = LlamaForCausalLM(config)
+    config = AutoConfig.for_model(family, **(shape | {"tie_word_embeddings": tied} | overrides))
+    model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(mean=float(parameter.ndim == 1), std=0.2, generator=generator)
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=float("norm" in name), std=0.2, generator=generator)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """tiny_llama(**options of save_tiny_llama): a folder, made once for each set of options."""
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """tiny_folder(**options of save_tiny_model): a folder, made once for each set of options."""
     made: dict[str, Path] = {}
 
     def make(**options: object) -> Path:
         key = repr(sorted(options.items(), key=lambda item: item[0]))
         if key not in made:
-            made[key] = save_tiny_llama(tmp_path_factory.mktemp("tiny-llama"), **options)
+            made[key] = save_tiny_model(tmp_path_factory.mktemp("tiny-model"), **options)
         return made[key]
 
     return make
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_llama: Callable[..., Path]) -> Callable[..., LlamaModel]:
-    """tiny_model(**options): the engine's model of `tiny_llama(**options)`, in float32."""
-    return lambda **options: load_model(tiny_llama(**options), torch.float32, torch.device("cpu"))
+def tiny_llama(tiny_folder: Callable[..., Path]) -> Callable[..., Path]:
+    """tiny_folder's models of the family it has unless told otherwise."""
+    return tiny_folder
 
 
 @pytest.fixture(scope="session")
-def new_runner(tiny_model: Callable[..., LlamaModel]) -> Callable[..., ModelRunner]:
+def tiny_model(tiny_folder: Callable[..., Path]) -> Callable[..., Decoder]:
+    """tiny_model(**options): the engine's model of `tiny_folder(**options)`, in float32."""
+    return lambda **options: load_model(tiny_folder(**options), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def new_runner(tiny_model: Callable[..., Decoder]) -> Callable[..., ModelRunner]:
     """new_runner(block_size, num_blocks, **options): a model with an empty cache."""
 
     def make(block_size: int = 4, num_blocks: int = 64, **options: object) -> ModelRunner:

@@ -7,6 +7,7 @@
  * the bit. Keys are turned round once a chunk, so that a lane holds one position for all queries of their head.
  * A row of a tree attends to the chain of its ancestors, gathered in the order of their positions: to the bit what
  * that chain alone would give.
+ * With a sliding window, a row also passes over the chunks before its window.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -116,13 +117,13 @@ INLINE void accumulate(float *sums, float scale, const float *weights, const flo
 typedef struct {
     int64_t num_queries, group;
     const float **queries;     /* [num_queries] vectors of head_dim */
-    const int64_t *positions;  /* of the tile's rows; a row sees every position up to its own */
+    const int64_t *positions;  /* of the tile's rows; a row sees positions up to its own */
     float *sums;               /* [num_queries, head_dim] */
     float *largest, *totals;   /* [num_queries]: of the scores, and of their exponentials */
     float *rows, *columns;     /* [CHUNK, head_dim], [head_dim, CHUNK]: room for a chunk */
 } Progress;
 
-/* Queries `first` to `end` attend to the chunk at `start`, of which they see something. */
+/* Queries `first` to `end` attend to what they see of the chunk at `start`. */
 INLINE void attend_to_chunk(const Attention *a, const Tile *t, const Progress *p, int64_t start, int64_t base,
                             const int64_t *path, int64_t first, int64_t end) {
     const int64_t head_dim = a->head_dim, seen = p->positions[(end - 1) / p->group] + 1 - start;
@@ -140,7 +141,9 @@ INLINE void attend_to_chunk(const Attention *a, const Tile *t, const Progress *p
             else if (end - q == 2) score(p->queries + q, p->columns, head_dim, 2, scores);
             else score(p->queries + q, p->columns, head_dim, 1, scores);
         }
-        const __mmask16 visible = first_lanes(p->positions[q / p->group] + 1 - start);
+        const int64_t last = p->positions[q / p->group] + 1 - start, before = last - a->span;
+        const __mmask16 visible = first_lanes(last) & ~first_lanes(before > 0 ? before : 0);
+        if (visible == 0) continue;
         const __m512 scaled = _mm512_mul_ps(scores[ahead], scale);
         const float most = _mm512_mask_reduce_max_ps(visible, scaled);
         const float next = most > p->largest[q] ? most : p->largest[q];
@@ -170,20 +173,21 @@ TARGET static void attend(const Attention *a, const Tile *t) {
     memset(sums, 0, sizeof sums);
     const int64_t *positions = a->positions + first_row;
     const Progress p = {num_queries, group, queries, positions, sums, largest, totals, rows, columns};
-    /* Everything before the segment's own tokens is seen by all of its rows. */
+    /* Everything before the segment's own tokens is seen by all of its rows, as far as their window reaches. */
     const int64_t base = a->context_lens[t->segment] - (a->row_starts[t->segment + 1] - segment_start);
+    const int64_t first_seen = positions[0] >= a->span ? positions[0] - a->span + 1 : 0;
     const int64_t *paths = a->paths == NULL ? NULL : a->paths + first_row * a->path_len;
     if (paths == NULL || paths[0] < 0) {
-        for (int64_t start = 0; start <= positions[t->num_rows - 1]; start += CHUNK) {
+        for (int64_t start = first_seen / CHUNK * CHUNK; start <= positions[t->num_rows - 1]; start += CHUNK) {
             int64_t row = start - positions[0]; /* the first that reaches into this chunk */
             attend_to_chunk(a, t, &p, start, base, NULL, row > 0 ? row * group : 0, num_queries);
         }
     } else {
-        int64_t shared = base / CHUNK * CHUNK;
-        for (int64_t start = 0; start < shared; start += CHUNK)
+        const int64_t first = first_seen / CHUNK * CHUNK, shared = base / CHUNK * CHUNK;
+        for (int64_t start = first; start < shared; start += CHUNK)
             attend_to_chunk(a, t, &p, start, base, NULL, 0, num_queries);
         for (int64_t row = 0; row < t->num_rows; row++)
-            for (int64_t start = shared; start <= positions[row]; start += CHUNK)
+            for (int64_t start = shared > first ? shared : first; start <= positions[row]; start += CHUNK)
                 attend_to_chunk(a, t, &p, start, base, paths + row * a->path_len, row * group, (row + 1) * group);
     }
     for (int64_t q = 0; q < num_queries; q++) {

@@ -11,26 +11,30 @@ static int useful_threads(int64_t num_rows, int64_t size, int num_threads) {
     return num_rows * size < MIN_FLOATS_TO_SHARE ? 1 : num_threads;
 }
 
-/* Root mean square norm (Zhang, Sennrich, arXiv 1910.07467, equation 4) of hidden + delta. */
+/* Root mean square norm (Zhang, Sennrich, arXiv 1910.07467, equation 4); y may be x. */
+INLINE void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += LANES) {
+        __m512 part = _mm512_maskz_loadu_ps(first_lanes(size - i), x + i);
+        squares = _mm512_fmadd_ps(part, part, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)size + eps));
+    for (int64_t i = 0; i < size; i += LANES) {
+        __mmask16 mask = first_lanes(size - i);
+        __m512 normed = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + i), scale);
+        _mm512_mask_storeu_ps(y + i, mask, _mm512_mul_ps(normed, _mm512_maskz_loadu_ps(mask, weight + i)));
+    }
+}
+
 TARGET static void add_rms_norm_row(const void *job, int64_t row) {
     const Norm *n = job;
-    float *hidden = n->hidden + row * n->size, *y = n->y + row * n->size;
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < n->size; i += LANES) {
+    float *hidden = n->hidden + row * n->size;
+    for (int64_t i = 0; n->delta != NULL && i < n->size; i += LANES) {
         __mmask16 mask = first_lanes(n->size - i);
-        __m512 x = _mm512_maskz_loadu_ps(mask, hidden + i);
-        if (n->delta != NULL) {
-            x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(mask, n->delta + row * n->size + i));
-            _mm512_mask_storeu_ps(hidden + i, mask, x);
-        }
-        squares = _mm512_fmadd_ps(x, x, squares);
+        __m512 delta = _mm512_maskz_loadu_ps(mask, n->delta + row * n->size + i);
+        _mm512_mask_storeu_ps(hidden + i, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, hidden + i), delta));
     }
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)n->size + n->eps));
-    for (int64_t i = 0; i < n->size; i += LANES) {
-        __mmask16 mask = first_lanes(n->size - i);
-        __m512 normed = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, hidden + i), scale);
-        _mm512_mask_storeu_ps(y + i, mask, _mm512_mul_ps(normed, _mm512_maskz_loadu_ps(mask, n->weight + i)));
-    }
+    rms_norm(hidden, n->weight, n->size, n->eps, n->y + row * n->size);
 }
 
 void add_rms_norm(const Norm *norm, int64_t num_rows, int num_threads) {
@@ -70,8 +74,11 @@ TARGET static void rotate_and_store_row(const void *job, int64_t row) {
     const int64_t head_dim = r->head_dim, half = head_dim / 2;
     float *heads = r->qkv + row * (r->num_heads + 2 * r->num_kv_heads) * head_dim;
     const float *cos = r->cos + r->positions[row] * half, *sin = r->sin + r->positions[row] * half;
-    for (int64_t h = 0; h < r->num_heads + r->num_kv_heads; h++)
-        rotate(heads + h * head_dim, cos, sin, half, heads + h * head_dim);
+    for (int64_t h = 0; h < r->num_heads + r->num_kv_heads; h++) {
+        float *head = heads + h * head_dim;
+        if (r->norm != NULL) rms_norm(head, r->norm + h * head_dim, head_dim, r->eps, head);
+        rotate(head, cos, sin, half, head);
+    }
     const float *keys = heads + r->num_heads * head_dim, *values = keys + r->num_kv_heads * head_dim;
     const int64_t size = r->num_kv_heads * head_dim, index = r->slots[row] * size;
     for (int64_t i = 0; i < size; i += LANES) {

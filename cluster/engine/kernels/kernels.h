@@ -44,6 +44,7 @@ typedef struct {
     const int64_t *paths;        /* NULL without trees; [num_rows, path_len]: rows of the segment from a root to this
                                     one, then -1; all -1 where the segment is a chain */
     int64_t path_len, num_segments, table_len, block_size, num_heads, num_kv_heads, head_dim;
+    int64_t span; /* positions that a row sees at most, its own included */
     int is_bfloat16;
 } Attention;
 int attention(const Attention *attention, int num_threads); /* 0, or -1 without memory */
@@ -68,12 +69,14 @@ void silu_and_mul(const Gate *gate, int64_t num_rows, int num_threads);
 
 typedef struct {
     float *qkv;               /* as above; queries are rotated in place */
+    const float *norm;        /* [num_heads + num_kv_heads, head_dim], or NULL: no norm before the rotation */
     const float *cos, *sin;   /* [max_position, head_dim / 2] */
     const int64_t *positions; /* [num_rows] */
     const int64_t *slots;     /* [num_rows] */
     void *keys, *values;      /* [num_slots, num_kv_heads, head_dim] */
     int64_t num_heads, num_kv_heads, head_dim;
     int is_bfloat16;
+    float eps; /* of the norm */
 } Rotary;
 void rotate_and_store(const Rotary *rotary, int64_t num_rows, int num_threads);
 

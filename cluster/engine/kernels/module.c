@@ -19,11 +19,30 @@ static int read_integers(const char *name, PyObject *const *args, Py_ssize_t giv
     return 0;
 }
 
-#define FUNCTION(name, num_arguments) \
+/* The same with a number after them. */
+static int read_integers_and_number(
+    const char *name, PyObject *const *args, Py_ssize_t given, int count, int64_t *values, double *number) {
+    if (given != count + 1) {
+        PyErr_Format(PyExc_TypeError, "%s takes %d arguments, not %zd", name, count + 1, given);
+        return -1;
+    }
+    if (read_integers(name, args, count, count, values) < 0) return -1;
+    *number = PyFloat_AsDouble(args[count]);
+    return *number == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+#define FUNCTION(name, num_integers) \
     static PyObject *name##_(PyObject *module, PyObject *const *args, Py_ssize_t given) { \
         (void)module; \
         int64_t v[MAX_ARGUMENTS]; \
-        if (read_integers(#name, args, given, num_arguments, v) < 0) return NULL;
+        if (read_integers(#name, args, given, num_integers, v) < 0) return NULL;
+
+#define FUNCTION_WITH_NUMBER(name, num_integers) \
+    static PyObject *name##_(PyObject *module, PyObject *const *args, Py_ssize_t given) { \
+        (void)module; \
+        int64_t v[MAX_ARGUMENTS]; \
+        double number; \
+        if (read_integers_and_number(#name, args, given, num_integers, v, &number) < 0) return NULL;
 
 FUNCTION(linear, 10)
     const Linear job = {
@@ -36,36 +55,28 @@ FUNCTION(linear, 10)
     Py_RETURN_NONE;
 }
 
-FUNCTION(attention, 18)
+FUNCTION(attention, 19)
     const Attention job = {
         .qkv = (const float *)v[0], .keys = (const void *)v[1], .values = (const void *)v[2], .y = (float *)v[3],
         .row_starts = (const int64_t *)v[4], .context_lens = (const int64_t *)v[5],
         .block_tables = (const int64_t *)v[6],
         .positions = (const int64_t *)v[7], .paths = (const int64_t *)v[8], .path_len = v[9],
         .num_segments = v[10], .table_len = v[11], .block_size = v[12],
-        .num_heads = v[13], .num_kv_heads = v[14], .head_dim = v[15], .is_bfloat16 = (int)v[16],
+        .num_heads = v[13], .num_kv_heads = v[14], .head_dim = v[15], .span = v[16],
+        .is_bfloat16 = (int)v[17],
     };
     int result;
     Py_BEGIN_ALLOW_THREADS
-    result = attention(&job, (int)v[17]);
+    result = attention(&job, (int)v[18]);
     Py_END_ALLOW_THREADS
     if (result < 0) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
-static PyObject *add_rms_norm_(PyObject *module, PyObject *const *args, Py_ssize_t given) {
-    (void)module;
-    int64_t v[MAX_ARGUMENTS];
-    if (given != 8) {
-        PyErr_SetString(PyExc_TypeError, "add_rms_norm takes 8 arguments");
-        return NULL;
-    }
-    if (read_integers("add_rms_norm", args, 7, 7, v) < 0) return NULL;
-    const double eps = PyFloat_AsDouble(args[7]);
-    if (eps == -1.0 && PyErr_Occurred()) return NULL;
+FUNCTION_WITH_NUMBER(add_rms_norm, 7)
     const Norm job = {
         .hidden = (float *)v[0], .delta = (const float *)v[1], .weight = (const float *)v[2], .y = (float *)v[3],
-        .size = v[5], .eps = (float)eps,
+        .size = v[5], .eps = (float)number,
     };
     Py_BEGIN_ALLOW_THREADS
     add_rms_norm(&job, v[4], (int)v[6]);
@@ -81,15 +92,16 @@ FUNCTION(silu_and_mul, 5)
     Py_RETURN_NONE;
 }
 
-FUNCTION(rotate_and_store, 13)
+FUNCTION_WITH_NUMBER(rotate_and_store, 14)
     const Rotary job = {
-        .qkv = (float *)v[0], .cos = (const float *)v[1], .sin = (const float *)v[2],
-        .positions = (const int64_t *)v[3], .slots = (const int64_t *)v[4],
-        .keys = (void *)v[5], .values = (void *)v[6],
-        .num_heads = v[8], .num_kv_heads = v[9], .head_dim = v[10], .is_bfloat16 = (int)v[11],
+        .qkv = (float *)v[0], .norm = (const float *)v[1], .cos = (const float *)v[2], .sin = (const float *)v[3],
+        .positions = (const int64_t *)v[4], .slots = (const int64_t *)v[5],
+        .keys = (void *)v[6], .values = (void *)v[7],
+        .num_heads = v[9], .num_kv_heads = v[10], .head_dim = v[11], .is_bfloat16 = (int)v[12],
+        .eps = (float)number,
     };
     Py_BEGIN_ALLOW_THREADS
-    rotate_and_store(&job, v[7], (int)v[12]);
+    rotate_and_store(&job, v[8], (int)v[13]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

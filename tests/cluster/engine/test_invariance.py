@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine.batch import Batch
 from cluster.engine.cpu_ops import CpuOps, has_kernels
 from cluster.engine.invariance import check_invariance
-from cluster.engine.kv_cache import KVCache
 from cluster.engine.loader import load_model
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import Ops, TorchOps
@@ -45,8 +43,8 @@ def test_pytorchs_operators_are_refused(tiny_llama: Callable[..., Path]) -> None
 @needs_kernels
 def test_an_operator_that_breaks_the_promise_is_found(tiny_llama: Callable[..., Path]) -> None:
     class Uneven(CpuOps):
-        def attention(self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch) -> torch.Tensor:
-            return super().attention(qkv, layer, kv_cache, batch) * (1 + 1e-6 * (len(qkv) == 9))
+        def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+            return super().silu_and_mul(gate_up) * (1 + 1e-6 * (len(gate_up) == 10))
 
     folder = tiny_llama()
     checked = runner(folder, Uneven(ModelConfig.from_folder(folder), torch.bfloat16))

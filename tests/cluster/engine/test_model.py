@@ -11,7 +11,7 @@ import torch
 
 from cluster.engine.batch import Segment
 from cluster.engine.loader import load_model
-from cluster.engine.model import LlamaModel
+from cluster.engine.model import Decoder
 from cluster.engine.runner import ModelRunner
 
 BLOCK_SIZE = 4
@@ -22,9 +22,9 @@ Reference = Callable[[list[int]], torch.Tensor]
 
 
 def logits_of_transformers(folder: Path) -> Reference:
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     @torch.inference_mode()
     def reference(token_ids: list[int]) -> torch.Tensor:
@@ -148,7 +148,7 @@ class TestSteps:
 
 def test_bfloat16_is_near(tiny_llama: Callable[..., Path], reference: Reference) -> None:
     """The likeliest token of float32 is among the likeliest of bfloat16."""
-    model: LlamaModel = load_model(tiny_llama(), torch.bfloat16, torch.device("cpu"))
+    model: Decoder = load_model(tiny_llama(), torch.bfloat16, torch.device("cpu"))
     tokens = random_tokens(9, 20)
     logits = ModelRunner(model, BLOCK_SIZE, NUM_BLOCKS).run([Segment(tokens, 0, list(range(5)), num_logits=20)])
     assert logits.dtype == torch.float32

@@ -20,7 +20,10 @@ from cluster.engine.loader import load_model
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import Ops, TorchOps
 from cluster.engine.quantization import Quantization, quantize
+from cluster.engine.rope_config import RopeConfig
 from cluster.engine.runner import ModelRunner
+
+from .checkpoints import CHECKPOINTS
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -36,7 +39,7 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=48,
     rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
+    rope=RopeConfig(theta=10_000.0),
     max_position_embeddings=256,
     tie_word_embeddings=True,
     eos_token_ids=(0,),
@@ -78,6 +81,14 @@ class TestLinear:
                 linear(x).double(), x.double() @ weight.double().T, rtol=tolerance, atol=tolerance
             )
 
+    @pytest.mark.parametrize("kernel", [PlainLinear, PackedLinear, pytest.param(KernelLinear, marks=needs_kernels)])
+    def test_bias(self, kernel: Callable[..., Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        weight, bias = randn(1, 100, 33), randn(2, 100)
+        linear = kernel(weight, bias)
+        for num_rows in (0, 1, 3, 20):
+            x = randn(num_rows, num_rows, 33)
+            torch.testing.assert_close(linear(x), x @ weight.T + bias, rtol=1e-4, atol=1e-4)
+
     @needs_kernels
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_a_row_does_not_depend_on_the_others(self, dtype: torch.dtype, num_threads: int) -> None:
@@ -96,7 +107,7 @@ class TestLinear:
         self, kernel: Callable[..., Linear], bits: Literal[8, 4], group_size: int | None, out_features: int
     ) -> None:
         weight = quantize(randn(1, out_features, 192), Quantization(bits, group_size))
-        linear = kernel(weight) if kernel is KernelLinear else kernel(weight, torch.float32)
+        linear = kernel(weight) if kernel is KernelLinear else kernel(weight, None, torch.float32)
         for num_rows in (1, 2, 3, 4, 5, 8, 9, 17):
             x = randn(num_rows, num_rows, 192)
             torch.testing.assert_close(linear(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
@@ -164,17 +175,34 @@ class TestLayer:
     @pytest.mark.parametrize("block_size", [1, 4, 16, 24])
     def test_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
         config = replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        num_blocks = 400 // block_size + 8
-        batch = _batch([(0, 1), (0, 40), (15, 1), (16, 5), (100, 21), (199, 1)], block_size, num_blocks)
-        qkv = randn(5, len(batch.token_ids), (num_heads + 2 * num_kv_heads) * head_dim)
-        results = []
-        for ops in (CpuOps(config, torch.float32), TorchOps(config, torch.float32, CPU)):
-            cache = KVCache(config, num_blocks, block_size, torch.float32, CPU)
-            cache.keys.copy_(randn(6, *cache.keys.shape))
-            cache.values.copy_(randn(7, *cache.values.shape))
-            attended = ops.attention(qkv.clone(), 0, cache, batch)
-            results.append((attended, cache.keys, cache.values))
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        _assert_same_attention(config, block_size)
+
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (40, 1)])
+    @pytest.mark.parametrize("window", [1, 2, 7, 16, 17, 40, 119, 120, 255])
+    def test_attention_within_a_window(self, num_heads: int, num_kv_heads: int, window: int) -> None:
+        _assert_same_attention(
+            replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, sliding_windows=(window,)), block_size=4
+        )
+
+    @pytest.mark.parametrize("head_dim", [16, 48, 128])
+    def test_attention_with_normed_queries_and_keys(self, head_dim: int) -> None:
+        qk_norm = 1 + 0.3 * randn(8, CONFIG.num_heads + CONFIG.num_kv_heads, head_dim)
+        _assert_same_attention(replace(CONFIG, head_dim=head_dim), block_size=4, qk_norm=qk_norm)
+
+
+def _assert_same_attention(config: ModelConfig, block_size: int, qk_norm: torch.Tensor | None = None) -> None:
+    """Of the kernels and PyTorch's operators, over a mix of prefill, decode and verify segments."""
+    num_blocks = 400 // block_size + 8
+    batch = _batch([(0, 1), (0, 40), (15, 1), (16, 5), (100, 21), (199, 1)], block_size, num_blocks)
+    qkv = randn(5, len(batch.token_ids), config.q_size + 2 * config.kv_size)
+    results = []
+    for ops in (CpuOps(config, torch.float32), TorchOps(config, torch.float32, CPU)):
+        cache = KVCache(config, num_blocks, block_size, torch.float32, CPU)
+        cache.keys.copy_(randn(6, *cache.keys.shape))
+        cache.values.copy_(randn(7, *cache.values.shape))
+        attended = ops.attention(qkv.clone(), 0, cache, batch, qk_norm)
+        results.append((attended, cache.keys, cache.values))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def _batch(segments: list[tuple[int, int]], block_size: int, num_blocks: int) -> Batch:
@@ -194,27 +222,18 @@ def _batch(segments: list[tuple[int, int]], block_size: int, num_blocks: int) ->
 class TestModel:
     TOKENS = tuple(random.Random(1).choices(range(512), k=70))
 
-    def test_pytorchs_operators_equal_transformers(self, tiny_llama: Callable[..., Path]) -> None:
-        """They serve every other device; the rest of the tests runs on the fastest there is."""
-        from transformers import LlamaForCausalLM
-
-        folder, config = tiny_llama(), ModelConfig.from_folder(tiny_llama())
-        model = load_model(folder, torch.float32, CPU, ops=TorchOps(config, torch.float32, CPU))
-        with torch.inference_mode():
-            expected = LlamaForCausalLM.from_pretrained(folder).eval()(torch.tensor([self.TOKENS])).logits[0]
-        runner = ModelRunner(model, BLOCK_SIZE, NUM_BLOCKS)
-        table = list(range(18))
-        first = runner.run([Segment(self.TOKENS[:30], 0, table, num_logits=30)])
-        rest = runner.run([Segment(self.TOKENS[30:], 30, table, num_logits=40)])
-        torch.testing.assert_close(torch.cat([first, rest]), expected, rtol=1e-4, atol=1e-4)
-
     @needs_kernels
     @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        "checkpoint",
+        ["llama 3", "mistral with a window", "qwen2 with a window in one layer", "qwen3 with biases, yarn"],
+    )
     def test_same_bits_however_the_work_is_cut(
-        self, dtype: torch.dtype, tiny_llama: Callable[..., Path], num_threads: int
+        self, checkpoint: str, dtype: torch.dtype, tiny_folder: Callable[..., Path], num_threads: int
     ) -> None:
         """In one step, one token a step, in uneven chunks, and with other sequences in between."""
-        runner = ModelRunner(load_model(tiny_llama(), dtype, CPU), BLOCK_SIZE, NUM_BLOCKS)
+        folder = tiny_folder(**CHECKPOINTS[checkpoint])
+        runner = ModelRunner(load_model(folder, dtype, CPU), BLOCK_SIZE, NUM_BLOCKS)
         tokens, table, other = list(self.TOKENS), list(range(18)), list(range(20, 40))
         whole = runner.run([Segment(tokens, 0, table, num_logits=70)])
         for chunks in ([1] * 70, [5, 1, 17, 47], [33, 33, 4]):

@@ -21,11 +21,16 @@ PREFIX = list(range(3, 40))
 BLOCK_SIZE = 4
 
 
+@pytest.fixture(params=[{}, {"family": "mistral", "sliding_window": 6}], ids=["llama", "window of 6"])
+def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
+    return tiny_folder(**request.param)
+
+
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.skipif(not has_kernels(), reason="none"))])
-def runner(request: pytest.FixtureRequest, tiny_llama: Callable[..., Path]) -> ModelRunner:
-    config = ModelConfig.from_folder(tiny_llama())
+def runner(request: pytest.FixtureRequest, folder: Path) -> ModelRunner:
+    config = ModelConfig.from_folder(folder)
     ops = CpuOps(config, torch.float32) if request.param == "kernels" else TorchOps(config, torch.float32, CPU)
-    return ModelRunner(load_model(tiny_llama(), torch.float32, CPU, ops=ops), BLOCK_SIZE, 64)
+    return ModelRunner(load_model(folder, torch.float32, CPU, ops=ops), BLOCK_SIZE, 64)
 
 
 def random_tree(seed: int, size: int) -> tuple[list[int], list[int]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import SampleRequest, sample
 from cluster.targets.base import GenerationRequest
 
+from ..engine.checkpoints import CHECKPOINTS
 from .loopback import BackgroundLoop, LoopbackDraft, LoopbackTarget, wait_until
 
 TARGET_SEED, OTHER_SEED = 0, 1
@@ -81,8 +84,13 @@ def new_target(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[Callable
     """new_target(drafts, **speculation): a target linked to `drafts`; it must leave no block in use."""
     targets: list[LoopbackTarget] = []
 
-    def start(drafts: Sequence[LoopbackDraft], num_blocks: int = 128, **speculation: object) -> LoopbackTarget:
-        runner = new_runner(8, num_blocks, seed=TARGET_SEED)
+    def start(
+        drafts: Sequence[LoopbackDraft],
+        num_blocks: int = 128,
+        model: Mapping[str, Any] = MappingProxyType({"seed": TARGET_SEED}),
+        **speculation: object,
+    ) -> LoopbackTarget:
+        runner = new_runner(8, num_blocks, **model)
         target = LoopbackTarget(loop, runner, [draft.address for draft in drafts], **speculation)
         targets.append(target)
         target.wait_for_links(len(drafts))
@@ -155,6 +163,26 @@ class TestSameTokens:
         target = new_target([same_draft, other_draft])
         requests = [replace(request, num_speculative_tokens=k) for k, request in enumerate(mixed_requests(0))]
         assert target.generate(requests) == list(expected.values())
+
+    @pytest.mark.parametrize("checkpoint", ["mistral with a window", "qwen2", "qwen3"])
+    def test_of_another_family(
+        self,
+        checkpoint: str,
+        loop: BackgroundLoop,
+        new_runner: NewRunner,
+        new_target: Callable[..., LoopbackTarget],
+        other_draft: LoopbackDraft,
+    ) -> None:
+        """Drafted for by itself, and by a Llama."""
+        model = CHECKPOINTS[checkpoint]
+        expected = new_target([], model=model).generate(mixed_requests(0))
+        own_draft = LoopbackDraft(loop, new_runner(8, 128, **model))
+        target, requests = new_target([own_draft], model=model), mixed_requests(4)
+        assert target.generate(requests) == expected
+        drafted, accepted = acceptance(target, requests)
+        assert accepted >= 0.95 * drafted > 0
+        own_draft.stop()
+        assert new_target([other_draft], model=model).generate(mixed_requests(4)) == expected
 
     def test_when_every_proposal_is_late(
         self, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft, expected: dict[int, list[int]]

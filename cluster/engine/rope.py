@@ -1,0 +1,64 @@
+"""Rotary angles (Su et al., arXiv 2104.09864), in the float32 arithmetic of `transformers`, operation by operation:
+at position 100,000 one unit in the last place of a frequency is a hundredth of a radian."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.rope_config import LinearScaling, Llama3Scaling, YarnScaling
+
+
+def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of every position, [max_position_embeddings, head_dim / 2]."""
+    theta, scaling = config.rope.theta, config.rope.scaling
+    # The positions that a frequency takes for one radian.
+    periods = theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+    frequencies = 1.0 / periods
+    amplitude = 1.0
+    if isinstance(scaling, LinearScaling):
+        frequencies = frequencies / scaling.factor
+    elif isinstance(scaling, Llama3Scaling):
+        frequencies = _llama3(frequencies, scaling)
+    elif isinstance(scaling, YarnScaling):
+        frequencies = _yarn(periods, theta, scaling)
+        amplitude = scaling.attention_factor
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    return angles.cos() * amplitude, angles.sin() * amplitude
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """[head_dim / 2] → [head_dim / 2]."""
+    original, low, high = (
+        scaling.original_max_position_embeddings,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+    )
+    wavelengths = 2 * math.pi / frequencies
+    slowed = frequencies / scaling.factor
+    share = (original / wavelengths - low) / (high - low)
+    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
+    kept_or_blended = torch.where(wavelengths < original / high, frequencies, blended)
+    return torch.where(wavelengths > original / low, slowed, kept_or_blended)
+
+
+def _yarn(periods: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Tensor:
+    """[head_dim / 2] → [head_dim / 2]."""
+    head_dim = 2 * len(periods)
+
+    def index_that_turns(times: float) -> float:
+        """Which frequency, counted in dimensions, turns `times` times in the original context."""
+        turned = scaling.original_max_position_embeddings / (times * 2 * math.pi)
+        return head_dim * math.log(turned) / (2 * math.log(theta))
+
+    first, last = index_that_turns(scaling.beta_fast), index_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001
+    kept = 1 - ((torch.arange(len(periods), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
