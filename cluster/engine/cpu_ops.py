@@ -7,11 +7,13 @@ rounding in between would only cost. A row's result does not depend on the other
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 
 from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
+from cluster.engine.layer import LayerWeights
 from cluster.engine.linear import Linear
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.quantization import QuantizedWeight
@@ -39,6 +41,7 @@ class CpuOps:
         self._config = config
         self._is_bfloat16 = int(dtype == torch.bfloat16)
         self._cos, self._sin = (table.contiguous() for table in rotary_table(config))
+        self._model: _Model | None = None
 
     @staticmethod
     def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -50,12 +53,11 @@ class CpuOps:
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.float().contiguous()
 
-    def add_rms_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         normed = torch.empty_like(hidden)
         num_rows, size = hidden.shape
-        _kernels.add_rms_norm(
+        _kernels.rms_norm(
             hidden.data_ptr(),
-            0 if delta is None else delta.data_ptr(),
             weight.data_ptr(),
             normed.data_ptr(),
             num_rows,
@@ -65,58 +67,79 @@ class CpuOps:
         )
         return normed
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        product = gate_up.new_empty(num_rows, size)
-        _kernels.silu_and_mul(gate_up.data_ptr(), product.data_ptr(), num_rows, size, torch.get_num_threads())
-        return product
-
-    def attention(
-        self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch, qk_norm: torch.Tensor | None = None
+    def run_layers(
+        self, hidden: torch.Tensor, layers: Sequence[LayerWeights], kv_cache: KVCache, batch: Batch
     ) -> torch.Tensor:
-        config, num_threads = self._config, torch.get_num_threads()
-        keys, values = kv_cache.keys[layer].data_ptr(), kv_cache.values[layer].data_ptr()
+        hidden = hidden.contiguous()
+        if self._model is None or self._model.kv_cache is not kv_cache:
+            self._model = _Model(self._config, layers, kv_cache, self._cos, self._sin, self._is_bfloat16)
+        scratch = hidden.new_empty(len(hidden), self._model.scratch_size)
         num_segments, table_len = batch.block_tables.shape
-        _kernels.rotate_and_store(
-            qkv.data_ptr(),
-            0 if qk_norm is None else qk_norm.data_ptr(),
-            self._cos.data_ptr(),
-            self._sin.data_ptr(),
+        _kernels.layers(
+            self._model.address,
+            hidden.data_ptr(),
+            scratch.data_ptr(),
             batch.positions.data_ptr(),
             batch.slots.data_ptr(),
-            keys,
-            values,
-            len(qkv),
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            self._is_bfloat16,
-            num_threads,
-            config.rms_norm_eps,
-        )
-        attended = qkv.new_empty(len(qkv), config.q_size)
-        _kernels.attention(
-            qkv.data_ptr(),
-            keys,
-            values,
-            attended.data_ptr(),
             batch.row_starts.data_ptr(),
             batch.context_lens.data_ptr(),
             batch.block_tables.data_ptr(),
-            batch.positions.data_ptr(),
             0 if batch.paths is None else batch.paths.data_ptr(),
-            0 if batch.paths is None else batch.paths.shape[1],
+            len(hidden),
             num_segments,
             table_len,
-            kv_cache.block_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.attention_span(layer),
-            self._is_bfloat16,
-            num_threads,
+            0 if batch.paths is None else batch.paths.shape[1],
+            torch.get_num_threads(),
+            self._config.rms_norm_eps,
         )
-        return attended
+        return hidden
+
+
+class _Model:
+    """Where everything is that does not change from step to step: a Model of kernels.h, as a table of numbers."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[LayerWeights],
+        kv_cache: KVCache,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        is_bfloat16: int,
+    ) -> None:
+        self.kv_cache = kv_cache
+        rows = [
+            [
+                layer.input_norm.data_ptr(),
+                layer.post_attention_norm.data_ptr(),
+                0 if layer.qk_norm is None else layer.qk_norm.data_ptr(),
+                *(number for linear in layer.linears for number in _weight_of(linear)),
+                kv_cache.keys[index].data_ptr(),
+                kv_cache.values[index].data_ptr(),
+                config.attention_span(index),
+            ]
+            for index, layer in enumerate(layers)
+        ]
+        self._layers = torch.tensor(rows, dtype=torch.int64)
+        shape = (config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
+        self._table = torch.tensor(
+            [
+                self._layers.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                len(layers),
+                *shape,
+                kv_cache.block_size,
+                is_bfloat16,
+            ]
+        )
+        self.address = self._table.data_ptr()
+        self.scratch_size = _kernels.scratch_size(self.address)
+
+
+def _weight_of(linear: Linear) -> list[int]:
+    assert isinstance(linear, KernelLinear)
+    return linear.weight
 
 
 class _Format(enum.IntEnum):
@@ -129,39 +152,41 @@ class _Format(enum.IntEnum):
 
 
 class KernelLinear:
-    """Float32 rows times a weight, which is laid out once in the order it is read (`kernels/linear.c`)."""
+    """Float32 rows times a weight, which is laid out once in the order it is read (`kernels/linear.c`).
+
+    `weight` is a Weight of kernels.h, as numbers; it holds as long as this object lives.
+    """
 
     def __init__(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         if isinstance(weight, QuantizedWeight):
-            self._format = _Format.INT8 if weight.bits == 8 else _Format.INT4
-            values, self._group_size = weight.values, weight.group_size
+            weight_format = _Format.INT8 if weight.bits == 8 else _Format.INT4
+            values, group_size = weight.values, weight.group_size
             self._scales = _lay_out(weight.scales, _Format.FLOAT32)
         else:
-            self._format = _Format.FLOAT32 if weight.dtype == torch.float32 else _Format.BFLOAT16
-            values, self._group_size = weight, weight.shape[1]
+            weight_format = _Format.FLOAT32 if weight.dtype == torch.float32 else _Format.BFLOAT16
+            values, group_size = weight, weight.shape[1]
             self._scales = torch.empty(0)
-        self._out_features, self._in_features = values.shape
         self._bias = None if bias is None else bias.float()
-        self._panels = _lay_out(values, self._format)
+        self._panels = _lay_out(values, weight_format)
         self.num_bytes = self._panels.nbytes + self._scales.nbytes
+        self._out_features, in_features = values.shape
+        self.weight = [
+            self._panels.data_ptr(),
+            self._scales.data_ptr(),
+            0 if self._bias is None else self._bias.data_ptr(),
+            in_features,
+            self._out_features,
+            group_size,
+            weight_format,
+        ]
+        self._table = torch.tensor(self.weight, dtype=torch.int64)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == torch.float32
         x = x.contiguous()
         y = x.new_empty(x.shape[0], self._out_features)
-        _kernels.linear(
-            x.data_ptr(),
-            self._panels.data_ptr(),
-            self._scales.data_ptr(),
-            y.data_ptr(),
-            x.shape[0],
-            self._in_features,
-            self._out_features,
-            self._group_size,
-            self._format,
-            torch.get_num_threads(),
-        )
-        return y if self._bias is None else y.add_(self._bias)
+        _kernels.linear(x.data_ptr(), self._table.data_ptr(), y.data_ptr(), x.shape[0], torch.get_num_threads())
+        return y
 
 
 def _lay_out(weight: torch.Tensor, weight_format: _Format) -> torch.Tensor:

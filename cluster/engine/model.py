@@ -13,20 +13,10 @@ import torch.nn.functional as F
 
 from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
+from cluster.engine.layer import LayerWeights
 from cluster.engine.linear import Linear
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import Ops
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    input_norm: torch.Tensor  # [hidden_size]
-    qkv: Linear  # hidden_size → q_size + 2 * kv_size
-    qk_norm: torch.Tensor | None  # [num_heads + num_kv_heads, head_dim]
-    output: Linear  # q_size → hidden_size
-    post_attention_norm: torch.Tensor  # [hidden_size]
-    gate_up: Linear  # hidden_size → 2 * intermediate_size
-    down: Linear  # intermediate_size → hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +44,7 @@ class Decoder:
     def num_bytes_read(self) -> int:
         """What a step reads of the weights, however many rows it has."""
         weights = self._weights
-        linears = [
-            linear for layer in weights.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
+        linears = [linear for layer in weights.layers for linear in layer.linears]
         return sum(linear.num_bytes for linear in (*linears, weights.head))
 
     @torch.inference_mode()
@@ -65,13 +53,7 @@ class Decoder:
 
         Returns the logits of its logit rows, float32 [num_logit_rows, vocab_size].
         """
-        ops, delta = self._ops, None
-        hidden = F.embedding(batch.token_ids, self._weights.embedding).to(ops.activation_dtype)
-        for index, layer in enumerate(self._weights.layers):
-            normed = ops.add_rms_norm(hidden, delta, layer.input_norm)
-            delta = layer.output(ops.attention(layer.qkv(normed), index, kv_cache, batch, layer.qk_norm))
-            normed = ops.add_rms_norm(hidden, delta, layer.post_attention_norm)
-            delta = layer.down(ops.silu_and_mul(layer.gate_up(normed)))
-        last = hidden.index_select(0, batch.logit_rows)
-        last_delta = None if delta is None else delta.index_select(0, batch.logit_rows)
-        return self._weights.head(ops.add_rms_norm(last, last_delta, self._weights.norm)).float()
+        ops, weights = self._ops, self._weights
+        embeddings = F.embedding(batch.token_ids, weights.embedding).to(ops.activation_dtype)
+        hidden = ops.run_layers(embeddings, weights.layers, kv_cache, batch)
+        return weights.head(ops.norm(hidden.index_select(0, batch.logit_rows), weights.norm)).float()

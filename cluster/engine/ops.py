@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from cluster.engine.attention import paged_attention
 from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
+from cluster.engine.layer import LayerWeights
 from cluster.engine.linear import Linear, PackedLinear, PlainLinear, QuantizedLinear
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.quantization import QuantizedWeight
@@ -26,22 +28,15 @@ class Ops(Protocol):
         """The product with `weight` [out_features, in_features], plus `bias` [out_features]."""
 
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """`weight` as `add_rms_norm` ([hidden_size]) and `attention` want it."""
+        """`weight` as these operators want it."""
 
-    def add_rms_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-        """Adds `delta` to `hidden` in place; returns the norm of the sum times `weight`."""
+    def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The root mean square norm of [num_tokens, hidden_size], times `weight`."""
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(first half) * second half: [num_tokens, 2 * size] → [num_tokens, size]."""
-
-    def attention(
-        self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch, qk_norm: torch.Tensor | None = None
+    def run_layers(
+        self, hidden: torch.Tensor, layers: Sequence[LayerWeights], kv_cache: KVCache, batch: Batch
     ) -> torch.Tensor:
-        """Rotates queries and keys, stores keys and values, attends: → [num_tokens, q_size]. May overwrite `qkv`.
-
-        `qk_norm` [num_heads + num_kv_heads, head_dim]: weights of the norm of each query and key before they are
-        rotated, where the model has one.
-        """
+        """Runs `layers`, writing the KV of every row: [num_tokens, hidden_size] in and out. May overwrite `hidden`."""
 
 
 class TorchOps:
@@ -70,30 +65,32 @@ class TorchOps:
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
-    def add_rms_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-        if delta is not None:
-            hidden += delta
-        return self._rms_norm(hidden, weight)
+    def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(hidden.float(), (hidden.shape[-1],), eps=self._config.rms_norm_eps)
+        return weight * normed.to(hidden.dtype)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def attention(
-        self, qkv: torch.Tensor, layer: int, kv_cache: KVCache, batch: Batch, qk_norm: torch.Tensor | None = None
+    def run_layers(
+        self, hidden: torch.Tensor, layers: Sequence[LayerWeights], kv_cache: KVCache, batch: Batch
     ) -> torch.Tensor:
+        for index, layer in enumerate(layers):
+            normed = self.norm(hidden, layer.input_norm)
+            hidden = hidden + layer.output(self._attention(index, layer, normed, kv_cache, batch))
+            gate, up = layer.gate_up(self.norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(F.silu(gate) * up)
+        return hidden
+
+    def _attention(
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, kv_cache: KVCache, batch: Batch
+    ) -> torch.Tensor:
+        """→ [num_tokens, q_size]"""
         config = self._config
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        # Queries and keys are neighbours, so one rotation serves both.
+        heads = layer.qkv(hidden).view(len(hidden), -1, config.head_dim)
+        # Queries and keys are neighbours, so one norm and one rotation serve both.
         to_rotate = heads[:, : -config.num_kv_heads]
-        if qk_norm is not None:
-            to_rotate = self._rms_norm(to_rotate, qk_norm)
+        if layer.qk_norm is not None:
+            to_rotate = self.norm(to_rotate, layer.qk_norm)
         turned = to_rotate.roll(config.head_dim // 2, dims=-1)
         rotated = to_rotate * self._cos[batch.positions] + turned * self._signed_sin[batch.positions]
         query, keys = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
-        kv_cache.write(layer, keys, heads[:, -config.num_kv_heads :], batch.slots)
-        return paged_attention(query, kv_cache, layer, batch, config.attention_span(layer)).flatten(1)
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self._config.rms_norm_eps)
-        return weight * normed.to(x.dtype)
+        kv_cache.write(index, keys, heads[:, -config.num_kv_heads :], batch.slots)
+        return paged_attention(query, kv_cache, index, batch, config.attention_span(index)).flatten(1)

@@ -23,12 +23,17 @@ void parallel_for(Task task, const void *job, int64_t count, int num_threads);
 /* linear.c */
 typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } Format; /* of weights; linear.c says how they lie */
 typedef struct {
-    const float *x;      /* [num_rows, in_features] */
     const void *panels;  /* [out_features / PANEL, in_features, PANEL] */
     const float *scales; /* integers only: [out_features / PANEL, in_features / group_size, PANEL] */
-    float *y;            /* [num_rows, out_features] */
-    int64_t num_rows, in_features, out_features, group_size;
-    Format format;
+    const float *bias;   /* [out_features] or NULL */
+    int64_t in_features, out_features, group_size;
+    int64_t format; /* a Format */
+} Weight;
+typedef struct {
+    const float *x; /* [num_rows, in_features] */
+    const Weight *weight;
+    float *y; /* [num_rows, out_features] */
+    int64_t num_rows;
 } Linear;
 void linear(const Linear *linear, int num_threads);
 
@@ -79,6 +84,29 @@ typedef struct {
     float eps; /* of the norm */
 } Rotary;
 void rotate_and_store(const Rotary *rotary, int64_t num_rows, int num_threads);
+
+/* layers.c */
+typedef struct { /* 64-bit numbers only: Python fills it as a row of a table */
+    const float *input_norm, *post_attention_norm; /* [hidden_size] */
+    const float *qk_norm;                          /* as in Rotary */
+    Weight qkv, output, gate_up, down;
+    void *keys, *values;
+    int64_t span;
+} Layer;
+typedef struct { /* likewise */
+    const Layer *layers;
+    const float *cos, *sin;
+    int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, is_bfloat16;
+} Model;
+typedef struct {
+    float *hidden;  /* [num_rows, hidden_size]: embeddings; becomes what the last layer leaves */
+    float *scratch; /* [num_rows, scratch_size(model)] */
+    const int64_t *positions, *slots, *row_starts, *context_lens, *block_tables, *paths;
+    int64_t num_rows, num_segments, table_len, path_len;
+    float eps;
+} Step;
+int64_t scratch_size(const Model *model);
+int layers(const Model *model, const Step *step, int num_threads); /* 0, or -1 without memory */
 
 INLINE __mmask16 first_lanes(int64_t count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
 

@@ -65,10 +65,10 @@ INLINE void tile(const Linear *l, int64_t row, int64_t out, const int rows, cons
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) sums[r][v] = _mm512_setzero_ps();
-    const float *x = l->x + row * l->in_features;
-    const int64_t n = l->in_features, group_size = format >= INT8 ? l->group_size : n, first = out % PANEL;
-    const char *panel = (const char *)l->panels + out / PANEL * n * bytes_per_input(format);
-    const float *group_scales = l->scales + (format >= INT8 ? out / PANEL * (n / group_size) * PANEL + first : 0);
+    const float *x = l->x + row * l->weight->in_features;
+    const int64_t n = l->weight->in_features, group_size = format >= INT8 ? l->weight->group_size : n, first = out % PANEL;
+    const char *panel = (const char *)l->weight->panels + out / PANEL * n * bytes_per_input(format);
+    const float *group_scales = l->weight->scales + (format >= INT8 ? out / PANEL * (n / group_size) * PANEL + first : 0);
     for (int64_t start = 0; start < n; start += group_size, group_scales += PANEL) {
         if (format >= INT8) {
 #pragma GCC unroll 4
@@ -93,9 +93,11 @@ INLINE void tile(const Linear *l, int64_t row, int64_t out, const int rows, cons
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             int64_t o = out + LANES * v;
-            if (o < l->out_features)
-                _mm512_mask_storeu_ps(l->y + (row + r) * l->out_features + o, first_lanes(l->out_features - o),
-                                      sums[r][v]);
+            if (o >= l->weight->out_features) continue;
+            const __mmask16 mask = first_lanes(l->weight->out_features - o);
+            if (l->weight->bias != NULL)
+                sums[r][v] = _mm512_add_ps(sums[r][v], _mm512_maskz_loadu_ps(mask, l->weight->bias + o));
+            _mm512_mask_storeu_ps(l->y + (row + r) * l->weight->out_features + o, mask, sums[r][v]);
         }
 }
 
@@ -124,7 +126,7 @@ INLINE void panel(const Linear *l, int64_t out, const Format format) {
 
 TARGET static void panel_task(const void *job, int64_t item) {
     const Linear *l = job;
-    switch (l->format) {
+    switch ((Format)l->weight->format) {
         case FLOAT32: panel(l, item * PANEL, FLOAT32); break;
         case BFLOAT16: panel(l, item * PANEL, BFLOAT16); break;
         case INT8: panel(l, item * PANEL, INT8); break;
@@ -133,5 +135,5 @@ TARGET static void panel_task(const void *job, int64_t item) {
 }
 
 void linear(const Linear *l, int num_threads) {
-    parallel_for(panel_task, l, (l->out_features + PANEL - 1) / PANEL, num_threads);
+    parallel_for(panel_task, l, (l->weight->out_features + PANEL - 1) / PANEL, num_threads);
 }

@@ -15,6 +15,7 @@ import torch
 from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.cpu_ops import CpuOps, KernelLinear, has_kernels
 from cluster.engine.kv_cache import KVCache
+from cluster.engine.layer import LayerWeights
 from cluster.engine.linear import Linear, PackedLinear, PlainLinear, QuantizedLinear
 from cluster.engine.loader import load_model
 from cluster.engine.model_config import ModelConfig
@@ -34,7 +35,7 @@ CONFIG = ModelConfig(
     vocab_size=100,
     hidden_size=96,
     intermediate_size=128,
-    num_layers=1,
+    num_layers=2,
     num_heads=6,
     num_kv_heads=2,
     head_dim=48,
@@ -147,62 +148,83 @@ class TestLinear:
 
 
 @needs_kernels
-class TestLayer:
-    """Against PyTorch's operators in float32."""
-
-    @pytest.fixture
-    def both(self) -> tuple[Ops, Ops]:
-        return CpuOps(CONFIG, torch.float32), TorchOps(CONFIG, torch.float32, CPU)
+class TestLayers:
+    """Against PyTorch's operators in float32, over a mix of prefill, decode and verify segments."""
 
     @pytest.mark.parametrize("size", [1, 16, 50, 96])
-    @pytest.mark.parametrize("with_delta", [True, False])
-    def test_add_rms_norm(self, both: tuple[Ops, Ops], size: int, with_delta: bool) -> None:
-        hidden, delta, weight = randn(1, 7, size), randn(2, 7, size) if with_delta else None, randn(3, size)
-        results = []
-        for ops in both:
-            own = hidden.clone()
-            results.append((ops.add_rms_norm(own, delta, weight), own))
-        torch.testing.assert_close(*results)
-
-    @pytest.mark.parametrize("num_rows", [1, 300])
-    def test_silu_and_mul(self, both: tuple[Ops, Ops], num_rows: int, num_threads: int) -> None:
-        gate_up = 20 * randn(4, num_rows, 2 * 130)
-        gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, 1e-30])
-        torch.testing.assert_close(*(ops.silu_and_mul(gate_up) for ops in both))
+    def test_norm(self, size: int) -> None:
+        both = CpuOps(CONFIG, torch.float32), TorchOps(CONFIG, torch.float32, CPU)
+        hidden, weight = randn(1, 7, size), randn(3, size)
+        torch.testing.assert_close(*(ops.norm(hidden, weight) for ops in both))
 
     @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (40, 1)])
     @pytest.mark.parametrize("head_dim", [16, 48, 64])
     @pytest.mark.parametrize("block_size", [1, 4, 16, 24])
-    def test_attention(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    def test_heads_and_blocks(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
         config = replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        _assert_same_attention(config, block_size)
+        assert_same_layers(config, block_size)
 
     @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (40, 1)])
     @pytest.mark.parametrize("window", [1, 2, 7, 16, 17, 40, 119, 120, 255])
-    def test_attention_within_a_window(self, num_heads: int, num_kv_heads: int, window: int) -> None:
-        _assert_same_attention(
-            replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, sliding_windows=(window,)), block_size=4
+    def test_windows(self, num_heads: int, num_kv_heads: int, window: int) -> None:
+        windows = (window,) * CONFIG.num_layers
+        assert_same_layers(
+            replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, sliding_windows=windows), block_size=4
         )
 
     @pytest.mark.parametrize("head_dim", [16, 48, 128])
-    def test_attention_with_normed_queries_and_keys(self, head_dim: int) -> None:
-        qk_norm = 1 + 0.3 * randn(8, CONFIG.num_heads + CONFIG.num_kv_heads, head_dim)
-        _assert_same_attention(replace(CONFIG, head_dim=head_dim), block_size=4, qk_norm=qk_norm)
+    def test_normed_queries_and_keys(self, head_dim: int) -> None:
+        assert_same_layers(replace(CONFIG, head_dim=head_dim), block_size=4, has_qk_norm=True)
+
+    @pytest.mark.parametrize("intermediate_size", [7, 130])
+    def test_biases_large_gates_and_threads(self, intermediate_size: int, num_threads: int) -> None:
+        """Gates in the hundreds, where an exponential would overflow."""
+        config = replace(CONFIG, intermediate_size=intermediate_size)
+        assert_same_layers(config, block_size=16, has_bias=True, gate_scale=300.0)
 
 
-def _assert_same_attention(config: ModelConfig, block_size: int, qk_norm: torch.Tensor | None = None) -> None:
-    """Of the kernels and PyTorch's operators, over a mix of prefill, decode and verify segments."""
+def assert_same_layers(
+    config: ModelConfig,
+    block_size: int,
+    *,
+    has_qk_norm: bool = False,
+    has_bias: bool = False,
+    gate_scale: float = 1.0,
+) -> None:
     num_blocks = 400 // block_size + 8
     batch = _batch([(0, 1), (0, 40), (15, 1), (16, 5), (100, 21), (199, 1)], block_size, num_blocks)
-    qkv = randn(5, len(batch.token_ids), config.q_size + 2 * config.kv_size)
+    hidden = randn(5, len(batch.token_ids), config.hidden_size)
     results = []
     for ops in (CpuOps(config, torch.float32), TorchOps(config, torch.float32, CPU)):
+        layers = [random_layer(config, ops, index, has_qk_norm, has_bias, gate_scale) for index in range(2)]
         cache = KVCache(config, num_blocks, block_size, torch.float32, CPU)
         cache.keys.copy_(randn(6, *cache.keys.shape))
         cache.values.copy_(randn(7, *cache.values.shape))
-        attended = ops.attention(qkv.clone(), 0, cache, batch, qk_norm)
-        results.append((attended, cache.keys, cache.values))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        results.append((ops.run_layers(hidden.clone(), layers, cache, batch), cache.keys, cache.values))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
+
+
+def random_layer(
+    config: ModelConfig, ops: Ops, seed: int, has_qk_norm: bool, has_bias: bool, gate_scale: float
+) -> LayerWeights:
+    """Every product keeps the size of what goes in; attention is far from even."""
+
+    def linear(kind: int, out_features: int, in_features: int, scale: float = 1.0) -> Linear:
+        weight = scale * randn(10 * seed + kind, out_features, in_features) / in_features**0.5
+        return ops.make_linear(weight, randn(10 * seed + kind + 5, out_features) if has_bias else None)
+
+    def norm(kind: int, *shape: int) -> torch.Tensor:
+        return ops.make_norm_weight(1 + 0.3 * randn(10 * seed + kind, *shape))
+
+    return LayerWeights(
+        input_norm=norm(0, config.hidden_size),
+        qkv=linear(1, config.q_size + 2 * config.kv_size, config.hidden_size, scale=2.0),
+        qk_norm=norm(2, config.num_heads + config.num_kv_heads, config.head_dim) if has_qk_norm else None,
+        output=linear(2, config.hidden_size, config.q_size),
+        post_attention_norm=norm(3, config.hidden_size),
+        gate_up=linear(3, 2 * config.intermediate_size, config.hidden_size, gate_scale),
+        down=linear(4, config.hidden_size, config.intermediate_size, 1 / gate_scale**2),
+    )
 
 
 def _batch(segments: list[tuple[int, int]], block_size: int, num_blocks: int) -> Batch:

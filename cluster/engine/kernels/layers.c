@@ -1,0 +1,50 @@
+/* All layers of a decoder, one after the other, without going back to Python in between. */
+#include "kernels.h"
+
+static int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
+
+int64_t scratch_size(const Model *m) {
+    /* normed and delta; queries, keys, values and what was attended to; gate and up, and their product */
+    return 2 * m->hidden_size + qkv_size(m) + m->num_heads * m->head_dim + 3 * m->intermediate_size;
+}
+
+static void project(const Weight *weight, const float *x, float *y, int64_t num_rows, int num_threads) {
+    const Linear job = {x, weight, y, num_rows};
+    linear(&job, num_threads);
+}
+
+int layers(const Model *m, const Step *s, int num_threads) {
+    const int64_t n = s->num_rows;
+    float *normed = s->scratch, *delta = normed + n * m->hidden_size, *qkv = delta + n * m->hidden_size;
+    float *attended = qkv + n * qkv_size(m), *gate_up = attended + n * m->num_heads * m->head_dim;
+    float *product = gate_up + n * 2 * m->intermediate_size;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        const Layer *l = &m->layers[i];
+        const Norm input_norm = {s->hidden, i > 0 ? delta : NULL, l->input_norm, normed, m->hidden_size, s->eps};
+        add_rms_norm(&input_norm, n, num_threads);
+        project(&l->qkv, normed, qkv, n, num_threads);
+        const Rotary rotary = {
+            .qkv = qkv, .norm = l->qk_norm, .cos = m->cos, .sin = m->sin, .positions = s->positions, .slots = s->slots,
+            .keys = l->keys, .values = l->values, .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads,
+            .head_dim = m->head_dim, .is_bfloat16 = (int)m->is_bfloat16, .eps = s->eps,
+        };
+        rotate_and_store(&rotary, n, num_threads);
+        const Attention attend = {
+            .qkv = qkv, .keys = l->keys, .values = l->values, .y = attended, .row_starts = s->row_starts,
+            .context_lens = s->context_lens, .block_tables = s->block_tables, .positions = s->positions,
+            .paths = s->paths, .path_len = s->path_len, .num_segments = s->num_segments, .table_len = s->table_len,
+            .block_size = m->block_size, .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads,
+            .head_dim = m->head_dim, .span = l->span, .is_bfloat16 = (int)m->is_bfloat16,
+        };
+        if (attention(&attend, num_threads) < 0) return -1;
+        project(&l->output, attended, delta, n, num_threads);
+        const Norm post_attention_norm = {s->hidden, delta, l->post_attention_norm, normed, m->hidden_size, s->eps};
+        add_rms_norm(&post_attention_norm, n, num_threads);
+        project(&l->gate_up, normed, gate_up, n, num_threads);
+        const Gate gate = {gate_up, product, m->intermediate_size};
+        silu_and_mul(&gate, n, num_threads);
+        project(&l->down, product, delta, n, num_threads);
+    }
+    for (int64_t i = 0; m->num_layers > 0 && i < n * m->hidden_size; i++) s->hidden[i] += delta[i];
+    return 0;
+}
