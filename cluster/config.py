@@ -52,6 +52,7 @@ class WorkerConfig(_Section):
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9, description="share of the GPU memory that is free beside the weights; the KV cache gets it"
     )
+    enable_prefix_caching: bool = Field(True, description="reuse the KV of tokens that earlier sequences began with")
     max_model_len: PositiveInt | None = Field(None, description="default: the model's own limit")
     max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")

@@ -23,9 +23,11 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """A model with its KV cache and the manager of its blocks."""
 
-    def __init__(self, model: LlamaModel, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, model: LlamaModel, block_size: int, num_blocks: int, *, enable_prefix_caching: bool = True
+    ) -> None:
         self.model = model
-        self.blocks = BlockManager(num_blocks, block_size)
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         self._kv_cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
 
     @classmethod
@@ -54,7 +56,7 @@ class ModelRunner:
                 f"{num_bytes} bytes of KV cache hold no block of {config.block_size} tokens of {config.model!r}: "
                 f"set kv_cache_bytes to at least {bytes_per_block}"
             )
-        return cls(model, config.block_size, num_blocks)
+        return cls(model, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         """One step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""

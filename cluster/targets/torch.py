@@ -116,8 +116,7 @@ class TorchTarget(Target):
         load, stats = self.load(), self._coordinator.stats
         yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", load.num_running)
         yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
-        yield Reading("outrider_kv_blocks_used", "KV blocks in use.", load.num_used_blocks)
-        yield Reading("outrider_kv_blocks", "KV blocks in all.", load.num_blocks)
+        yield from self._runner.blocks.readings()
         yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", load.num_draft_links)
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)

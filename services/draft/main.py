@@ -53,6 +53,5 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
 
 def _readings(worker: DraftWorker, drafter: Drafter) -> Iterable[Reading]:
     yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", worker.num_sequences)
-    yield Reading("outrider_kv_blocks_used", "KV blocks in use.", drafter.num_used_blocks)
-    yield Reading("outrider_kv_blocks", "KV blocks in all.", drafter.num_blocks)
+    yield from drafter.readings()
     yield from worker.step_time.readings("outrider_draft_step", "Steps of the drafter")

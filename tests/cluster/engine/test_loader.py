@@ -180,6 +180,16 @@ class TestRunner:
         assert kv_cache_budget(config, torch.device("cuda")) == 30 * 10**9
         assert kv_cache_budget(config, CPU) == 256 * 2**20
 
+    def test_prefix_caching_can_be_switched_off(self, tiny_llama: Callable[..., Path]) -> None:
+        for is_enabled in (True, False):
+            config = self.worker(tiny_llama(), kv_cache_bytes=2**18, enable_prefix_caching=is_enabled)
+            blocks = ModelRunner.from_config(config, dtype_on_cpu=torch.float32).blocks
+            table = blocks.allocate(1)
+            assert table is not None
+            blocks.cache(table, list(range(16)), 16)
+            blocks.free(table)
+            assert blocks.num_cached_blocks == int(is_enabled)
+
     def test_auto_dtype_depends_on_the_device(self) -> None:
         assert resolve_dtype("auto", CPU, on_cpu=torch.float32) is torch.float32
         assert resolve_dtype("auto", torch.device("cuda"), on_cpu=torch.float32) is torch.bfloat16

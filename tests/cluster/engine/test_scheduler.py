@@ -8,7 +8,7 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.scheduler import ScheduledSequence, Scheduler
 from cluster.engine.sequence import Sequence
 
-from .invariants import assert_blocks_are_owned_once
+from .invariants import assert_blocks_are_sound
 
 BLOCK_SIZE = 4
 
@@ -49,7 +49,7 @@ def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
         assert segment.context_len <= len(sequence.block_table) * BLOCK_SIZE
         assert len(scheduled.draft_token_ids) <= sequence.max_useful_drafts
         assert not scheduled.draft_token_ids or scheduled.yields_choices
-    assert_blocks_are_owned_once(scheduler._blocks, [s.block_table for s in scheduler.running])
+    assert_blocks_are_sound(scheduler._blocks, [s.block_table for s in scheduler.running])
 
 
 class TestAdmission:
@@ -184,7 +184,7 @@ class TestRemoval:
         scheduler.remove(sequence)
         assert sequence.block_table == []
         assert sequence not in scheduler.waiting
-        assert_blocks_are_owned_once(scheduler._blocks, [s.block_table for s in scheduler.running])
+        assert_blocks_are_sound(scheduler._blocks, [s.block_table for s in scheduler.running])
         scheduler.remove(other)
         assert scheduler._blocks.num_used_blocks == 0
         assert not scheduler.running
