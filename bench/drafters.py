@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.machine import describe_machine
-from bench.speedup import READY_TIMEOUT_SECONDS, measure, without_speculation
+from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, measure, without_speculation
 from cluster.config import load_config
 from services.launch.local import LocalCluster
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/drafters.json"))
     arguments = parser.parse_args()
     temperatures = [float(text) for text in arguments.temperatures.split(",")]
-    base = load_config(None, ["router.port=0", *arguments.overrides])
+    base = load_config(None, [*MEASURED, *arguments.overrides])
     k = base.speculation.num_speculative_tokens
     print(f"{base.target.model}, k = {k}, one stream, {arguments.repeats} repeats\n")
     print("| drafter | T | accepted / drafted | acceptance length | speedup | draft ms | verify ms | decode ms |")
@@ -47,7 +47,7 @@ def main() -> None:
     with LocalCluster(without_speculation(base)) as plain:
         plain.wait_ready(READY_TIMEOUT_SECONDS)
         for name, overrides in DRAFTERS.items():
-            config = load_config(None, ["router.port=0", *arguments.overrides, *overrides])
+            config = load_config(None, [*MEASURED, *arguments.overrides, *overrides])
             with LocalCluster(config) as speculative:
                 speculative.wait_ready(READY_TIMEOUT_SECONDS)
                 for temperature in temperatures:

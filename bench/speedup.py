@@ -24,6 +24,8 @@ from services.launch.local import LocalCluster
 
 READY_TIMEOUT_SECONDS = 120
 WARM_UP_PROMPTS = 4
+# Prompts come again in every repeat: a cache would leave their prefill out.
+MEASURED = ("router.port=0", "target.enable_prefix_caching=false", "draft.enable_prefix_caching=false")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Point:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    config = load_config(arguments.config, ["router.port=0", *arguments.overrides])
+    config = load_config(arguments.config, [*MEASURED, *arguments.overrides])
     k = config.speculation.num_speculative_tokens
     with LocalCluster(without_speculation(config)) as plain, LocalCluster(config) as speculative:
         for cluster in (plain, speculative):

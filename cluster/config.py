@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from cluster.errors import ConfigurationError
 
+DEFAULT_KV_CACHE_BYTES = 256 * 2**20
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 QuantizationName = Literal["int8", "int4"]
 DrafterName = Literal["model", "ngram", "self-int4", "layer-skip"]
@@ -44,7 +46,13 @@ class WorkerConfig(_Section):
     cpus: tuple[int, ...] | None = Field(None, description="pin the worker to these cores")
     replicas: PositiveInt = 1
     block_size: PositiveInt = Field(16, description="tokens in a KV block")
-    kv_cache_bytes: PositiveInt = 256 * 2**20
+    kv_cache_bytes: PositiveInt | None = Field(
+        DEFAULT_KV_CACHE_BYTES, description="null: by memory_utilization on a GPU, the default on a CPU"
+    )
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9, description="share of the GPU memory that is free beside the weights; the KV cache gets it"
+    )
+    enable_prefix_caching: bool = Field(True, description="reuse the KV of tokens that earlier sequences began with")
     max_model_len: PositiveInt | None = Field(None, description="default: the model's own limit")
     max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")

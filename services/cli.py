@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from cluster.config import Config, load_config
+from cluster.engine.memory_plan import Memory, PlannedModel, describe, plan_pair
 from cluster.errors import ConfigurationError
 from cluster.telemetry.logs import setup_logging
 from cluster.training.cli import add_arguments as add_train_arguments
@@ -79,6 +81,12 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(program, help=purpose)
         _add_config_arguments(command)
         command.set_defaults(run=_run_program)
+    plans = commands.add_parser("plan", help="tell what a deployment needs").add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    plan_memory = plans.add_parser("memory", help="GPU memory of a pair: weights, KV cache, largest batch")
+    _add_plan_memory_arguments(plan_memory)
+    plan_memory.set_defaults(run=_plan_memory)
     train = commands.add_parser("train", help="train the bundled pair of models")
     add_train_arguments(train)
     train.set_defaults(run=run_training)
@@ -103,6 +111,56 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option.flag, metavar=option.metavar, help=option.purpose)
 
 
+def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A MODEL is a size (1B, 1.5B, 7B, 8B, 13B, 70B), a size with its layers, KV heads and head size "
+        "(34B/48x8x128), a folder or a bundled model; its DTYPE fp32, fp16 (default), bf16, int8 or int4. "
+        "The exit code is 1 when not even one sequence fits."
+    )
+    parser.add_argument("--target", required=True, metavar="MODEL[:DTYPE]")
+    parser.add_argument("--draft", required=True, metavar="MODEL[:DTYPE]")
+    parser.add_argument(
+        "--gpu-memory", type=_above_zero(float), default=80.0, metavar="GB", help="of one GPU; default 80"
+    )
+    parser.add_argument(
+        "--gpus", type=_above_zero(int), default=1, metavar="N", help="that share the target; default 1"
+    )
+    parser.add_argument(
+        "--draft-gpu-memory",
+        type=_above_zero(float),
+        metavar="GB",
+        help="of the draft's own GPU (default: it has none)",
+    )
+    parser.add_argument("--context", type=_above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
+    parser.add_argument("--sequences", type=_above_zero(int), default=1, metavar="N", help="at once; default 1")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, choices=range(1, 65), default=5, metavar="K", help="default 5"
+    )
+    parser.add_argument("--block-size", type=_above_zero(int), default=16, metavar="TOKENS", help="default 16")
+    parser.add_argument(
+        "--memory-utilization",
+        type=_above_zero(float, at_most=1),
+        default=0.9,
+        metavar="SHARE",
+        help="of what the weights leave, for the KV cache; default 0.9",
+    )
+
+
+def _above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Callable[[str], float]:
+    """A parser of numbers for argparse."""
+
+    def parse(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not 0 < number <= at_most or math.isinf(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, {at_most:g} at most")
+        return number
+
+    return parse
+
+
 def _serve(arguments: argparse.Namespace) -> int:
     from services.launch.local import serve
 
@@ -113,6 +171,22 @@ def _serve(arguments: argparse.Namespace) -> int:
         for setting in option.settings
     ]
     return serve(load_config(arguments.config, [*options, *arguments.overrides]))
+
+
+def _plan_memory(arguments: argparse.Namespace) -> int:
+    def memory(gigabytes: float) -> Memory:
+        return Memory(gigabytes, arguments.memory_utilization, arguments.block_size)
+
+    draft_gigabytes: float | None = arguments.draft_gpu_memory
+    budgets = plan_pair(
+        PlannedModel.parse(arguments.target),
+        PlannedModel.parse(arguments.draft),
+        arguments.num_speculative_tokens,
+        memory(arguments.gpu_memory * arguments.gpus),
+        None if draft_gigabytes is None else memory(draft_gigabytes),
+    )
+    print("\n\n".join(describe(budget, arguments.context, arguments.sequences) for budget in budgets))
+    return 0 if all(budget.largest_batch(arguments.context) for budget in budgets) else 1
 
 
 def _run_program(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.config import WorkerConfig
 from cluster.engine.loader import Progress
+from cluster.engine.memory_plan import num_speculative_blocks
 from cluster.errors import PARAM_METADATA_KEY, ConfigurationError, OutriderError
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,18 @@ def loading_progress(model: str) -> Progress:
             logger.info("loading %s: %d %%", model, done * 100 // total)
 
     return progress
+
+
+def log_kv_cache(num_blocks: int, worker: WorkerConfig, num_slots: int) -> None:
+    """Logs the size of the KV cache, and how much of it `num_slots` speculative slots for each sequence may take."""
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %d of them for the %d speculative slots of each of %d sequences",
+        num_blocks,
+        worker.block_size,
+        num_speculative_blocks(worker.max_num_seqs, num_slots, worker.block_size),
+        num_slots,
+        worker.max_num_seqs,
+    )
 
 
 def new_epoch() -> int:

@@ -90,8 +90,13 @@ class Coordinator:
         self._num_openings_ever = 0
 
     def open(self, sequence: SpeculativeSequence) -> None:
-        """Starts drafting for `sequence`; with k = 0 it never is."""
-        if sequence.num_speculative_tokens == 0:
+        """Starts drafting for `sequence`; with k = 0 it never is.
+
+        A sequence that the engine preempted stays open: what was proposed for it still fits when it runs again, and
+        nobody waits for it meanwhile. There are never more open sequences than may run at once, as the engine
+        admits no other before it. Opening it again changes nothing.
+        """
+        if sequence.num_speculative_tokens == 0 or sequence.link is not None:
             return
         self._unassigned[sequence] = None
 

@@ -166,16 +166,17 @@ class DraftWorker:
                 replies.setdefault(entry.link, SpeculateReply()).proposals[entry.name] = entry.proposal()
 
     def _apply(self, link: int, request: SpeculateRequest, reply: SpeculateReply) -> None:
-        for opening in request.opens.values():
-            if not self._open(link, opening):
-                reply.refused.add(opening.sequence)
-        for advance in request.advances.values():
-            if advance.sequence not in reply.refused and not self._advance(link, advance):
-                reply.lost.add(advance.sequence)
+        # What was closed makes room for what is opened.
         for name in request.closes:
             entry = self._entries.get((link, name))
             if entry is not None:
                 self._release(entry)
+        for opening in request.opens.values():
+            if opening.sequence not in request.closes and not self._open(link, opening):
+                reply.refused.add(opening.sequence)
+        for advance in request.advances.values():
+            if advance.sequence not in reply.refused and not self._advance(link, advance):
+                reply.lost.add(advance.sequence)
 
     def _open(self, link: int, opening: Open) -> bool:
         """False when there is no room, no token, or one the draft lacks. Opening again replaces what was there."""

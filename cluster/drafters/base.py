@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.telemetry.metrics import Reading
 
 
 @dataclass(eq=False, slots=True)
@@ -91,3 +92,8 @@ class Drafter(ABC):
     @abstractmethod
     def release(self, sequence: DraftSequence) -> None:
         """Forgets `sequence` and frees what it held."""
+
+    def readings(self) -> Iterable[Reading]:
+        """The metrics of its KV cache; any thread."""
+        yield Reading("outrider_kv_blocks", "KV blocks in all.", self.num_blocks)
+        yield Reading("outrider_kv_blocks_used", "KV blocks in use.", self.num_used_blocks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,14 +11,15 @@ from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.sampling import SampleRequest, sample
+from cluster.telemetry.metrics import Reading
 
 
 @dataclass(slots=True)
 class _Cache:
     """What the KV cache holds of one sequence."""
 
-    block_table: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
+    block_table: list[int]
+    num_computed_tokens: int
 
 
 class ModelDrafter(Drafter):
@@ -42,26 +43,31 @@ class ModelDrafter(Drafter):
     def num_used_blocks(self) -> int:  # type: ignore[override]
         return self._runner.blocks.num_used_blocks
 
+    def readings(self) -> Iterable[Reading]:
+        return self._runner.blocks.readings()
+
     def admit(self, sequence: DraftSequence) -> bool:
         if len(self._caches) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
-        cache = _Cache()
-        if not self._reserve(cache, len(sequence.token_ids) + sequence.window):
+        num_tokens = min(len(sequence.token_ids) + sequence.window, self.max_model_len)
+        allocated = self._runner.blocks.allocate_for(sequence.token_ids, num_tokens)
+        if allocated is None:
             return False
-        self._caches[sequence] = cache
+        self._caches[sequence] = _Cache(*allocated)
         return True
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         segments: list[Segment] = []
         completed: list[DraftSequence] = []
         without_room: list[DraftSequence] = []
-        budget = self._max_num_batched_tokens
+        budget, blocks = self._max_num_batched_tokens, self._runner.blocks
         for sequence in sequences:
             cache = self._caches[sequence]
-            if not self._reserve(cache, len(sequence.token_ids)):
+            if not blocks.grow(cache.block_table, len(sequence.token_ids)):
                 without_room.append(sequence)
                 continue
             start = cache.num_computed_tokens
+            blocks.cache(cache.block_table, sequence.token_ids, min(start, sequence.num_committed))
             end = min(len(sequence.token_ids), start + budget)
             if start == end:
                 break
@@ -94,15 +100,3 @@ class ModelDrafter(Drafter):
 
     def release(self, sequence: DraftSequence) -> None:
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
-
-    def _reserve(self, cache: _Cache, num_tokens: int) -> bool:
-        """Extends the block table to hold `num_tokens` tokens, within the model's length."""
-        blocks = self._runner.blocks
-        missing = blocks.num_blocks_for(min(num_tokens, self.max_model_len)) - len(cache.block_table)
-        if missing <= 0:
-            return True
-        more = blocks.allocate(missing)
-        if more is None:
-            return False
-        cache.block_table.extend(more)
-        return True

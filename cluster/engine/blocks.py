@@ -1,42 +1,186 @@
-"""Which blocks of the KV cache are free."""
+"""Who owns which block of the KV cache, and which contents can be used again.
+
+A block is in one of three states:
+
+    used    in the table of a sequence, or of several that begin with the same tokens
+    cached  in no table, but what it holds can be used again
+    free    in no table, and nothing in it is of use
+
+A full block of committed tokens is known by a hash of them and of all tokens before them: SHA-256 over the hash of
+the block before it and its own token IDs. Speculative tokens are never hashed. A shared block is never written, as a
+sequence writes only where its KV is not computed yet.
+
+When blocks are needed and none is free, the cached one that was given back first is taken. A table is given back from
+its end, so that the beginnings of sequences, which others are likelier to share, stay longest.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from cluster.telemetry.metrics import Reading
+
 
 class BlockManager:
-    """Hands out fixed-size blocks of the KV cache, each to one owner at a time."""
+    """Hands out fixed-size blocks of the KV cache. Target and draft engines both use it.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Share of the tokens that did not have to be computed:
+        rate(vllm:prefix_cache_hits_total[1m]) / rate(vllm:prefix_cache_queries_total[1m])
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_queried_tokens = 0  # of the sequences that `allocate_for` made room for
+        self.num_hit_tokens = 0  # those of them whose KV was there
+        self._enable_prefix_caching = enable_prefix_caching
         # Taken from the end, so that low block numbers go first and a lone sequence gets neighbours.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._is_free = [True] * num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the one given back first comes first
+        self._num_owners = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        # Two sequences may have computed the same tokens beside each other: only one of those blocks is found.
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
 
     @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that can be allocated."""
+        return len(self._free) + len(self._cached)
+
+    @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_available_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """A block table of `num_blocks` blocks, or None, changing nothing, when fewer are free."""
-        if num_blocks > len(self._free):
+        """A block table of `num_blocks` blocks, or None, changing nothing, when fewer are available."""
+        if num_blocks > self.num_available_blocks:
             return None
-        blocks = [self._free.pop() for _ in range(num_blocks)]
-        for block in blocks:
-            self._is_free[block] = False
-        return blocks
+        return [self._take() for _ in range(num_blocks)]
+
+    def allocate_for(
+        self, token_ids: Sequence[int], num_tokens: int, *, reserve: int = 0
+    ) -> tuple[list[int], int] | None:
+        """A block table for `num_tokens` tokens that begin with `token_ids`, and how many of these are computed.
+
+        It begins with the longest cached prefix. The last of `token_ids` is never part of that: somebody wants the
+        logits after it. None, changing nothing, unless `reserve` blocks stay available.
+        """
+        if self.num_available_blocks <= reserve:  # the last token takes a block, so the prefix does not matter
+            return None
+        block_table = self._cached_prefix(token_ids)
+        num_shared = len(block_table)
+        num_missing = self.num_blocks_for(num_tokens) - num_shared
+        num_without_owner = sum(self._num_owners[block] == 0 for block in block_table)
+        if num_missing + num_without_owner + reserve > self.num_available_blocks:
+            return None
+        for block in block_table:
+            self._cached.pop(block, None)
+            self._num_owners[block] += 1
+        block_table.extend(self._take() for _ in range(num_missing))
+        self.num_queried_tokens += len(token_ids)
+        self.num_hit_tokens += num_shared * self.block_size
+        return block_table, num_shared * self.block_size
+
+    def grow(self, block_table: list[int], num_tokens: int) -> bool:
+        """Extends `block_table` to hold `num_tokens` tokens; False, changing nothing, when blocks are missing."""
+        num_missing = self.num_blocks_for(num_tokens) - len(block_table)
+        if num_missing <= 0:  # nearly always
+            return True
+        if num_missing > self.num_available_blocks:
+            return False
+        block_table.extend(self._take() for _ in range(num_missing))
+        return True
+
+    def shrink(self, block_table: list[int], num_tokens: int) -> None:
+        """Takes back the blocks of `block_table` past those that hold `num_tokens` tokens."""
+        num_kept = self.num_blocks_for(num_tokens)
+        beyond = block_table[num_kept:]
+        del block_table[num_kept:]
+        self.free(beyond)
 
     def free(self, block_table: list[int]) -> None:
         """Takes back a block table and empties it."""
         for block in reversed(block_table):
-            assert not self._is_free[block], f"block {block} freed twice"
-            self._is_free[block] = True
-            self._free.append(block)
+            assert self._num_owners[block] > 0, f"block {block} freed twice"
+            self._num_owners[block] -= 1
+            if self._num_owners[block] == 0:
+                self._put_back(block)
         block_table.clear()
+
+    def cache(self, block_table: Sequence[int], token_ids: Sequence[int], num_tokens: int) -> None:
+        """Lets others share the full blocks of the first `num_tokens` tokens: committed, and their KV computed."""
+        hash_of, size = self._hash_of, self.block_size
+        num_full = num_hashed = num_tokens // size
+        while num_hashed > 0 and hash_of[block_table[num_hashed - 1]] is None:
+            num_hashed -= 1
+        if num_hashed == num_full or not self._enable_prefix_caching:
+            return
+        parent = hash_of[block_table[num_hashed - 1]] if num_hashed else None
+        for index in range(num_hashed, num_full):
+            block = block_table[index]
+            parent = _hash(parent, token_ids[index * size : (index + 1) * size])
+            hash_of[block] = parent
+            self._block_of.setdefault(parent, block)
+
+    def readings(self) -> Iterator[Reading]:
+        """The worker's metrics of its KV cache."""
+        yield Reading("outrider_kv_blocks", "KV blocks in all.", self.num_blocks)
+        yield Reading("outrider_kv_blocks_used", "KV blocks in use.", self.num_used_blocks)
+        yield Reading("outrider_kv_blocks_cached", "KV blocks not in use that hold a prefix.", self.num_cached_blocks)
+        for name, documentation, value in (
+            ("queries", "Tokens of admitted sequences.", self.num_queried_tokens),
+            ("hits", "Tokens of admitted sequences whose KV was in the prefix cache.", self.num_hit_tokens),
+        ):
+            yield Reading(f"vllm:prefix_cache_{name}", documentation, value, is_counter=True)
+
+    def _cached_prefix(self, token_ids: Sequence[int]) -> list[int]:
+        """The blocks of the longest cached prefix that leaves at least one token."""
+        block_table: list[int] = []
+        parent: bytes | None = None
+        for end in range(self.block_size, len(token_ids), self.block_size):
+            parent = _hash(parent, token_ids[end - self.block_size : end])
+            block = self._block_of.get(parent)
+            if block is None:
+                break
+            block_table.append(block)
+        return block_table
+
+    def _take(self) -> int:
+        """A block with a new owner; what it held is forgotten."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            digest = self._hash_of[block]
+            assert digest is not None
+            del self._block_of[digest]
+            self._hash_of[block] = None
+        self._num_owners[block] = 1
+        return block
+
+    def _put_back(self, block: int) -> None:
+        digest = self._hash_of[block]
+        if digest is not None and self._block_of.setdefault(digest, block) == block:
+            self._cached[block] = None
+        else:
+            self._hash_of[block] = None
+            self._free.append(block)
+
+
+def _hash(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
+    """The hash of a full block that follows the one with the hash `parent`."""
+    return hashlib.sha256((parent or b"") + array("q", token_ids).tobytes()).digest()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
 
-from cluster.config import LayerChoice, WorkerConfig
+from cluster.config import DEFAULT_KV_CACHE_BYTES, LayerChoice, WorkerConfig
 from cluster.engine.batch import Segment, pack
 from cluster.engine.blocks import BlockManager
 from cluster.engine.kv_cache import KVCache, block_bytes
@@ -16,13 +17,15 @@ from cluster.engine.quantization import Quantization
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 
+logger = logging.getLogger(__name__)
+
 
 class ModelRunner:
     """A model with its KV cache and the manager of its blocks."""
 
-    def __init__(self, model: Decoder, block_size: int, num_blocks: int) -> None:
+    def __init__(self, model: Decoder, block_size: int, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         self.model = model
-        self.blocks = BlockManager(num_blocks, block_size)
+        self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
         self._kv_cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
 
     @classmethod
@@ -43,13 +46,15 @@ class ModelRunner:
         quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
         folder = resolve_model_folder(config.model)
         model = load_model(folder, dtype, device, progress, layers=layers, quantization=quantization)
-        num_blocks = config.kv_cache_bytes // block_bytes(model.config, config.block_size, dtype)
+        bytes_per_block = block_bytes(model.config, config.block_size, dtype)
+        num_bytes = kv_cache_budget(config, device)
+        num_blocks = num_bytes // bytes_per_block
         if num_blocks == 0:
             raise ConfigurationError(
-                f"kv_cache_bytes {config.kv_cache_bytes} holds no block of {config.block_size} tokens of "
-                f"{config.model!r}: give it at least {block_bytes(model.config, config.block_size, dtype)}"
+                f"{num_bytes} bytes of KV cache hold no block of {config.block_size} tokens of {config.model!r}: "
+                f"set kv_cache_bytes to at least {bytes_per_block}"
             )
-        return cls(model, config.block_size, num_blocks)
+        return cls(model, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         """One step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""
@@ -73,3 +78,16 @@ class ModelRunner:
             )
 
         self._kv_cache.move(slots(node for node, _ in moved), slots(place for _, place in moved))
+
+
+def kv_cache_budget(config: WorkerConfig, device: torch.device) -> int:
+    """What the KV cache may take, once the weights are loaded."""
+    if config.kv_cache_bytes is not None:
+        return config.kv_cache_bytes
+    if device.type != "cuda":
+        return DEFAULT_KV_CACHE_BYTES
+    torch.cuda.empty_cache()  # what loading left behind counts as free
+    free, _ = torch.cuda.mem_get_info(device)
+    num_bytes = int(config.memory_utilization * free)
+    logger.info("KV cache: %.1f GB, %g of the GPU memory that is free", num_bytes / 1e9, config.memory_utilization)
+    return num_bytes

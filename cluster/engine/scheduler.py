@@ -1,4 +1,4 @@
-"""Decides what the next step of the target computes: continuous batching with chunked prefill."""
+"""Decides what the next step of the target computes: continuous batching with chunked prefill and preemption."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from cluster.engine.batch import Segment
 from cluster.engine.blocks import BlockManager
 from cluster.engine.sequence import Sequence
+
+# Share of all blocks that admission leaves to the sequences that run, to grow into.
+_WATERMARK = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +43,33 @@ class ScheduledSequence:
 
 
 class Scheduler:
-    """First come, first served. A sequence is admitted when blocks for all it may ever need are free."""
+    """First come, first served; blocks are taken as sequences grow.
+
+    A sequence is admitted when there are blocks for the tokens it has. When blocks run out, admission waits; then
+    drafts are given up; then the youngest sequence is preempted: it gives its blocks back and waits, before all
+    others, to be computed again. What it generates stays the same, as its noise depends on its positions alone.
+
+    `running` and then `waiting` are in the order of arrival.
+    """
 
     def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         # Every decoding sequence gets its row in every step.
         assert max_num_batched_tokens >= max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_preemptions = 0
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._watermark = max(1, round(_WATERMARK * blocks.num_blocks))
 
-    def num_blocks_needed(self, max_len: int, num_speculative_tokens: int) -> int:
-        """Blocks for a sequence of `max_len` tokens with its speculative slots."""
-        return self._blocks.num_blocks_for(max_len + num_speculative_tokens)
+    def fits(self, max_len: int) -> bool:
+        """Whether a sequence of at most `max_len` tokens can run. Its drafts never reach beyond that."""
+        return self._blocks.num_blocks_for(max_len) <= self._blocks.num_blocks
 
     def add(self, sequence: Sequence) -> None:
-        """`sequence` waits for admission. It must fit in an empty cache."""
-        needed = self.num_blocks_needed(sequence.max_len, sequence.num_speculative_tokens)
-        assert needed <= self._blocks.num_blocks
+        """`sequence`, which must fit, waits for admission."""
+        assert self.fits(sequence.max_len)
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
@@ -66,10 +77,12 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
-            blocks = self._blocks.allocate(self.num_blocks_needed(sequence.max_len, sequence.num_speculative_tokens))
-            if blocks is None:
+            # One that runs alone may take the whole cache.
+            reserve = self._watermark if self.running else 0
+            allocated = self._blocks.allocate_for(sequence.token_ids, len(sequence.token_ids), reserve=reserve)
+            if allocated is None:
                 break
-            sequence.block_table = blocks
+            sequence.block_table, sequence.num_computed_tokens = allocated
             self.running.append(self.waiting.popleft())
             admitted.append(sequence)
         return admitted
@@ -88,6 +101,7 @@ class Scheduler:
         `drafts_of` gives the drafts that are there for a sequence. While prompts wait, drafts get at most half
         of what the budget leaves, so that a busy step cannot starve prefill.
         """
+        may_grow = self._make_room()
         decoding = [s for s in self.running if not s.is_prefilling]
         prefilling = [s for s in self.running if s.is_prefilling]
         budget = self._max_num_batched_tokens - len(decoding)
@@ -95,6 +109,8 @@ class Scheduler:
         step: list[ScheduledSequence] = []
         for sequence in decoding:
             drafts = drafts_of(sequence)[: min(sequence.max_useful_drafts, draft_budget)]
+            if drafts:
+                drafts = self._place(drafts, sequence, may_grow=may_grow)
             draft_budget -= len(drafts)
             budget -= len(drafts)
             step.append(ScheduledSequence(sequence, 1, drafts))
@@ -105,3 +121,48 @@ class Scheduler:
             budget -= chunk
             step.append(ScheduledSequence(sequence, chunk, []))
         return step
+
+    def advance(self, scheduled: ScheduledSequence, num_accepted: int = 0) -> None:
+        """The step has run: counts its new tokens and accepted drafts, which are committed by now, as computed."""
+        sequence = scheduled.sequence
+        num_computed = sequence.num_computed_tokens + scheduled.num_new_tokens + num_accepted
+        # An end-of-sequence token inside the drafts leaves those after it uncommitted.
+        sequence.num_computed_tokens = min(num_computed, len(sequence.token_ids))
+        self._blocks.cache(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens)
+
+    def _make_room(self) -> bool:
+        """Gives every running sequence, the oldest first, the blocks of its own tokens, whatever that takes.
+
+        Returns whether that was possible without taking any back. If not, drafts have only what is left of the
+        blocks that their sequences hold.
+        """
+        is_short = False
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            if self._blocks.grow(sequence.block_table, len(sequence.token_ids)):
+                index += 1
+            elif not is_short:
+                is_short = True
+                for other in self.running:
+                    self._blocks.shrink(other.block_table, len(other.token_ids))
+            else:
+                self._preempt_youngest()
+        return not is_short
+
+    def _place(self, drafts: list[int], sequence: Sequence, *, may_grow: bool) -> list[int]:
+        """The part of `drafts` that there is room for after the tokens of `sequence`; takes the blocks for it."""
+        blocks, length = self._blocks, len(sequence.token_ids)
+        if may_grow and blocks.grow(sequence.block_table, length + len(drafts)):
+            return drafts
+        num_blocks = len(sequence.block_table) + (blocks.num_available_blocks if may_grow else 0)
+        drafts = drafts[: num_blocks * blocks.block_size - length]
+        blocks.grow(sequence.block_table, length + len(drafts))
+        return drafts
+
+    def _preempt_youngest(self) -> None:
+        sequence = self.running.pop()
+        self._blocks.free(sequence.block_table)
+        sequence.num_computed_tokens = 0
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1

@@ -82,13 +82,11 @@ class TorchTarget(Target):
         await self._pool.run(endpoints)
 
     def submit(self, request: GenerationRequest) -> None:
-        needed = self._scheduler.num_blocks_needed(
-            request.num_prompt_tokens + request.max_tokens, request.num_speculative_tokens
-        )
-        if needed > self._runner.blocks.num_blocks:
+        max_len, blocks = request.num_prompt_tokens + request.max_tokens, self._runner.blocks
+        if not self._scheduler.fits(max_len):
             raise InvalidRequestError(
                 f"the prompt ({request.num_prompt_tokens} tokens) and max_tokens {request.max_tokens} need "
-                f"{needed} KV blocks, this worker has {self._runner.blocks.num_blocks}",
+                f"{blocks.num_blocks_for(max_len)} KV blocks, this worker has {blocks.num_blocks}",
                 param="max_tokens",
             )
         with self._wake:
@@ -116,8 +114,10 @@ class TorchTarget(Target):
         load, stats = self.load(), self._coordinator.stats
         yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", load.num_running)
         yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
-        yield Reading("outrider_kv_blocks_used", "KV blocks in use.", load.num_used_blocks)
-        yield Reading("outrider_kv_blocks", "KV blocks in all.", load.num_blocks)
+        yield counter(
+            "vllm:num_preemptions", "Sequences preempted for want of blocks.", self._scheduler.num_preemptions
+        )
+        yield from self._runner.blocks.readings()
         yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", load.num_draft_links)
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
@@ -202,14 +202,14 @@ class TorchTarget(Target):
         for scheduled in step:
             sequence = scheduled.sequence
             if not scheduled.yields_choices:
-                sequence.num_computed_tokens += scheduled.num_new_tokens
+                self._scheduler.advance(scheduled)
                 continue
             own_choices = choices[start : start + scheduled.num_choices]
             start += scheduled.num_choices
             num_accepted = count_accepted(scheduled.draft_token_ids, own_choices)
-            # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
-            sequence.num_computed_tokens += scheduled.num_new_tokens + num_accepted
             num_committed = sequence.commit(own_choices[: num_accepted + 1])
+            # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
+            self._scheduler.advance(scheduled, num_accepted)
             self._num_committed_tokens += num_committed
             running = self._request_of[sequence]
             outputs.append(

@@ -14,13 +14,16 @@ from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
-from services.worker import loading_progress, prepare_process, serve
+from services.worker import loading_progress, log_kv_cache, prepare_process, serve
 
 
 def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
     prepare_process(config.draft)
     drafter = make_drafter(config, loading_progress(config.draft_model))
+    if drafter.num_blocks:
+        window = config.speculation.window(config.speculation.num_speculative_tokens)
+        log_kv_cache(drafter.num_blocks, config.draft, window)
     description = types_pb2.ModelDescription(
         name=config.draft_model,
         tokenizer_fingerprint=Tokenizer(resolve_model_folder(config.draft_model)).fingerprint(),
@@ -50,6 +53,5 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
 
 def _readings(worker: DraftWorker, drafter: Drafter) -> Iterable[Reading]:
     yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", worker.num_sequences)
-    yield Reading("outrider_kv_blocks_used", "KV blocks in use.", drafter.num_used_blocks)
-    yield Reading("outrider_kv_blocks", "KV blocks in all.", drafter.num_blocks)
+    yield from drafter.readings()
     yield from worker.step_time.readings("outrider_draft_step", "Steps of the drafter")

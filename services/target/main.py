@@ -18,7 +18,7 @@ from cluster.telemetry.metrics import WorkerMetrics, serve_metrics
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2_grpc
 from services.target.servicer import TargetServicer
-from services.worker import loading_progress, prepare_process, serve
+from services.worker import loading_progress, log_kv_cache, prepare_process, serve
 
 
 def run(config: Config) -> int:
@@ -37,6 +37,7 @@ def build_target(config: Config, tokenizer_fingerprint: str) -> TorchTarget:
             f"target.max_num_seqs {target.max_num_seqs}: every sequence needs a token in every step"
         )
     runner = ModelRunner.from_config(target, dtype_on_cpu=torch.bfloat16, progress=loading_progress(target.model))
+    log_kv_cache(runner.blocks.num_blocks, target, config.speculation.num_speculative_tokens)
     if target.numerics == "invariant":
         check_invariance(runner)
     return TorchTarget(

@@ -46,6 +46,8 @@ def test_a_file_and_overrides_are_merged(tmp_path):
         ("routr.port=1", ["unknown key 'routr'", "'router'"]),
         ("router.zzz=1", ["unknown key 'router.zzz'", "known keys: host, port"]),
         ("target.threads=0", ["target.threads", "greater than 0", "0"]),
+        ("target.kv_cache_bytes=auto", ["target.kv_cache_bytes", "'auto'"]),
+        ("draft.memory_utilization=1.1", ["draft.memory_utilization", "less than or equal to 1"]),
         ("target.threads=many", ["target.threads", "'many'"]),
         ("target.dtype=float8", ["target.dtype", "'float8'"]),
         ("target.addresses=[nowhere]", ["target.addresses.0", "'nowhere'"]),
@@ -94,6 +96,12 @@ def test_an_override_of_what_is_no_section_is_refused(tmp_path):
     path.write_text("target: 5")
     with pytest.raises(ConfigurationError, match="not a section"):
         load_config(path, ["target.threads=1"])
+
+
+def test_an_automatic_kv_cache():
+    config = load_config(overrides=["target.kv_cache_bytes=null", "target.memory_utilization=0.5"])
+    assert (config.target.kv_cache_bytes, config.target.memory_utilization) == (None, 0.5)
+    assert config.draft.kv_cache_bytes == 256 * 2**20
 
 
 def test_the_tree_cannot_be_changed():

@@ -317,6 +317,48 @@ class TestLateProposals:
         assert pool.now <= 100.0 + TIMEOUT_S + 0.004
 
 
+class TestPreemption:
+    """The engine takes a sequence's blocks for a while: it is not waited for, and then opened again."""
+
+    def test_it_stays_open_and_opening_it_again_changes_nothing(self, rounds: Rounds) -> None:
+        rounds.coordinator.open(rounds.sequence)
+        rounds.coordinator.flush()
+        assert rounds.link.sent == []
+
+    def test_what_was_proposed_meanwhile_is_verified_afterwards(self, rounds: Rounds, pool: ScriptedPool) -> None:
+        rounds.proposes(3, 4, 5, 6, 7)
+        assert rounds.drafts() == [4, 5, 6, 7]
+        rounds.commits(9)
+        rounds.proposes(4, 10, 11, 12, 13, after=0.01)
+        pool.now += 60.0
+        rounds.coordinator.flush()  # of other sequences' steps
+        rounds.coordinator.open(rounds.sequence)
+        assert rounds.drafts() == [10, 11, 12, 13]
+        assert rounds.coordinator.stats.num_late_rounds == 0
+
+    def test_its_link_may_go_down_meanwhile(
+        self, rounds: Rounds, pool: ScriptedPool, new_link: Callable[[str], ScriptedLink]
+    ) -> None:
+        second = new_link("second")
+        pool.happens(rounds.link, LinkState.DOWN)
+        rounds.coordinator.flush()
+        rounds.coordinator.open(rounds.sequence)
+        rounds.coordinator.flush()
+        assert [len(request.opens) for request in second.take_sent()] == [1]
+
+    def test_what_never_came_is_not_waited_for_once_more(self, rounds: Rounds, pool: ScriptedPool) -> None:
+        rounds.commits(9)
+        pool.now += 60.0
+        rounds.coordinator.open(rounds.sequence)
+        assert rounds.drafts() == []
+        assert pool.now == pytest.approx(160.0)
+
+    def test_it_can_be_closed_meanwhile(self, rounds: Rounds) -> None:
+        rounds.coordinator.close(rounds.sequence)
+        rounds.coordinator.flush()
+        assert rounds.link.take_sent() == [SpeculateRequest(closes={rounds.sequence.name})]
+
+
 class TestLinks:
     def test_without_a_link_a_sequence_waits_for_nothing(self, coordinator: Coordinator, pool: ScriptedPool) -> None:
         sequence = new_sequence()

@@ -304,6 +304,16 @@ class TestSequencesThatAreNotHeld:
         assert link.reply() == SpeculateReply(refused={2})
         assert link.reply() == proposal(1, base=2)
 
+    def test_a_sequence_that_is_closed_makes_room_for_one_opened_in_the_same_message(
+        self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
+    ) -> None:
+        drafter.capacity = 1
+        drafter.let_all()
+        link.open(1)
+        assert link.reply() == proposal(1, base=2)
+        worker.receive(link.number, SpeculateRequest(opens={2: opening(2)}, closes={1}))
+        assert link.reply() == proposal(2, base=2)
+
     def test_an_opening_with_its_advance_is_refused_once(
         self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
     ) -> None:

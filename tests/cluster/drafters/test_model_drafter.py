@@ -140,6 +140,42 @@ def test_releasing_gives_every_block_back(new_drafter: NewDrafter) -> None:
     assert drafter.admit(new_sequence())
 
 
+class TestPrefixes:
+    def test_a_prompt_that_was_drafted_for_is_not_computed_again(self, new_drafter: NewDrafter) -> None:
+        drafter, first = new_drafter(), new_sequence()
+        assert drafter.admit(first)
+        draft_until(drafter, 6, first)
+        again = new_sequence(seed=1)
+        assert drafter.admit(again)
+        drafter.release(first)
+        third = new_sequence(seed=2)
+        assert drafter.admit(third)
+        for sequence in (again, third):
+            draft_until(drafter, 6, sequence)
+            assert sequence.draft_token_ids[:6] == first.draft_token_ids[:6]
+            drafter.release(sequence)
+        readings = {reading.name: reading.value for reading in drafter.readings()}
+        assert readings["vllm:prefix_cache_hits"] == 2 * 8  # 11 tokens in blocks of 4
+        assert readings["outrider_kv_blocks_used"] == 0
+        assert readings["outrider_kv_blocks_cached"] == 2
+
+    def test_drafts_are_not_shared_until_they_came_true(self, new_drafter: NewDrafter) -> None:
+        drafter, sequence = new_drafter(), new_sequence()
+        assert drafter.admit(sequence)
+        draft_until(drafter, 9, sequence)
+        tokens = list(sequence.token_ids[:18])
+        hits = []
+        for _ in range(2):
+            before = drafter._runner.blocks.num_hit_tokens
+            probe = new_sequence(tokens)
+            assert drafter.admit(probe)
+            hits.append(drafter._runner.blocks.num_hit_tokens - before)
+            drafter.release(probe)
+            advance(drafter, sequence, tokens[11:16])
+            draft_until(drafter, 9, sequence)
+        assert hits == [8, 16]
+
+
 class TestRoom:
     def test_admission_takes_the_blocks_of_tokens_and_window(self, new_drafter: NewDrafter) -> None:
         drafter = new_drafter()

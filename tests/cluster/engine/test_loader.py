@@ -18,7 +18,7 @@ from cluster.engine.cpu_ops import has_kernels
 from cluster.engine.loader import load_model, resolve_device, resolve_dtype
 from cluster.engine.model import Decoder
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.runner import ModelRunner
+from cluster.engine.runner import ModelRunner, kv_cache_budget
 from cluster.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -209,6 +209,24 @@ class TestRunner:
         config = self.worker(tiny_llama(), kv_cache_bytes=100)
         with pytest.raises(ConfigurationError, match="at least 16384"):
             ModelRunner.from_config(config, dtype_on_cpu=torch.float32)
+
+    def test_an_automatic_cache_takes_its_share_of_what_the_weights_leave_of_a_gpu(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 10**9, 80 * 10**9))
+        config = self.worker(Path("anywhere"), kv_cache_bytes=None, memory_utilization=0.75)
+        assert kv_cache_budget(config, torch.device("cuda")) == 30 * 10**9
+        assert kv_cache_budget(config, CPU) == 256 * 2**20
+
+    def test_prefix_caching_can_be_switched_off(self, tiny_llama: Callable[..., Path]) -> None:
+        for is_enabled in (True, False):
+            config = self.worker(tiny_llama(), kv_cache_bytes=2**18, enable_prefix_caching=is_enabled)
+            blocks = ModelRunner.from_config(config, dtype_on_cpu=torch.float32).blocks
+            table = blocks.allocate(1)
+            assert table is not None
+            blocks.cache(table, list(range(16)), 16)
+            blocks.free(table)
+            assert blocks.num_cached_blocks == int(is_enabled)
 
     def test_auto_dtype_depends_on_the_device(self) -> None:
         assert resolve_dtype("auto", CPU, on_cpu=torch.float32) is torch.float32

@@ -8,7 +8,7 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.scheduler import ScheduledSequence, Scheduler
 from cluster.engine.sequence import Sequence
 
-from .invariants import assert_blocks_are_owned_once
+from .invariants import assert_blocks_are_sound
 
 BLOCK_SIZE = 4
 
@@ -25,14 +25,13 @@ def no_drafts(sequence: Sequence) -> list[int]:
     return []
 
 
-def run(step: list[ScheduledSequence], num_accepted: int = 0) -> None:
+def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int = 0) -> None:
     """What a step does to its sequences when the target accepts `num_accepted` drafts of each."""
     for scheduled in step:
-        sequence, yields_choices = scheduled.sequence, scheduled.yields_choices
         accepted = min(num_accepted, len(scheduled.draft_token_ids))
-        sequence.num_computed_tokens += scheduled.num_new_tokens + accepted
-        if yields_choices:
-            sequence.commit([7] * (accepted + 1))
+        if scheduled.yields_choices:
+            scheduled.sequence.commit([7] * (accepted + 1))
+        scheduler.advance(scheduled, accepted)
 
 
 def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
@@ -49,7 +48,7 @@ def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
         assert segment.context_len <= len(sequence.block_table) * BLOCK_SIZE
         assert len(scheduled.draft_token_ids) <= sequence.max_useful_drafts
         assert not scheduled.draft_token_ids or scheduled.yields_choices
-    assert_blocks_are_owned_once(scheduler._blocks, [s.block_table for s in scheduler.running])
+    assert_blocks_are_sound(scheduler._blocks, [s.block_table for s in scheduler.running])
 
 
 class TestAdmission:
@@ -58,8 +57,8 @@ class TestAdmission:
         first, large, small = new_sequence(16, 4), new_sequence(20, 4), new_sequence(1, 1)
         for sequence in (first, large, small):
             scheduler.add(sequence)
-        assert scheduler.admit() == [first]  # 5 of 8 blocks
-        assert scheduler.admit() == []  # large needs 6; small would fit but came later
+        assert scheduler.admit() == [first]  # 4 of 8 blocks
+        assert scheduler.admit() == []  # large needs 5; small would fit but came later
         scheduler.remove(first)
         assert scheduler.admit() == [large, small]
         assert_sound(scheduler, scheduler.schedule(no_drafts))
@@ -72,17 +71,40 @@ class TestAdmission:
         assert scheduler.admit() == sequences[:2]
         assert list(scheduler.waiting) == sequences[2:]
 
-    @pytest.mark.parametrize(
-        ("num_prompt", "max_tokens", "k", "num_blocks"), [(5, 3, 0, 2), (5, 3, 1, 3), (5, 4, 4, 4)]
-    )
-    def test_reserves_the_whole_sequence_and_its_speculative_slots(
-        self, num_prompt: int, max_tokens: int, k: int, num_blocks: int
-    ) -> None:
+    def test_takes_the_blocks_of_the_prompt(self) -> None:
         scheduler = new_scheduler()
-        sequence = new_sequence(num_prompt, max_tokens, k=k)
+        sequence = new_sequence(5, 100, k=4)
         scheduler.add(sequence)
         scheduler.admit()
-        assert len(sequence.block_table) == num_blocks
+        assert len(sequence.block_table) == 2
+
+    def test_leaves_those_that_run_some_blocks_to_grow_into(self) -> None:
+        scheduler = new_scheduler(num_blocks=300, max_num_seqs=200, max_num_batched_tokens=200)
+        sequences = [new_sequence(8) for _ in range(150)]
+        for sequence in sequences:
+            scheduler.add(sequence)
+        scheduler.admit()
+        assert scheduler._blocks.num_available_blocks == 4  # at least 3, a hundredth
+
+    def test_a_lone_sequence_may_take_the_whole_cache(self) -> None:
+        scheduler = new_scheduler(num_blocks=2)
+        sequence = new_sequence(7, 1)
+        scheduler.add(sequence)
+        assert scheduler.admit() == [sequence]
+
+    def test_what_others_began_with_is_not_computed_again(self) -> None:
+        scheduler = new_scheduler()
+        first, second = new_sequence(13), new_sequence(13)
+        scheduler.add(first)
+        scheduler.admit()
+        run(scheduler, scheduler.schedule(no_drafts))
+        scheduler.add(second)
+        scheduler.admit()
+        assert second.num_computed_tokens == 12
+        assert second.block_table[:3] == first.block_table[:3]
+        step = scheduler.schedule(no_drafts)
+        assert_sound(scheduler, step)
+        assert step[1].segment().token_ids == [12]
 
     def test_a_sequence_beyond_the_cache_is_never_added(self) -> None:
         scheduler = new_scheduler(num_blocks=2)
@@ -102,7 +124,7 @@ class TestSteps:
             (scheduled,) = step = scheduler.schedule(no_drafts)
             assert_sound(scheduler, step)
             chunks.append((scheduled.num_new_tokens, scheduled.num_choices))
-            run(step)
+            run(scheduler, step)
         assert chunks == [(8, 0), (8, 0), (4, 1), (1, 1)]
 
     def test_a_segment_continues_where_the_cache_ends(self) -> None:
@@ -110,10 +132,10 @@ class TestSteps:
         sequence = new_sequence(11, k=2)
         scheduler.add(sequence)
         scheduler.admit()
-        run(scheduler.schedule(no_drafts))
+        run(scheduler, scheduler.schedule(no_drafts))
         segment = scheduler.schedule(no_drafts)[0].segment()
         assert (segment.token_ids, segment.num_computed_tokens, segment.num_logits) == ([8, 9, 10], 8, 1)
-        run(scheduler.schedule(no_drafts))
+        run(scheduler, scheduler.schedule(no_drafts))
         segment = scheduler.schedule(lambda _: [5, 6])[0].segment()
         assert (segment.token_ids, segment.num_computed_tokens, segment.num_logits) == ([7, 5, 6], 11, 3)
 
@@ -130,7 +152,7 @@ class TestSteps:
         sequence = new_sequence(3, max_tokens, k=k)
         scheduler.add(sequence)
         scheduler.admit()
-        run(scheduler.schedule(no_drafts))
+        run(scheduler, scheduler.schedule(no_drafts))
         assert len(scheduler.schedule(lambda _: [1] * 9)[0].draft_token_ids) == num_drafts
 
     def test_drafts_are_cut_to_the_budget_and_every_sequence_keeps_its_row(self) -> None:
@@ -162,11 +184,104 @@ class TestSteps:
             assert prompt.is_prefilling
             step = scheduler.schedule(lambda _: [1] * 4)
             assert_sound(scheduler, step)
-            run(step)
+            run(scheduler, step)
         assert not prompt.is_prefilling
 
     def test_with_nothing_running_there_is_no_step(self) -> None:
         assert new_scheduler().schedule(no_drafts) == []
+
+
+class TestWhenBlocksRunOut:
+    """Blocks of 4 tokens."""
+
+    def start(self, num_blocks: int, *sequences: Sequence) -> Scheduler:
+        """A scheduler in which `sequences`, all without a common beginning, decode."""
+        scheduler = new_scheduler(num_blocks)
+        for index, sequence in enumerate(sequences):
+            sequence.token_ids[0] = 1000 + index
+            scheduler.add(sequence)
+        assert len(scheduler.admit()) == len(sequences)
+        run(scheduler, scheduler.schedule(no_drafts))
+        return scheduler
+
+    def test_drafts_take_what_is_left_and_no_more(self) -> None:
+        scheduler = self.start(5, new_sequence(6, 9, k=8), new_sequence(6, 9, k=8))
+        step = scheduler.schedule(lambda _: [5] * 8)
+        assert_sound(scheduler, step)
+        # Both have 7 tokens. The first takes the last block; the second has one place left in its own.
+        assert [len(scheduled.draft_token_ids) for scheduled in step] == [5, 1]
+
+    def test_speculation_gives_way_before_anything_is_preempted(self) -> None:
+        first, second = new_sequence(6, 9, k=5), new_sequence(7, 9, k=5)
+        scheduler = self.start(5, first, second)
+        step = scheduler.schedule(lambda sequence: [5] * 5 if sequence is first else [])
+        assert len(step[0].draft_token_ids) == 5
+        assert len(first.block_table) == 3
+        run(scheduler, step)  # nothing accepted: the third block holds rejected drafts
+        step = scheduler.schedule(lambda _: [5] * 5)
+        assert scheduler.num_preemptions == 0
+        assert [len(s.block_table) for s in (first, second)] == [2, 3]
+        # 8 and 9 tokens: what is left of their blocks.
+        assert [len(scheduled.draft_token_ids) for scheduled in step] == [0, 3]
+        assert_sound(scheduler, step)
+
+    def test_the_youngest_is_preempted_and_waits_before_all_others(self) -> None:
+        sequences = [new_sequence(4, 8) for _ in range(3)]
+        scheduler = self.start(7, *sequences)
+        later = new_sequence(1, 1)
+        scheduler.add(later)
+        for _ in range(4):  # from 5 to 9 tokens
+            step = scheduler.schedule(no_drafts)
+            assert_sound(scheduler, step)
+            run(scheduler, step)
+            assert scheduler.admit() == []  # 6 of 7 blocks are taken, and 1 is to grow into
+        step = scheduler.schedule(no_drafts)
+        assert_sound(scheduler, step)
+        assert scheduler.running == sequences[:2]
+        assert list(scheduler.waiting) == [sequences[2], later]
+        assert scheduler.num_preemptions == 1
+        assert sequences[2].block_table == []
+        assert len(sequences[2].token_ids) == 9
+        assert scheduler.admit() == []  # it would only push itself out again
+
+    def test_it_is_computed_again_with_what_it_had_generated(self) -> None:
+        sequences = [new_sequence(4, 8) for _ in range(3)]
+        scheduler = self.start(7, *sequences)
+        for _ in range(5):
+            run(scheduler, scheduler.schedule(no_drafts))
+        preempted = sequences[2]
+        token_ids = list(preempted.token_ids)
+        scheduler.remove(sequences[0])
+        assert scheduler.admit() == [preempted]
+        assert preempted.is_prefilling
+        step = scheduler.schedule(no_drafts)
+        assert_sound(scheduler, step)
+        # Of the two blocks it had filled, the second was taken by another sequence.
+        segment = next(s for s in step if s.sequence is preempted).segment()
+        assert (segment.num_computed_tokens, segment.token_ids) == (4, token_ids[4:])
+        run(scheduler, step)
+        assert preempted.token_ids == [*token_ids, 7]
+
+    def test_a_preempted_sequence_can_be_removed(self) -> None:
+        sequences = [new_sequence(4, 8) for _ in range(3)]
+        scheduler = self.start(7, *sequences)
+        for _ in range(5):
+            run(scheduler, scheduler.schedule(no_drafts))
+        assert sequences[2] in scheduler.waiting
+        for sequence in sequences:
+            scheduler.remove(sequence)
+        assert scheduler._blocks.num_used_blocks == 0
+        assert not scheduler.waiting
+
+    def test_a_lone_sequence_is_never_preempted(self) -> None:
+        scheduler = self.start(3, new_sequence(4, 8, k=4))
+        for _ in range(7):
+            step = scheduler.schedule(lambda _: [5] * 4)
+            assert len(step) == 1
+            assert_sound(scheduler, step)
+            run(scheduler, step)
+        assert scheduler.running[0].finish_reason is not None
+        assert scheduler.num_preemptions == 0
 
 
 class TestRemoval:
@@ -180,11 +295,11 @@ class TestRemoval:
         if num_steps is not None:
             scheduler.admit()
             for _ in range(num_steps):
-                run(scheduler.schedule(no_drafts))
+                run(scheduler, scheduler.schedule(no_drafts))
         scheduler.remove(sequence)
         assert sequence.block_table == []
         assert sequence not in scheduler.waiting
-        assert_blocks_are_owned_once(scheduler._blocks, [s.block_table for s in scheduler.running])
+        assert_blocks_are_sound(scheduler._blocks, [s.block_table for s in scheduler.running])
         scheduler.remove(other)
         assert scheduler._blocks.num_used_blocks == 0
         assert not scheduler.running
@@ -199,20 +314,26 @@ class TestRemoval:
             scheduler.remove(sequence)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_long_mixed_run_stays_sound_and_ends_empty(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "num_blocks"), [(0, 20), (1, 20), (2, 16), (3, 16), (4, 60)])
+def test_a_long_mixed_run_stays_sound_and_ends_empty(seed: int, num_blocks: int) -> None:
     choose = random.Random(seed)
-    scheduler = new_scheduler(num_blocks=30, max_num_seqs=5, max_num_batched_tokens=12)
+    scheduler = new_scheduler(num_blocks=num_blocks, max_num_seqs=5, max_num_batched_tokens=12)
     num_arrivals = 40
-    for _ in range(2000):
+    arrival: dict[Sequence, int] = {}
+    for _ in range(3000):
         if num_arrivals and choose.random() < 0.3:
             num_arrivals -= 1
-            scheduler.add(new_sequence(choose.randint(1, 40), choose.randint(1, 20), k=choose.randint(0, 6)))
+            sequence = new_sequence(choose.randint(1, 40), choose.randint(1, 20), k=choose.randint(0, 6))
+            sequence.token_ids[0] = choose.randrange(3)
+            arrival[sequence] = len(arrival)
+            scheduler.add(sequence)
         scheduler.admit()
         step = scheduler.schedule(lambda _: [7] * choose.randint(0, 8))
         assert_sound(scheduler, step)
         assert step or not scheduler.running
-        run(step, num_accepted=choose.randint(0, 4))
+        order = [arrival[sequence] for sequence in (*scheduler.running, *scheduler.waiting)]
+        assert order == sorted(order)
+        run(scheduler, step, num_accepted=choose.randint(0, 4))
         for sequence in [s for s in scheduler.running if s.finish_reason is not None]:
             scheduler.remove(sequence)
         everyone = [*scheduler.running, *scheduler.waiting]
@@ -223,3 +344,5 @@ def test_a_long_mixed_run_stays_sound_and_ends_empty(seed: int) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert scheduler._blocks.num_used_blocks == 0
+    assert (scheduler.num_preemptions > 0) == (num_blocks < 60)
+    assert scheduler._blocks.num_hit_tokens > 0

@@ -85,7 +85,15 @@ class LoopbackDraft:
 class LoopbackTarget:
     """A TorchTarget with its links, and what it publishes collected by request."""
 
-    def __init__(self, loop: BackgroundLoop, runner: ModelRunner, addresses: Sequence[str], **settings: Any) -> None:
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        runner: ModelRunner,
+        addresses: Sequence[str],
+        *,
+        max_num_seqs: int = 4,
+        **settings: Any,
+    ) -> None:
         # A step of a busy test machine may take long: drafts are waited for, so that they are really verified.
         speculation = SpeculationConfig(**({"draft_timeout_ms": 10_000} | settings))
         self.runner = runner
@@ -95,7 +103,7 @@ class LoopbackTarget:
             DraftPool(FINGERPRINT),
             speculation,
             max_model_len=256,
-            max_num_seqs=4,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=24,
         )
         self._outputs: dict[str, list[GenerationOutput]] = {}
@@ -134,6 +142,10 @@ class LoopbackTarget:
             self.target.submit(request)
         wait_until(lambda: all(self.is_finished(request) for request in requests))
         return [self.token_ids(request) for request in requests]
+
+    def readings(self) -> dict[str, float]:
+        """The metrics without labels."""
+        return {reading.name: reading.value for reading in self.target.readings() if not reading.labels}
 
     def wait_for_links(self, number: int = 1) -> None:
         wait_until(lambda: self.target.load().num_draft_links == number)

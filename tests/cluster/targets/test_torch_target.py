@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from cluster.speculation.sampling import SampleRequest, sample
 from cluster.targets.base import GenerationRequest
 
 from ..engine.checkpoints import CHECKPOINTS
+from ..engine.invariants import assert_blocks_are_sound
 from .loopback import BackgroundLoop, LoopbackDraft, LoopbackTarget, wait_until
 
 TARGET_SEED, OTHER_SEED = 0, 1
@@ -81,17 +83,17 @@ def other_draft(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[Loopbac
 
 @pytest.fixture
 def new_target(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[Callable[..., LoopbackTarget]]:
-    """new_target(drafts, **speculation): a target linked to `drafts`; it must leave no block in use."""
+    """new_target(drafts, **settings): a target linked to `drafts`; it must leave no block in use."""
     targets: list[LoopbackTarget] = []
 
     def start(
         drafts: Sequence[LoopbackDraft],
         num_blocks: int = 128,
         model: Mapping[str, Any] = MappingProxyType({"seed": TARGET_SEED}),
-        **speculation: object,
+        **settings: object,
     ) -> LoopbackTarget:
         runner = new_runner(8, num_blocks, **model)
-        target = LoopbackTarget(loop, runner, [draft.address for draft in drafts], **speculation)
+        target = LoopbackTarget(loop, runner, [draft.address for draft in drafts], **settings)
         targets.append(target)
         target.wait_for_links(len(drafts))
         return target
@@ -305,9 +307,94 @@ class TestEnds:
     def test_a_request_that_can_never_run_is_refused(self, new_target: Callable[..., LoopbackTarget]) -> None:
         target = new_target([], num_blocks=4)
         with pytest.raises(InvalidRequestError, match="KV blocks") as caught:
-            target.target.submit(new_request(num_prompt=10, max_tokens=19, k=4))  # 33 tokens in blocks of 8
+            target.target.submit(new_request(num_prompt=10, max_tokens=23, k=4))  # 33 tokens in blocks of 8
         assert caught.value.param == "max_tokens"
-        assert len(target.generate([new_request(num_prompt=10, max_tokens=18, k=4)])[0]) == 18
+        assert len(target.generate([new_request(num_prompt=10, max_tokens=22, k=4)])[0]) == 22
+
+
+class TestMemory:
+    @pytest.mark.parametrize("is_drafted_for", [True, False], ids=["drafts", "no drafts"])
+    def test_200_requests_in_a_tiny_cache_finish_by_preemption_with_the_same_tokens(
+        self, is_drafted_for: bool, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft
+    ) -> None:
+        """16 blocks of 8 tokens for 8 sequences of up to 96; the large cache holds 8 of the longest."""
+        choose = random.Random(0)
+        requests = [
+            new_request(
+                choose.choice([setting[0] for setting in MIXED]),
+                num_prompt=choose.randint(1, 60),
+                max_tokens=choose.randint(1, 36),
+                seed=seed,
+                k=choose.randint(0, 6),
+            )
+            for seed in range(200)
+        ]
+        drafts = [same_draft] if is_drafted_for else []
+        large, tiny = (new_target(drafts, num_blocks=n, max_num_seqs=8) for n in (96, 16))
+        again = [replace(request, request_id=f"again {request.request_id}") for request in requests]
+        assert tiny.generate(again) == large.generate(requests)
+        assert large.readings()["vllm:num_preemptions"] == 0
+        assert tiny.readings()["vllm:num_preemptions"] >= 10
+        for target in (large, tiny):
+            target.assert_idle()
+            assert_blocks_are_sound(target.runner.blocks, [])
+        readings = tiny.readings()
+        print({name: readings[name] for name in readings if "kv_" in name or "prefix" in name or "preempt" in name})
+        refused = [r.value for r in tiny.target.readings() if r.name == "outrider_sequences_refused"]
+        assert refused == [0, 0]  # a preempted sequence takes no more room on its draft than it had
+        wait_until(lambda: same_draft.drafter.num_used_blocks == 0)
+
+    def test_preempted_requests_can_be_aborted(
+        self, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft
+    ) -> None:
+        target = new_target([same_draft], num_blocks=32)
+        requests = [new_request(num_prompt=20 + seed, max_tokens=200, seed=seed) for seed in range(4)]
+        for request in requests:
+            target.target.submit(request)
+        wait_until(lambda: target.target.load().num_waiting > 0 and target.readings()["vllm:num_preemptions"] > 0)
+        for request in requests:
+            target.target.abort(request.request_id)
+        target.assert_idle()
+        wait_until(lambda: same_draft.worker.num_sequences == 0)
+        assert same_draft.drafter.num_used_blocks == 0
+
+    def test_a_prompt_that_was_seen_is_not_computed_again_and_gives_the_same_tokens(
+        self,
+        new_target: Callable[..., LoopbackTarget],
+        same_draft: LoopbackDraft,
+        expected: dict[int, list[int]],
+    ) -> None:
+        target = new_target([same_draft])
+        for _ in range(2):
+            assert target.generate(mixed_requests(4)) == list(expected.values())
+        readings = target.readings()
+        num_prompt_tokens = sum(len(request.token_ids) for request in mixed_requests(4))
+        assert readings["vllm:prefix_cache_queries"] == 2 * num_prompt_tokens
+        # Full blocks of 8 of each prompt, its last token apart.
+        assert readings["vllm:prefix_cache_hits"] >= sum(
+            (len(request.token_ids) - 1) // 8 * 8 for request in mixed_requests(4)
+        )
+        assert readings["outrider_kv_blocks_used"] == 0
+        assert readings["outrider_kv_blocks_cached"] > 0
+
+    def test_the_next_turn_of_a_conversation_finds_the_answer_before_it(
+        self, new_target: Callable[..., LoopbackTarget], same_draft: LoopbackDraft
+    ) -> None:
+        target, first = new_target([same_draft]), new_request(num_prompt=21, max_tokens=20)
+        (answer,) = target.generate([first])
+        token_ids = [*first.token_ids, *answer, 5, 6, 7]
+        next_turn = replace(first, request_id="next turn", token_ids=token_ids, num_prompt_tokens=len(token_ids))
+        (answer,) = target.generate([next_turn])
+        assert target.readings()["vllm:prefix_cache_hits"] == 40
+        fresh = new_target([])
+        assert fresh.generate([next_turn]) == [answer]
+
+    def test_choices_of_one_prompt_share_it(self, new_target: Callable[..., LoopbackTarget]) -> None:
+        target = new_target([], num_blocks=64)
+        requests = [new_request(SamplingParams(), num_prompt=50, max_tokens=30, seed=seed) for seed in range(4)]
+        first = target.generate(requests[:1])
+        assert first + target.generate(requests[1:]) == new_target([]).generate(requests)
+        assert target.readings()["vllm:prefix_cache_hits"] == 3 * 48
 
 
 class TestPairs:

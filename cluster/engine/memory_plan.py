@@ -1,0 +1,231 @@
+"""What a pair of models needs of GPU memory, told before anything is loaded. Imports no torch.
+
+    weights          parameters * bytes of one
+    KV of a token    2 * layers * KV heads * head size * bytes of one value
+    speculation      every sequence may write k tokens past its last one (a draft: its whole window) that are rolled
+                     back when they are rejected; they take blocks like any others
+
+A GB is 10^9 bytes. Quantised weights are counted without their scales, 3 % more for INT4 in groups of 128.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config import SpeculationConfig
+from cluster.engine.model_config import ModelConfig
+from cluster.errors import ConfigurationError
+from cluster.model_folder import ASSETS, resolve_model_folder
+
+GB = 1e9
+
+_BYTES_OF_DTYPE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+_DEFAULT_DTYPE = "fp16"
+
+# Layers, KV heads and head size of the models that go by these sizes.
+_KNOWN_SHAPES = {
+    "1B": (16, 8, 64),  # Llama 3.2
+    "1.5B": (28, 2, 128),  # Qwen 2.5
+    "7B": (32, 32, 128),  # Llama 2
+    "8B": (32, 8, 128),  # Llama 3
+    "13B": (40, 40, 128),  # Llama 2
+    "70B": (80, 8, 128),  # Llama 2 and 3
+}
+_SIZE = re.compile(
+    r"(?P<size>(?P<billions>\d+(\.\d+)?)B)(/(?P<layers>[1-9]\d*)x(?P<heads>[1-9]\d*)x(?P<head_dim>[1-9]\d*))?"
+)
+
+
+def num_speculative_blocks(num_seqs: int, num_slots: int, block_size: int) -> int:
+    """Blocks for the slots of tokens that are not committed, `num_slots` for each of `num_seqs` sequences."""
+    return -(-num_seqs * num_slots // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """As much of a model as its memory depends on."""
+
+    name: str
+    num_parameters: int
+    num_layers: int
+    kv_size: int  # KV heads * head size
+    dtype: str
+
+    @classmethod
+    def parse(cls, spec: str) -> PlannedModel:
+        """`MODEL[:DTYPE]`: a known size (`70B`), a size with its shape (`34B/48x8x128`: layers, KV heads, head size), a
+        folder or a bundled model. Raises ConfigurationError."""
+        name, colon, dtype = spec.rpartition(":")
+        if not colon:
+            name, dtype = spec, _DEFAULT_DTYPE
+        if dtype not in _BYTES_OF_DTYPE:
+            raise ConfigurationError(f"{spec!r}: {dtype!r} is none of {', '.join(_BYTES_OF_DTYPE)}")
+        size = _SIZE.fullmatch(name)
+        if size is None:
+            return cls._from_folder(name, dtype)
+        if size["layers"] is not None:
+            shape = int(size["layers"]), int(size["heads"]), int(size["head_dim"])
+        elif name in _KNOWN_SHAPES:
+            shape = _KNOWN_SHAPES[name]
+        else:
+            raise ConfigurationError(
+                f"the shape of a {name} is not known (known: {', '.join(_KNOWN_SHAPES)}): "
+                f"write {name}/LAYERSxKV_HEADSxHEAD_SIZE"
+            )
+        num_layers, num_kv_heads, head_dim = shape
+        return cls(size["size"], round(float(size["billions"]) * 1e9), num_layers, num_kv_heads * head_dim, dtype)
+
+    @classmethod
+    def _from_folder(cls, name: str, dtype: str) -> PlannedModel:
+        if not (ASSETS / name).is_dir() and not Path(name).expanduser().is_dir():
+            raise ConfigurationError(f"{name!r} is neither a size like 7B nor a model's folder")
+        config = ModelConfig.from_folder(resolve_model_folder(name))
+        return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype)
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.num_parameters * _BYTES_OF_DTYPE[self.dtype]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """The cache of a quantised model is in 16 bits."""
+        return 2 * self.num_layers * self.kv_size * (4 if self.dtype == "fp32" else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A model on a memory, and how far past its last token each of its sequences may write."""
+
+    role: str
+    model: PlannedModel
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one GPU, or of several that share their models evenly."""
+
+    gigabytes: float
+    utilization: float  # share of what the weights leave that the KV cache gets
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A memory and the models on it."""
+
+    tenants: tuple[Tenant, ...]
+    memory: Memory
+
+    @property
+    def weight_bytes(self) -> float:
+        return sum(tenant.model.weight_bytes for tenant in self.tenants)
+
+    @property
+    def left_bytes(self) -> float:
+        """What the weights leave; negative when they do not fit."""
+        return self.memory.gigabytes * GB - self.weight_bytes
+
+    @property
+    def kv_cache_bytes(self) -> float:
+        return max(0.0, self.left_bytes) * self.memory.utilization
+
+    def context_bytes(self, tenant: Tenant, num_seqs: int, context: int) -> int:
+        """KV of `num_seqs` sequences of `context` tokens, in whole blocks."""
+        return num_seqs * -(-context // self.memory.block_size) * self._block_bytes(tenant)
+
+    def speculative_blocks(self, tenant: Tenant, num_seqs: int) -> int:
+        return num_speculative_blocks(num_seqs, tenant.num_speculative_tokens, self.memory.block_size)
+
+    def speculative_bytes(self, tenant: Tenant, num_seqs: int) -> int:
+        return self.speculative_blocks(tenant, num_seqs) * self._block_bytes(tenant)
+
+    def largest_batch(self, context: int) -> int:
+        """The most sequences of `context` tokens whose KV fits, speculative slots included."""
+
+        def needed(num_seqs: int) -> int:
+            return sum(
+                self.context_bytes(tenant, num_seqs, context) + self.speculative_bytes(tenant, num_seqs)
+                for tenant in self.tenants
+            )
+
+        at_most = int(self.kv_cache_bytes / sum(self.context_bytes(tenant, 1, context) for tenant in self.tenants))
+        return bisect_right(range(1, at_most + 1), self.kv_cache_bytes, key=needed)
+
+    def _block_bytes(self, tenant: Tenant) -> int:
+        return self.memory.block_size * tenant.model.kv_bytes_per_token
+
+
+def plan_pair(
+    target: PlannedModel,
+    draft: PlannedModel,
+    num_speculative_tokens: int,
+    memory: Memory,
+    draft_memory: Memory | None = None,
+) -> tuple[Budget, ...]:
+    """One budget when target and draft share `memory`, two when the draft has a memory of its own."""
+    speculation = SpeculationConfig(
+        num_speculative_tokens=num_speculative_tokens, max_speculative_tokens=num_speculative_tokens
+    )
+    on_target = Tenant("target", target, num_speculative_tokens)
+    on_draft = Tenant("draft", draft, speculation.window(num_speculative_tokens))
+    if draft_memory is None:
+        return (Budget((on_target, on_draft), memory),)
+    return Budget((on_target,), memory), Budget((on_draft,), draft_memory)
+
+
+def describe(budget: Budget, context: int, num_seqs: int) -> str:
+    """The budget as a table, for `num_seqs` sequences of `context` tokens."""
+    tenants = budget.tenants
+    sequences = f"{num_seqs} sequence{'s' if num_seqs > 1 else ''}"
+
+    def bytes_row(title: str, parts: Sequence[float]) -> tuple[str, ...]:
+        return (title, *(_in_units(part) for part in parts), _in_units(sum(parts)))
+
+    def total_row(title: str, value: str) -> tuple[str, ...]:
+        return (title, *("" for _ in tenants), value)
+
+    slots = [f"{num_seqs * t.num_speculative_tokens} / {budget.speculative_blocks(t, num_seqs)}" for t in tenants]
+    rows = [
+        ("", *(f"{tenant.role} {tenant.model.name} {tenant.model.dtype}" for tenant in tenants), "in all"),
+        bytes_row("weights", [tenant.model.weight_bytes for tenant in tenants]),
+        total_row(
+            f"left of {budget.memory.gigabytes:g} GB",
+            _in_units(budget.left_bytes) if budget.left_bytes > 0 else f"{_in_units(-budget.left_bytes)} short",
+        ),
+        total_row(f"KV cache, {budget.memory.utilization:g} of that", _in_units(budget.kv_cache_bytes)),
+        bytes_row("KV of a token", [tenant.model.kv_bytes_per_token for tenant in tenants]),
+        bytes_row(
+            f"KV of {sequences} of {context} tokens",
+            [budget.context_bytes(tenant, num_seqs, context) for tenant in tenants],
+        ),
+        bytes_row("speculative slots", [budget.speculative_bytes(tenant, num_seqs) for tenant in tenants]),
+        (f"  slots / blocks of {budget.memory.block_size}", *slots, ""),
+        total_row(f"largest batch at {context} tokens", str(budget.largest_batch(context))),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _in_units(num_bytes: float) -> str:
+    for unit, size in (("GB", GB), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _num_parameters(config: ModelConfig) -> int:
+    hidden = config.hidden_size
+    attention = hidden * (config.q_size + 2 * config.kv_size) + config.q_size * hidden
+    layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return embeddings + config.num_layers * layer + hidden
