@@ -70,7 +70,11 @@ class Drafter(ABC):
     vocab_size: int  # a sequence with other token IDs cannot be drafted for
     dtype: str
     num_blocks: int  # of the KV cache
-    num_used_blocks: int
+
+    @property
+    @abstractmethod
+    def num_used_blocks(self) -> int:
+        """Blocks of the KV cache in use."""
 
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:

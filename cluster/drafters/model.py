@@ -40,7 +40,7 @@ class ModelDrafter(Drafter):
         self._caches: dict[DraftSequence, _Cache] = {}
 
     @property
-    def num_used_blocks(self) -> int:  # type: ignore[override]
+    def num_used_blocks(self) -> int:
         return self._runner.blocks.num_used_blocks
 
     def readings(self) -> Iterable[Reading]:

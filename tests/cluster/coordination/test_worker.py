@@ -26,6 +26,8 @@ class ScriptedDrafter(Drafter):
     A sequence is known by its first token.
     """
 
+    num_used_blocks = 0
+
     def __init__(self) -> None:
         self.max_model_len = 1000
         self.vocab_size = 100_000
