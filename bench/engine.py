@@ -29,7 +29,7 @@ from cluster.speculation.sampling import SampleRequest, sample
 
 CONTEXT_LEN = 200
 SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 64), (8, 1), (64, 1))  # sequences, tokens of each
-KERNELS = ("linear", "rms_norm", "layers")
+KERNELS = ("decode",)
 WARM_UP = 3
 
 

@@ -3,13 +3,12 @@
 def linear(x: int, weight: int, y: int, num_rows: int, num_threads: int, /) -> None:
     """`y = x @ weight.T + bias`, where `weight` is a Weight."""
 
-def rms_norm(hidden: int, weight: int, y: int, num_rows: int, size: int, num_threads: int, eps: float, /) -> None:
-    """`y = rms_norm(hidden) * weight`."""
-
-def layers(
+def decode(
     model: int,
-    hidden: int,
+    logits: int,
     scratch: int,
+    token_ids: int,
+    logit_rows: int,
     positions: int,
     slots: int,
     row_starts: int,
@@ -17,6 +16,7 @@ def layers(
     block_tables: int,
     paths: int,
     num_rows: int,
+    num_logit_rows: int,
     num_segments: int,
     table_len: int,
     path_len: int,
@@ -24,10 +24,10 @@ def layers(
     eps: float,
     /,
 ) -> None:
-    """All layers of `model` (a Model), over a Step; `hidden` is overwritten."""
+    """A forward pass of `model` (a Model) over a Step."""
 
 def scratch_size(model: int, /) -> int:
-    """Floats of scratch that `layers` needs for a row."""
+    """Floats of scratch that `decode` needs for a row."""
 
 def is_supported() -> bool:
     """Whether this processor has the instructions the kernels need."""

@@ -7,17 +7,16 @@ rounding in between would only cost. A row's result does not depend on the other
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 
 import torch
 
 from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.layer import LayerWeights
 from cluster.engine.linear import Linear
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.quantization import QuantizedWeight
 from cluster.engine.rope import rotary_table
+from cluster.engine.weights import ModelWeights
 
 try:
     from cluster.engine import _kernels
@@ -34,7 +33,6 @@ def has_kernels() -> bool:
 
 
 class CpuOps:
-    activation_dtype = torch.float32
     is_invariant = True
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -53,46 +51,35 @@ class CpuOps:
     def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.float().contiguous()
 
-    def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed = torch.empty_like(hidden)
-        num_rows, size = hidden.shape
-        _kernels.rms_norm(
-            hidden.data_ptr(),
-            weight.data_ptr(),
-            normed.data_ptr(),
-            num_rows,
-            size,
-            torch.get_num_threads(),
-            self._config.rms_norm_eps,
-        )
-        return normed
-
-    def run_layers(
-        self, hidden: torch.Tensor, layers: Sequence[LayerWeights], kv_cache: KVCache, batch: Batch
-    ) -> torch.Tensor:
-        hidden = hidden.contiguous()
-        if self._model is None or self._model.kv_cache is not kv_cache:
-            self._model = _Model(self._config, layers, kv_cache, self._cos, self._sin, self._is_bfloat16)
-        scratch = hidden.new_empty(len(hidden), self._model.scratch_size)
+    def decode(self, weights: ModelWeights, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+        model = self._model
+        if model is None or model.weights is not weights or model.kv_cache is not kv_cache:
+            model = self._model = _Model(self._config, weights, kv_cache, self._cos, self._sin, self._is_bfloat16)
+        num_rows, num_logit_rows = len(batch.token_ids), len(batch.logit_rows)
+        logits = torch.empty(num_logit_rows, self._config.vocab_size)
+        scratch = torch.empty(num_rows, model.scratch_size)
         num_segments, table_len = batch.block_tables.shape
-        _kernels.layers(
-            self._model.address,
-            hidden.data_ptr(),
+        _kernels.decode(
+            model.address,
+            logits.data_ptr(),
             scratch.data_ptr(),
+            batch.token_ids.data_ptr(),
+            batch.logit_rows.data_ptr(),
             batch.positions.data_ptr(),
             batch.slots.data_ptr(),
             batch.row_starts.data_ptr(),
             batch.context_lens.data_ptr(),
             batch.block_tables.data_ptr(),
             0 if batch.paths is None else batch.paths.data_ptr(),
-            len(hidden),
+            num_rows,
+            num_logit_rows,
             num_segments,
             table_len,
             0 if batch.paths is None else batch.paths.shape[1],
             torch.get_num_threads(),
             self._config.rms_norm_eps,
         )
-        return hidden
+        return logits
 
 
 class _Model:
@@ -101,12 +88,13 @@ class _Model:
     def __init__(
         self,
         config: ModelConfig,
-        layers: Sequence[LayerWeights],
+        weights: ModelWeights,
         kv_cache: KVCache,
         cos: torch.Tensor,
         sin: torch.Tensor,
         is_bfloat16: int,
     ) -> None:
+        self.weights = weights
         self.kv_cache = kv_cache
         rows = [
             [
@@ -118,16 +106,19 @@ class _Model:
                 kv_cache.values[index].data_ptr(),
                 config.attention_span(index),
             ]
-            for index, layer in enumerate(layers)
+            for index, layer in enumerate(weights.layers)
         ]
         self._layers = torch.tensor(rows, dtype=torch.int64)
         shape = (config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
         self._table = torch.tensor(
             [
                 self._layers.data_ptr(),
+                weights.embedding.data_ptr(),
                 cos.data_ptr(),
                 sin.data_ptr(),
-                len(layers),
+                weights.norm.data_ptr(),
+                *_weight_of(weights.head),
+                len(weights.layers),
                 *shape,
                 kv_cache.block_size,
                 is_bfloat16,

@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.config import LayerChoice
 from cluster.engine.cpu_ops import CpuOps
-from cluster.engine.layer import LayerWeights
 from cluster.engine.linear import Linear
-from cluster.engine.model import Decoder, ModelWeights
+from cluster.engine.model import Decoder
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import Ops, TorchOps
 from cluster.engine.quantization import Quantization, quantize
+from cluster.engine.weights import LayerWeights, ModelWeights
 from cluster.errors import ConfigurationError
 
 Progress = Callable[[int, int], None]

@@ -85,7 +85,7 @@ typedef struct {
 } Rotary;
 void rotate_and_store(const Rotary *rotary, int64_t num_rows, int num_threads);
 
-/* layers.c */
+/* decoder.c */
 typedef struct { /* 64-bit numbers only: Python fills it as a row of a table */
     const float *input_norm, *post_attention_norm; /* [hidden_size] */
     const float *qk_norm;                          /* as in Rotary */
@@ -95,18 +95,21 @@ typedef struct { /* 64-bit numbers only: Python fills it as a row of a table */
 } Layer;
 typedef struct { /* likewise */
     const Layer *layers;
+    const void *embedding; /* [vocab_size, hidden_size], of the same dtype as the KV cache */
     const float *cos, *sin;
+    const float *norm; /* [hidden_size] */
+    Weight head;
     int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, is_bfloat16;
 } Model;
 typedef struct {
-    float *hidden;  /* [num_rows, hidden_size]: embeddings; becomes what the last layer leaves */
+    float *logits;  /* [num_logit_rows, vocab_size] */
     float *scratch; /* [num_rows, scratch_size(model)] */
-    const int64_t *positions, *slots, *row_starts, *context_lens, *block_tables, *paths;
-    int64_t num_rows, num_segments, table_len, path_len;
+    const int64_t *token_ids, *logit_rows, *positions, *slots, *row_starts, *context_lens, *block_tables, *paths;
+    int64_t num_rows, num_logit_rows, num_segments, table_len, path_len;
     float eps;
 } Step;
 int64_t scratch_size(const Model *model);
-int layers(const Model *model, const Step *step, int num_threads); /* 0, or -1 without memory */
+int decode(const Model *model, const Step *step, int num_threads); /* 0, or -1 without memory */
 
 INLINE __mmask16 first_lanes(int64_t count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
 

@@ -4,11 +4,11 @@
 
 #include "kernels.h"
 
-#define MAX_ARGUMENTS 16
+#define MAX_ARGUMENTS 17
 
 /* Fills `values` from `count` integers, and `number` from what follows them; 0, or -1 with an exception. */
-static int read_arguments(const char *name, PyObject *const *args, Py_ssize_t given, int count, int64_t *values,
-                          double *number) {
+static int read_arguments(
+    const char *name, PyObject *const *args, Py_ssize_t given, int count, int64_t *values, double *number) {
     const int wanted = count + (number != NULL);
     if (given != wanted) {
         PyErr_Format(PyExc_TypeError, "%s takes %d arguments, not %zd", name, wanted, given);
@@ -34,32 +34,21 @@ static PyObject *linear_(PyObject *module, PyObject *const *args, Py_ssize_t giv
     Py_RETURN_NONE;
 }
 
-static PyObject *rms_norm_(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+static PyObject *decode_(PyObject *module, PyObject *const *args, Py_ssize_t given) {
     (void)module;
     int64_t v[MAX_ARGUMENTS];
     double eps;
-    if (read_arguments("rms_norm", args, given, 6, v, &eps) < 0) return NULL;
-    const Norm job = {(float *)v[0], NULL, (const float *)v[1], (float *)v[2], v[4], (float)eps};
-    Py_BEGIN_ALLOW_THREADS
-    add_rms_norm(&job, v[3], (int)v[5]);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
-static PyObject *layers_(PyObject *module, PyObject *const *args, Py_ssize_t given) {
-    (void)module;
-    int64_t v[MAX_ARGUMENTS];
-    double eps;
-    if (read_arguments("layers", args, given, 14, v, &eps) < 0) return NULL;
+    if (read_arguments("decode", args, given, 17, v, &eps) < 0) return NULL;
     const Step step = {
-        .hidden = (float *)v[1], .scratch = (float *)v[2], .positions = (const int64_t *)v[3],
-        .slots = (const int64_t *)v[4], .row_starts = (const int64_t *)v[5], .context_lens = (const int64_t *)v[6],
-        .block_tables = (const int64_t *)v[7], .paths = (const int64_t *)v[8],
-        .num_rows = v[9], .num_segments = v[10], .table_len = v[11], .path_len = v[12], .eps = (float)eps,
+        .logits = (float *)v[1], .scratch = (float *)v[2], .token_ids = (const int64_t *)v[3],
+        .logit_rows = (const int64_t *)v[4], .positions = (const int64_t *)v[5], .slots = (const int64_t *)v[6],
+        .row_starts = (const int64_t *)v[7], .context_lens = (const int64_t *)v[8],
+        .block_tables = (const int64_t *)v[9], .paths = (const int64_t *)v[10], .num_rows = v[11],
+        .num_logit_rows = v[12], .num_segments = v[13], .table_len = v[14], .path_len = v[15], .eps = (float)eps,
     };
     int result;
     Py_BEGIN_ALLOW_THREADS
-    result = layers((const Model *)v[0], &step, (int)v[13]);
+    result = decode((const Model *)v[0], &step, (int)v[16]);
     Py_END_ALLOW_THREADS
     if (result < 0) return PyErr_NoMemory();
     Py_RETURN_NONE;
@@ -83,7 +72,7 @@ static PyObject *is_supported(PyObject *module, PyObject *unused) {
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name##_, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
-    METHOD(linear), METHOD(rms_norm), METHOD(layers), METHOD(scratch_size),
+    METHOD(linear), METHOD(decode), METHOD(scratch_size),
     {"is_supported", is_supported, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

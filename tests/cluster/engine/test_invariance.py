@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.engine.batch import Batch
 from cluster.engine.cpu_ops import CpuOps, has_kernels
 from cluster.engine.invariance import check_invariance
+from cluster.engine.kv_cache import KVCache
 from cluster.engine.loader import load_model
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import Ops, TorchOps
 from cluster.engine.quantization import Quantization
 from cluster.engine.runner import ModelRunner
+from cluster.engine.weights import ModelWeights
 from cluster.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -43,8 +46,8 @@ def test_pytorchs_operators_are_refused(tiny_llama: Callable[..., Path]) -> None
 @needs_kernels
 def test_an_operator_that_breaks_the_promise_is_found(tiny_llama: Callable[..., Path]) -> None:
     class Uneven(CpuOps):
-        def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return super().norm(hidden, weight) * (1 + 1e-6 * (len(hidden) == 10))
+        def decode(self, weights: ModelWeights, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+            return super().decode(weights, batch, kv_cache) * (1 + 1e-6 * (len(batch.token_ids) == 10))
 
     folder = tiny_llama()
     checked = runner(folder, Uneven(ModelConfig.from_folder(folder), torch.bfloat16))

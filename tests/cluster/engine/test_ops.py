@@ -15,7 +15,6 @@ import torch
 from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.cpu_ops import CpuOps, KernelLinear, has_kernels
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.layer import LayerWeights
 from cluster.engine.linear import Linear, PackedLinear, PlainLinear, QuantizedLinear
 from cluster.engine.loader import load_model
 from cluster.engine.model_config import ModelConfig
@@ -23,6 +22,7 @@ from cluster.engine.ops import Ops, TorchOps
 from cluster.engine.quantization import Quantization, quantize
 from cluster.engine.rope_config import RopeConfig
 from cluster.engine.runner import ModelRunner
+from cluster.engine.weights import LayerWeights, ModelWeights
 
 from .checkpoints import CHECKPOINTS
 
@@ -148,42 +148,40 @@ class TestLinear:
 
 
 @needs_kernels
-class TestLayers:
+class TestDecode:
     """Against PyTorch's operators in float32, over a mix of prefill, decode and verify segments."""
 
-    @pytest.mark.parametrize("size", [1, 16, 50, 96])
-    def test_norm(self, size: int) -> None:
-        both = CpuOps(CONFIG, torch.float32), TorchOps(CONFIG, torch.float32, CPU)
-        hidden, weight = randn(1, 7, size), randn(3, size)
-        torch.testing.assert_close(*(ops.norm(hidden, weight) for ops in both))
+    @pytest.mark.parametrize("hidden_size", [1, 16, 50])
+    def test_hidden_sizes(self, hidden_size: int) -> None:
+        assert_same_logits(replace(CONFIG, hidden_size=hidden_size), block_size=4)
 
     @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (40, 1)])
     @pytest.mark.parametrize("head_dim", [16, 48, 64])
     @pytest.mark.parametrize("block_size", [1, 4, 16, 24])
     def test_heads_and_blocks(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
         config = replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        assert_same_layers(config, block_size)
+        assert_same_logits(config, block_size)
 
     @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (4, 4), (40, 1)])
     @pytest.mark.parametrize("window", [1, 2, 7, 16, 17, 40, 119, 120, 255])
     def test_windows(self, num_heads: int, num_kv_heads: int, window: int) -> None:
         windows = (window,) * CONFIG.num_layers
-        assert_same_layers(
+        assert_same_logits(
             replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, sliding_windows=windows), block_size=4
         )
 
     @pytest.mark.parametrize("head_dim", [16, 48, 128])
     def test_normed_queries_and_keys(self, head_dim: int) -> None:
-        assert_same_layers(replace(CONFIG, head_dim=head_dim), block_size=4, has_qk_norm=True)
+        assert_same_logits(replace(CONFIG, head_dim=head_dim), block_size=4, has_qk_norm=True)
 
     @pytest.mark.parametrize("intermediate_size", [7, 130])
     def test_biases_large_gates_and_threads(self, intermediate_size: int, num_threads: int) -> None:
         """Gates in the hundreds, where an exponential would overflow."""
         config = replace(CONFIG, intermediate_size=intermediate_size)
-        assert_same_layers(config, block_size=16, has_bias=True, gate_scale=300.0)
+        assert_same_logits(config, block_size=16, has_bias=True, gate_scale=300.0)
 
 
-def assert_same_layers(
+def assert_same_logits(
     config: ModelConfig,
     block_size: int,
     *,
@@ -193,14 +191,16 @@ def assert_same_layers(
 ) -> None:
     num_blocks = 400 // block_size + 8
     batch = _batch([(0, 1), (0, 40), (15, 1), (16, 5), (100, 21), (199, 1)], block_size, num_blocks)
-    hidden = randn(5, len(batch.token_ids), config.hidden_size)
+    embedding = randn(5, config.vocab_size, config.hidden_size)
     results = []
     for ops in (CpuOps(config, torch.float32), TorchOps(config, torch.float32, CPU)):
         layers = [random_layer(config, ops, index, has_qk_norm, has_bias, gate_scale) for index in range(2)]
+        norm = ops.make_norm_weight(randn(8, config.hidden_size))
+        weights = ModelWeights(embedding, tuple(layers), norm, ops.make_linear(embedding))
         cache = KVCache(config, num_blocks, block_size, torch.float32, CPU)
         cache.keys.copy_(randn(6, *cache.keys.shape))
         cache.values.copy_(randn(7, *cache.values.shape))
-        results.append((ops.run_layers(hidden.clone(), layers, cache, batch), cache.keys, cache.values))
+        results.append((ops.decode(weights, batch, cache), cache.keys, cache.values))
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
@@ -233,7 +233,7 @@ def _batch(segments: list[tuple[int, int]], block_size: int, num_blocks: int) ->
     tables = [[blocks.pop() for _ in range(-(-sum(segment) // block_size))] for segment in segments]
     return pack(
         [
-            Segment(list(range(rows)), computed, table, rows)
+            Segment(list(range(rows)), computed, table, num_logits=(rows + 1) // 2)
             for (computed, rows), table in zip(segments, tables, strict=True)
         ],
         block_size,

@@ -1,4 +1,4 @@
-"""The weights of one decoder layer, as the operators that run it hold them."""
+"""The weights of a decoder, as the operators that run it hold them."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ class LayerWeights:
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
         """In the order in which they run."""
         return self.qkv, self.output, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [hidden_size]
+    head: Linear  # hidden_size → vocab_size
+
+    @property
+    def num_bytes_read(self) -> int:
+        """What a step reads of them, however many rows it has."""
+        linears = [linear for layer in self.layers for linear in layer.linears]
+        return sum(linear.num_bytes for linear in (*linears, self.head))

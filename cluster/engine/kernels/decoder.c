@@ -1,11 +1,13 @@
-/* All layers of a decoder, one after the other, without going back to Python in between. */
+/* A whole forward pass, without going back to Python in between. */
+#include <string.h>
+
 #include "kernels.h"
 
 static int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
 
 int64_t scratch_size(const Model *m) {
-    /* normed and delta; queries, keys, values and what was attended to; gate and up, and their product */
-    return 2 * m->hidden_size + qkv_size(m) + m->num_heads * m->head_dim + 3 * m->intermediate_size;
+    /* hidden, normed and delta; queries, keys, values and what was attended to; gate and up, and their product */
+    return 3 * m->hidden_size + qkv_size(m) + m->num_heads * m->head_dim + 3 * m->intermediate_size;
 }
 
 static void project(const Weight *weight, const float *x, float *y, int64_t num_rows, int num_threads) {
@@ -13,14 +15,25 @@ static void project(const Weight *weight, const float *x, float *y, int64_t num_
     linear(&job, num_threads);
 }
 
-int layers(const Model *m, const Step *s, int num_threads) {
-    const int64_t n = s->num_rows;
-    float *normed = s->scratch, *delta = normed + n * m->hidden_size, *qkv = delta + n * m->hidden_size;
+TARGET static void embed(const Model *m, const Step *s, float *hidden) {
+    for (int64_t row = 0; row < s->num_rows; row++)
+        for (int64_t i = 0; i < m->hidden_size; i += LANES) {
+            const __mmask16 mask = first_lanes(m->hidden_size - i);
+            const int64_t index = s->token_ids[row] * m->hidden_size + i;
+            _mm512_mask_storeu_ps(hidden + row * m->hidden_size + i, mask,
+                                  load(m->embedding, index, mask, (int)m->is_bfloat16));
+        }
+}
+
+int decode(const Model *m, const Step *s, int num_threads) {
+    const int64_t n = s->num_rows, size = m->hidden_size;
+    float *hidden = s->scratch, *normed = hidden + n * size, *delta = normed + n * size, *qkv = delta + n * size;
     float *attended = qkv + n * qkv_size(m), *gate_up = attended + n * m->num_heads * m->head_dim;
     float *product = gate_up + n * 2 * m->intermediate_size;
+    embed(m, s, hidden);
     for (int64_t i = 0; i < m->num_layers; i++) {
         const Layer *l = &m->layers[i];
-        const Norm input_norm = {s->hidden, i > 0 ? delta : NULL, l->input_norm, normed, m->hidden_size, s->eps};
+        const Norm input_norm = {hidden, i > 0 ? delta : NULL, l->input_norm, normed, size, s->eps};
         add_rms_norm(&input_norm, n, num_threads);
         project(&l->qkv, normed, qkv, n, num_threads);
         const Rotary rotary = {
@@ -38,13 +51,20 @@ int layers(const Model *m, const Step *s, int num_threads) {
         };
         if (attention(&attend, num_threads) < 0) return -1;
         project(&l->output, attended, delta, n, num_threads);
-        const Norm post_attention_norm = {s->hidden, delta, l->post_attention_norm, normed, m->hidden_size, s->eps};
+        const Norm post_attention_norm = {hidden, delta, l->post_attention_norm, normed, size, s->eps};
         add_rms_norm(&post_attention_norm, n, num_threads);
         project(&l->gate_up, normed, gate_up, n, num_threads);
         const Gate gate = {gate_up, product, m->intermediate_size};
         silu_and_mul(&gate, n, num_threads);
         project(&l->down, product, delta, n, num_threads);
     }
-    for (int64_t i = 0; m->num_layers > 0 && i < n * m->hidden_size; i++) s->hidden[i] += delta[i];
+    /* The rows whose logits are wanted close ranks; they are in ascending order. */
+    for (int64_t i = 0; i < s->num_logit_rows; i++) {
+        memmove(hidden + i * size, hidden + s->logit_rows[i] * size, (size_t)size * sizeof(float));
+        memmove(delta + i * size, delta + s->logit_rows[i] * size, (size_t)size * sizeof(float));
+    }
+    const Norm norm = {hidden, m->num_layers > 0 ? delta : NULL, m->norm, normed, size, s->eps};
+    add_rms_norm(&norm, s->num_logit_rows, num_threads);
+    project(&m->head, normed, s->logits, s->num_logit_rows, num_threads);
     return 0;
 }
