@@ -1,4 +1,4 @@
-"""What a decoder layer computes, and the PyTorch form of it, which runs on every device."""
+"""How a model is computed on a device: the interface, and its form in plain PyTorch, which runs on every device."""
 
 from __future__ import annotations
 
