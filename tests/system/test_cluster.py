@@ -74,7 +74,8 @@ def test_openai_client_chats(cluster: LocalCluster) -> None:
 
 def test_every_draft_is_accepted_when_the_draft_is_the_target(cluster: LocalCluster) -> None:
     """The greedy path of a round, all accepted and the bonus token on top, shown on counters."""
-    with LocalCluster(cluster_config("draft.model=outrider-target-12m")) as twin:
+    patient = "speculation.draft_timeout_ms=10000"  # so large a draft may be late on a busy machine
+    with LocalCluster(cluster_config("draft.model=outrider-target-12m", patient)) as twin:
         twin.wait_ready(READY_TIMEOUT_SECONDS)
         cases = [Case((400, 20, 7, seed), seed, 41, {"temperature": 1.0, "ignore_eos": True}) for seed in range(8)]
         assert complete_all(twin.url, cases, concurrency=2) == complete_all(
@@ -130,8 +131,7 @@ def test_answers_survive_dead_drafts_and_a_dead_target_comes_back(cluster: Local
     (without_draft,) = complete_all(cluster.url, [case])
     assert without_draft == expected
     os.kill(cluster.targets[0].pid, signal.SIGKILL)
-    cluster.wait_ready(READY_TIMEOUT_SECONDS)
-    cluster.watch()
+    assert eventually(lambda: not cluster.is_ready())  # the router's last look may be half a second old
     assert eventually(lambda: cluster.watch() is None and cluster.is_ready(), READY_TIMEOUT_SECONDS)
     (again,) = complete_all(cluster.url, [case])
     assert again == expected
