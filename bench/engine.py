@@ -56,17 +56,16 @@ class Engine:
         tables = [self.runner.blocks.allocate(num_blocks) for _ in range(max(n for n, _ in SHAPES))]
         self._tables = [table for table in tables if table is not None]
         assert len(self._tables) == len(tables)
-        self._rng = random.Random(0)
+        rng, vocab_size = random.Random(0), self.runner.model.config.vocab_size
+        self._texts = [[rng.randrange(vocab_size) for _ in range(CONTEXT_LEN)] for _ in tables]
 
     def step(self, num_sequences: int, num_tokens: int) -> None:
-        vocab_size = self.runner.model.config.vocab_size
-        tokens = [[self._rng.randrange(vocab_size) for _ in range(CONTEXT_LEN)] for _ in range(num_sequences)]
-        start = CONTEXT_LEN - num_tokens
+        texts, start = self._texts[:num_sequences], CONTEXT_LEN - num_tokens
         logits = self.runner.run(
-            [Segment(t[start:], start, b, num_tokens) for t, b in zip(tokens, self._tables, strict=False)]
+            [Segment(t[start:], start, b, num_tokens) for t, b in zip(texts, self._tables, strict=False)]
         )
         params = SamplingParams(temperature=1.0)
-        sample(logits, [SampleRequest(params, NoiseKey(i, 1), t, start, num_tokens) for i, t in enumerate(tokens)])
+        sample(logits, [SampleRequest(params, NoiseKey(i, 1), t, start, num_tokens) for i, t in enumerate(texts)])
 
 
 @contextmanager

@@ -100,7 +100,9 @@ class SpeculationConfig(_Section):
     controller: Literal["fixed"] = "fixed"
     acceptance: Literal["coupled"] = "coupled"
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="window in tokens past the committed ones; default 2k+2"
+        None,
+        description="window in tokens past the committed ones; default 2k+2, or k where the launcher finds that draft "
+        "and target share cores",
     )
     draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
         50.0, description="how long a step waits for a proposal before it decodes plainly"

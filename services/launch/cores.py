@@ -16,6 +16,11 @@ class CoreShares:
     targets: tuple[tuple[int, ...] | None, ...]
     drafts: tuple[tuple[int, ...] | None, ...]
 
+    @property
+    def drafts_share(self) -> bool:
+        """Whether drafts compute on cores of a target."""
+        return any(cpus is not None for cpus in self.drafts)
+
 
 def divide_cores(cpus: Sequence[int], num_targets: int, num_drafts: int) -> CoreShares:
     """Targets get all cores in equal shares; a draft worker gets the last core, shared with a target.

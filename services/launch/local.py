@@ -21,7 +21,7 @@ from cluster.config import Config
 from cluster.errors import ConfigurationError, UnavailableError
 from services.launch.checks import check_models
 from services.launch.child import Child
-from services.launch.cores import divide_cores
+from services.launch.cores import CoreShares, divide_cores
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Worker(Child):
             *("--set", f"{pool}.metrics_port={metrics_port}"),
         ]
         if worker.cpus is None and worker.device != "cuda":
-            shares = divide_cores(sorted(os.sched_getaffinity(0)), config.target.replicas, config.draft.replicas)
+            shares = _core_shares(config)
             cpus = (shares.targets if pool == "target" else shares.drafts)[index]
             if cpus is not None:
                 arguments += ["--set", f"{pool}.cpus={list(cpus)}"]
@@ -169,10 +169,23 @@ Outrider is ready at {cluster.url} after {seconds:.1f} s. Try:
     )
 
 
+def _core_shares(config: Config) -> CoreShares:
+    return divide_cores(sorted(os.sched_getaffinity(0)), config.target.replicas, config.draft.replicas)
+
+
+def _drafts_share_cores(config: Config) -> bool:
+    return config.draft.cpus is None and config.draft.device != "cuda" and _core_shares(config).drafts_share
+
+
 def _resolve(config: Config) -> Config:
-    """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0."""
+    """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
     if config.speculation.num_speculative_tokens == 0:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
+    if config.speculation.max_run_ahead is None and _drafts_share_cores(config):
+        # What runs ahead beside a target that computes is taken from it, and comes true one time in three or four: of
+        # 2k+2, k+2 and k tokens, k was as good as k+2 and a tenth faster than 2k+2 (190M target, 2 cores).
+        speculation = config.speculation.model_copy(update={"max_run_ahead": 0})
+        config = config.model_copy(update={"speculation": speculation})
     target_ports = _free_ports(config.target.replicas)
     draft_ports = _free_ports(config.draft.replicas)
     port = _router_port(config)

@@ -9,6 +9,7 @@ def test_one_pair_on_two_cores_shares_the_last() -> None:
     shares = divide_cores([0, 1], num_targets=1, num_drafts=1)
     assert shares.targets == ((0, 1),)
     assert shares.drafts == ((1,),)
+    assert shares.drafts_share
 
 
 def test_without_drafts_targets_get_everything() -> None:
@@ -25,3 +26,4 @@ def test_a_large_host_is_left_to_the_operating_system() -> None:
     shares = divide_cores(range(64), num_targets=1, num_drafts=1)
     assert shares.targets == (None,)
     assert shares.drafts == (None,)
+    assert not shares.drafts_share
