@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,9 +72,8 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         assert num_blocks <= len(segment.block_table)
         block_tables[index, :num_blocks] = segment.block_table[:num_blocks]
         places = range(segment.num_computed_tokens, segment.context_len)
-        table = segment.block_table
         token_ids.extend(segment.token_ids)
-        slots.extend([table[p // block_size] * block_size + p % block_size for p in places])
+        slots.extend(slots_of(places, segment.block_table, block_size))
         if segment.parents is None:
             positions.extend(places)
             paths.extend([] for _ in places)
@@ -99,6 +98,11 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         block_tables=on_device(block_tables),
         paths=on_device(_padded(paths)) if any(paths) else None,
     )
+
+
+def slots_of(places: Iterable[int], block_table: Sequence[int], block_size: int) -> list[int]:
+    """The slots of a sequence's `places`, counted from its first token."""
+    return [block_table[place // block_size] * block_size + place % block_size for place in places]
 
 
 def _padded(paths: Sequence[Sequence[int]]) -> npt.NDArray[np.int64]:

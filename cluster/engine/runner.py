@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from cluster.config import DEFAULT_KV_CACHE_BYTES, LayerChoice, WorkerConfig
-from cluster.engine.batch import Segment, pack
+from cluster.engine.batch import Segment, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import Progress, load_model, resolve_device, resolve_dtype
@@ -69,13 +69,10 @@ class ModelRunner:
         moved = [(node, place) for place, node in enumerate(path) if node != place]
         if not moved:
             return
-        block_size, table = self.blocks.block_size, segment.block_table
 
         def slots(indices: Iterable[int]) -> torch.Tensor:
-            places = [segment.num_computed_tokens + index for index in indices]
-            return torch.tensor(
-                [table[p // block_size] * block_size + p % block_size for p in places], device=self.model.device
-            )
+            places = (segment.num_computed_tokens + index for index in indices)
+            return torch.tensor(slots_of(places, segment.block_table, self.blocks.block_size), device=self.model.device)
 
         self._kv_cache.move(slots(node for node, _ in moved), slots(place for _, place in moved))
 

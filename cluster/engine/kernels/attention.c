@@ -115,7 +115,7 @@ INLINE void accumulate(float *sums, float scale, const float *weights, const flo
 
 /* What a tile's queries have seen so far. */
 typedef struct {
-    int64_t num_queries, group;
+    int64_t group; /* queries that share a KV head */
     const float **queries;     /* [num_queries] vectors of head_dim */
     const int64_t *positions;  /* of the tile's rows; a row sees positions up to its own */
     float *sums;               /* [num_queries, head_dim] */
@@ -172,7 +172,7 @@ TARGET static void attend(const Attention *a, const Tile *t) {
     }
     memset(sums, 0, sizeof sums);
     const int64_t *positions = a->positions + first_row;
-    const Progress p = {num_queries, group, queries, positions, sums, largest, totals, rows, columns};
+    const Progress p = {group, queries, positions, sums, largest, totals, rows, columns};
     /* Everything before the segment's own tokens is seen by all of its rows, as far as their window reaches. */
     const int64_t base = a->context_lens[t->segment] - (a->row_starts[t->segment + 1] - segment_start);
     const int64_t first_seen = positions[0] >= a->span ? positions[0] - a->span + 1 : 0;
