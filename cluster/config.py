@@ -94,10 +94,16 @@ class DraftConfig(WorkerConfig):
 class SpeculationConfig(_Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
         4,
-        description="draft tokens a round (k); the most a request may ask for is max_speculative_tokens",
+        description="draft tokens a round (k): where the controller begins, or stays when it is fixed; 0: no draft",
     )
-    max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = 16
-    controller: Literal["fixed"] = "fixed"
+    max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
+        16, description="the most that a controller chooses and that a request may ask for"
+    )
+    controller: Literal["goodput", "threshold", "fixed"] = Field(
+        "goodput",
+        description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
+        "acceptance rate; fixed, num_speculative_tokens",
+    )
     acceptance: Literal["coupled"] = "coupled"
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,

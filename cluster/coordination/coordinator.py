@@ -2,10 +2,11 @@
 
 The engine's thread calls, once a step:
 
+    coordinator.flush(decoding)           # depths for the next round; at most one message a link
     coordinator.wait(decoding)            # until their proposals are here, or the draft timeout is over
     coordinator.drafts(sequence)          # what to verify
-    coordinator.commit(sequence)          # after the step: its token_ids have grown
-    coordinator.flush()                   # at most one message a link
+    coordinator.commit(sequence, ...)     # after the step: its token_ids have grown
+    coordinator.observe_step(...)         # what it took
 
 A sequence without drafts decodes plainly. Nothing here can change a token: drafts are only ever compared with the
 target's choices.
@@ -13,19 +14,18 @@ target's choices.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.pool import DraftPool
-from cluster.speculation.noise import NoiseKey
-from cluster.speculation.params import SamplingParams
-
-logger = logging.getLogger(__name__)
+from cluster.coordination.sequence import SpeculativeSequence
+from cluster.speculation.costs import LinkCosts
 
 _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
 _MAX_REOPEN_SECONDS = 60.0
@@ -41,31 +41,16 @@ class CoordinatorStats:
     num_excess_token_ids: int = 0  # drafts beyond the window they were granted
     num_refused: int = 0
     num_lost: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class SpeculativeSequence:
-    """What the coordinator keeps of one sequence. `token_ids` is the engine's own list of committed tokens."""
-
-    token_ids: Sequence[int]
-    num_prompt_tokens: int
-    params: SamplingParams
-    noise_key: NoiseKey
-    num_speculative_tokens: int
-    name: int = 0  # its number on the wire, a new one each time it is opened
-    link: DraftLink | None = None
-    acknowledged: int = 0  # committed length the drafter is known to have been told
-    proposal: Proposal | None = None
-    awaited_since: float | None = None  # when the proposal that is awaited was asked for
-    is_late: bool = False  # a step has stopped waiting for it
-    num_refusals: int = 0
-    may_open_at: float = 0.0
+    depths: Counter[int] = field(default_factory=Counter)  # of a sequence in a step, by what was wanted
+    plain_decodes: Counter[str] = field(default_factory=Counter)  # of a sequence in a step, by reason
+    seconds: float = 0.0  # spent here by the engine's thread, waiting for proposals apart
 
 
 @dataclass(slots=True)
 class _LinkUse:
-    """A link that is up: its sequences by number, and what is to be sent on it."""
+    """A link that is up: its sequences by number, what is to be sent on it, and what its proposals take."""
 
+    costs: LinkCosts
     sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
 
@@ -79,135 +64,211 @@ class Coordinator:
         config: SpeculationConfig,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        max_num_seqs: int = 64,
+        max_num_rows: int = 512,
     ) -> None:
         self.stats = CoordinatorStats()
+        self.planner = DepthPlanner(config, max_num_rows, clock)
         self._pool = pool
         self._config = config
         self._vocab_size = vocab_size
         self._clock = clock
+        self._max_num_seqs = max_num_seqs
         self._links: dict[DraftLink, _LinkUse] = {}
         self._unassigned: dict[SpeculativeSequence, None] = {}  # in the order they came
+        self._committed: dict[SpeculativeSequence, None] = {}  # since the last flush
         self._num_openings_ever = 0
 
     def open(self, sequence: SpeculativeSequence) -> None:
-        """Starts drafting for `sequence`; with k = 0 it never is.
+        """Starts drafting for `sequence`; for one that asked for k = 0 it never does.
 
         A sequence that the engine preempted stays open: what was proposed for it still fits when it runs again, and
         nobody waits for it meanwhile. There are never more open sequences than may run at once, as the engine
         admits no other before it. Opening it again changes nothing.
         """
-        if sequence.num_speculative_tokens == 0 or sequence.link is not None:
+        if sequence.num_speculative_tokens == 0 or sequence.link is not None or sequence in self._unassigned:
             return
+        self.planner.open(sequence)
         self._unassigned[sequence] = None
 
     def close(self, sequence: SpeculativeSequence) -> None:
+        self.planner.close(sequence)
         self._unassigned.pop(sequence, None)
+        self._committed.pop(sequence, None)
         if sequence.link is not None:
             use = self._links[sequence.link]
             del use.sequences[sequence.name]
             use.request.merge(SpeculateRequest(closes={sequence.name}))
             sequence.link = None
 
-    def wait(self, sequences: Iterable[SpeculativeSequence]) -> None:
+    def flush(self, decoding: Sequence[SpeculativeSequence] = ()) -> None:
+        """Sends what is waiting, one message a link, and gives sequences without a drafter one.
+
+        `decoding` are the sequences whose next token the next step chooses.
+        """
+        started_at = time.perf_counter()
+        self._take_events()  # a link that came up since the last step takes the new sequences at once
+        planned = [s for s in decoding if s.link is not None or s in self._unassigned]
+        self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, len(decoding))
+        for sequence in self._committed:
+            self._advance(sequence)
+        self._committed.clear()
+        self._assign()
+        for link, use in self._links.items():
+            if use.request:
+                link.send(use.request)
+                use.request = SpeculateRequest()
+        self.stats.seconds += time.perf_counter() - started_at
+
+    def wait(self, sequences: Sequence[SpeculativeSequence]) -> None:
         """Waits until the proposals of `sequences` that are awaited are here, at most the draft timeout each."""
         self._take_events()
-        awaited = [s for s in sequences if s.awaited_since is not None and not s.is_late]
-        timeout = self._config.draft_timeout_ms / 1000.0
+        if self.planner.is_probing:
+            return
+        started_at = now = self._clock()
+        timeout = self._config.draft_timeout_ms / 1e3
+        expected = self._expected_from(sequences)
+        awaited = [s for s in sequences if s.depth > 0 and s.is_awaited]
         while awaited:
-            now = self._clock()
             for sequence in awaited:
                 assert sequence.awaited_since is not None
                 if now >= sequence.awaited_since + timeout:
                     sequence.is_late = True
                     self.stats.num_late_rounds += 1
-            awaited = [s for s in awaited if s.awaited_since is not None and not s.is_late]
+            awaited = [s for s in awaited if s.is_awaited]
             if awaited:
                 deadline = min(s.awaited_since for s in awaited if s.awaited_since is not None) + timeout
                 self._take_events(deadline - now)
-                awaited = [s for s in awaited if s.awaited_since is not None]
+                now = self._clock()
+                awaited = [s for s in awaited if s.is_awaited]
+            still_awaited = {s.link for s in awaited}
+            for link in expected.keys() - still_awaited:
+                depth, batch = expected.pop(link)
+                if link in self._links:
+                    self._links[link].costs.observe_wait(now - started_at, depth, batch)
+        for link, (depth, batch) in expected.items():
+            if link in self._links:
+                self._links[link].costs.observe_wait(0.0, depth, batch)
 
     def drafts(self, sequence: SpeculativeSequence) -> list[int]:
         """The draft tokens to verify after the committed ones: the part of the last proposal that still fits."""
-        proposal = sequence.proposal
-        if proposal is None:
+        started_at = time.perf_counter()
+        drafts = self._fitting_drafts(sequence)
+        self.stats.depths[sequence.depth] += 1
+        if not drafts:
+            self.stats.plain_decodes[self._why_plain(sequence)] += 1
+        self.stats.seconds += time.perf_counter() - started_at
+        return drafts
+
+    def _why_plain(self, sequence: SpeculativeSequence) -> str:
+        if sequence.num_speculative_tokens == 0:
+            return "asked"
+        if self.planner.is_probing:
+            return "probe"
+        if sequence.depth == 0:
+            return "does_not_pay"
+        if sequence.link is None:
+            return "refused" if sequence.num_refusals else "no_draft_worker"
+        return "late" if sequence.is_late else "no_fitting_draft"
+
+    def _fitting_drafts(self, sequence: SpeculativeSequence) -> list[int]:
+        proposal, depth = sequence.proposal, self.planner.verified_depth(sequence)
+        if proposal is None or depth == 0:
             return []
-        if not _fits(proposal, sequence.token_ids):
+        if not sequence.fits(proposal):
             sequence.proposal = None
             return []
         num_overtaken = len(sequence.token_ids) - proposal.base
-        drafts = list(proposal.token_ids[num_overtaken:][: sequence.num_speculative_tokens])
+        drafts = list(proposal.token_ids[num_overtaken:][:depth])
         for index, token in enumerate(drafts):
             if token >= self._vocab_size:
                 self.stats.num_invalid_token_ids += len(drafts) - index
                 return drafts[:index]
         return drafts
 
-    def commit(self, sequence: SpeculativeSequence) -> None:
-        """Tells the drafter, at the next flush, what `sequence` has committed."""
-        if sequence.link is None:
+    def commit(self, sequence: SpeculativeSequence, num_drafts: int = 0, num_accepted: int = 0) -> None:
+        """Tells the drafter, at the next flush, what `sequence` has committed.
+
+        The step verified `num_drafts` drafts, of which the target confirmed the first `num_accepted`.
+        """
+        started_at = time.perf_counter()
+        self.planner.observe_round(sequence, num_drafts, num_accepted)
+        if sequence.is_shadow:
+            self.planner.judge_shadow(sequence)
+        if sequence.link is not None:
+            self._committed[sequence] = None
+        self.stats.seconds += time.perf_counter() - started_at
+
+    def _advance(self, sequence: SpeculativeSequence) -> None:
+        assert sequence.link is not None
+        use = self._links[sequence.link]
+        depth = self.planner.asked_depth(sequence, use.costs)
+        if depth == 0:
+            sequence.awaited_since, sequence.is_late = None, False
             return
-        self._links[sequence.link].request.advances[sequence.name] = Advance(
-            sequence.name,
-            sequence.acknowledged,
-            sequence.token_ids[sequence.acknowledged :],
-            sequence.num_speculative_tokens,
+        use.request.advances[sequence.name] = Advance(
+            sequence.name, sequence.acknowledged, sequence.token_ids[sequence.acknowledged :], depth
         )
         if not sequence.is_late:
             sequence.awaited_since = self._clock()
 
-    def flush(self) -> None:
-        """Sends what is waiting, one message a link; gives sequences without a drafter one."""
-        self._take_events()  # a link that came up since the last step takes the new sequences at once
-        self._assign()
-        for link, use in self._links.items():
-            if use.request:
-                link.send(use.request)
-                use.request = SpeculateRequest()
+    def _expected_from(self, sequences: Sequence[SpeculativeSequence]) -> dict[DraftLink, tuple[int, int]]:
+        """The depth and the number of the proposals that each link owes, or has sent already."""
+        expected: dict[DraftLink, tuple[int, int]] = {}
+        for sequence in sequences:
+            if sequence.link is not None and sequence.depth > 0:
+                depth, batch = expected.get(sequence.link, (0, 0))
+                expected[sequence.link] = max(depth, sequence.depth), batch + 1
+        return expected
 
     def _assign(self) -> None:
-        """Opens sequences on the link with the fewest."""
+        """Opens sequences that want drafts on the link with the fewest."""
         if not self._links or not self._unassigned:
             return
         now = self._clock()
-        for sequence in [s for s in self._unassigned if s.may_open_at <= now]:
+        for sequence in [s for s in self._unassigned if s.may_open_at <= now and (s.depth > 0 or s.is_shadow)]:
             link, use = min(self._links.items(), key=lambda item: len(item[1].sequences))
             del self._unassigned[sequence]
             # A number that was used before could still be spoken of by a reply that is on its way.
             self._num_openings_ever += 1
             sequence.name = self._num_openings_ever
             use.sequences[sequence.name] = sequence
-            use.request.opens[sequence.name] = self._opening(sequence)
             sequence.link = link
+            depth = sequence.depth or self.planner.asked_depth(sequence, use.costs)
+            use.request.opens[sequence.name] = self._opening(sequence, depth)
             sequence.acknowledged = len(sequence.token_ids)
             sequence.awaited_since, sequence.is_late = now, False
 
-    def _opening(self, sequence: SpeculativeSequence) -> Open:
-        k = sequence.num_speculative_tokens
+    def _opening(self, sequence: SpeculativeSequence, depth: int) -> Open:
         return Open(
             sequence.name,
             list(sequence.token_ids),
             sequence.num_prompt_tokens,
             sequence.params,
             sequence.noise_key,
-            k,
-            self._config.window(k),
+            depth,
+            self._config.window(depth),
         )
 
     def _take_events(self, timeout: float = 0.0) -> None:
         for happened in self._pool.poll(timeout):
             if isinstance(happened.event, SpeculateReply):
-                self._take_reply(happened.link, happened.event)
+                self._take_reply(happened.link, happened.event, happened.answer_seconds)
             elif happened.event is LinkState.UP:
-                self._links[happened.link] = _LinkUse()
+                self._links[happened.link] = _LinkUse(LinkCosts(self._max_num_seqs))
             else:
                 use = self._links.pop(happened.link, None)
                 for sequence in use.sequences.values() if use is not None else ():
                     self._unassign(sequence)
 
-    def _take_reply(self, link: DraftLink, reply: SpeculateReply) -> None:
+    def _take_reply(self, link: DraftLink, reply: SpeculateReply, answer_seconds: float) -> None:
         use = self._links.get(link)
         if use is None:
             return
+        if reply.timing is not None:
+            held, step, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
+            use.costs.observe_reply(answer_seconds, held, step, batch)
         for name, proposal in reply.proposals.items():
             sequence = use.sequences.get(name)  # absent: closed meanwhile
             if sequence is not None:
@@ -230,10 +291,10 @@ class Coordinator:
         if proposal.base < sequence.acknowledged or proposal.base > len(sequence.token_ids):
             self.stats.num_stale_proposals += 1
             return
-        window = self._config.window(sequence.num_speculative_tokens)
+        window = self._config.window(sequence.num_speculative_tokens or self._config.max_speculative_tokens)
         self.stats.num_excess_token_ids += max(0, len(proposal.token_ids) - window)
         proposal = replace(proposal, token_ids=proposal.token_ids[:window])
-        if _fits(proposal, sequence.token_ids):
+        if sequence.fits(proposal) or sequence.is_shadow:
             sequence.proposal = proposal
         else:
             self.stats.num_stale_proposals += 1
@@ -250,10 +311,5 @@ class Coordinator:
         sequence.link = None
         sequence.proposal = None
         sequence.awaited_since, sequence.is_late = None, False
+        self._committed.pop(sequence, None)
         self._unassigned[sequence] = None
-
-
-def _fits(proposal: Proposal, committed: Sequence[int]) -> bool:
-    """Whether the tokens committed since the proposal's base are the ones it begins with."""
-    since = committed[proposal.base :]
-    return list(proposal.token_ids[: len(since)]) == list(since)

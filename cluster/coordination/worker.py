@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.telemetry.metrics import StepTime
 
@@ -16,6 +17,19 @@ logger = logging.getLogger(__name__)
 
 Deliver = Callable[[SpeculateReply], None]
 """Takes a reply towards a coordinator; never blocks."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """Where replies go, and what its coordinator is told of the time they took."""
+
+    deliver: Deliver
+    received_at: float = 0.0  # the last request
+    step_seconds: float = 0.0  # the last step that had a sequence of it
+    batch: int = 0  # its sequences in that step
+
+    def timing(self) -> Timing:
+        return Timing(time.perf_counter() - self.received_at, self.step_seconds, self.batch)
 
 
 @dataclass(eq=False, slots=True)
@@ -61,7 +75,7 @@ class DraftWorker:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._entries: dict[tuple[int, int], _Entry] = {}
-        self._links: dict[int, Deliver] = {}
+        self._links: dict[int, _Link] = {}
         self._num_links_ever = 0
         self._inbox: list[tuple[int, SpeculateRequest | None]] = []  # None: the link is gone
         self._wake = threading.Condition()
@@ -90,11 +104,13 @@ class DraftWorker:
         """A new link, whose replies go to `deliver`. Returns its number."""
         with self._wake:
             self._num_links_ever += 1
-            self._links[self._num_links_ever] = deliver
+            self._links[self._num_links_ever] = _Link(deliver)
             return self._num_links_ever
 
     def receive(self, link: int, request: SpeculateRequest) -> None:
         with self._wake:
+            if link in self._links:
+                self._links[link].received_at = time.perf_counter()
             self._inbox.append((link, request))
             self._wake.notify()
 
@@ -132,7 +148,7 @@ class DraftWorker:
             replies = {}
             started_at = time.perf_counter()
             stuck = self._drafter.draft([entry.sequence for entry in batch])
-            self.step_time.add(time.perf_counter() - started_at)
+            self._record_step(batch, time.perf_counter() - started_at)
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)
@@ -140,10 +156,18 @@ class DraftWorker:
             self._send(replies)
 
     def _send(self, replies: dict[int, SpeculateReply]) -> None:
-        for link, reply in replies.items():
-            deliver = self._links.get(link)
-            if reply and deliver is not None:
-                deliver(reply)
+        for number, reply in replies.items():
+            link = self._links.get(number)
+            if reply and link is not None:
+                reply.timing = link.timing()
+                link.deliver(reply)
+
+    def _record_step(self, batch: Sequence[_Entry], seconds: float) -> None:
+        self.step_time.add(seconds)
+        for number, count in Counter(entry.link for entry in batch).items():
+            link = self._links.get(number)
+            if link is not None:
+                link.step_seconds, link.batch = seconds, count
 
     def _take_inbox(self, *, wait: bool) -> list[tuple[int, SpeculateRequest | None]]:
         with self._wake:

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator, SpeculativeSequence
+from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.pool import DraftPool
+from cluster.coordination.sequence import SpeculativeSequence
 from cluster.engine import sequence as engine
 from cluster.engine.runner import ModelRunner
 from cluster.engine.scheduler import ScheduledSequence, Scheduler
@@ -18,6 +19,7 @@ from cluster.errors import InvalidRequestError
 from cluster.speculation.acceptance import count_accepted
 from cluster.speculation.sampling import SampleRequest, sample
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
+from cluster.targets.profile import profile_steps
 from cluster.telemetry.metrics import Reading, StepTime
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,11 @@ class TorchTarget(Target):
         self.eos_token_ids = config.eos_token_ids
         self._runner = runner
         self._pool = pool
-        self._coordinator = Coordinator(pool, speculation, config.vocab_size)
+        self._speculation = speculation
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._coordinator = Coordinator(
+            pool, speculation, config.vocab_size, max_num_seqs=max_num_seqs, max_num_rows=max_num_batched_tokens
+        )
         self._scheduler = Scheduler(runner.blocks, max_num_seqs, max_num_batched_tokens)
         self._running: dict[str, _Running] = {}
         self._request_of: dict[engine.Sequence, _Running] = {}
@@ -117,6 +123,8 @@ class TorchTarget(Target):
         yield counter(
             "vllm:num_preemptions", "Sequences preempted for want of blocks.", self._scheduler.num_preemptions
         )
+        usage = load.num_used_blocks / load.num_blocks
+        yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
         yield from self._runner.blocks.readings()
         yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", load.num_draft_links)
         for kind, step_time in self._step_times.items():
@@ -127,6 +135,13 @@ class TorchTarget(Target):
         yield counter("outrider_proposals_dropped", dropped, stats.num_stale_proposals, reason="stale")
         yield counter("outrider_proposals_dropped", dropped, stats.num_invalid_token_ids, reason="vocabulary")
         yield counter("outrider_proposals_dropped", dropped, stats.num_excess_token_ids, reason="excess")
+        yield counter("outrider_coordination_seconds", "Time the engine's thread spent on rounds.", stats.seconds)
+        # `dict` takes a copy in one go, as this is another thread.
+        for depth, count in dict(stats.depths).items():
+            yield counter("outrider_chosen_depths", "Sequences in steps, by the k chosen.", count, k=str(depth))
+        for reason, count in dict(stats.plain_decodes).items():
+            plain = "Sequences in steps that were decoded plainly, by reason."
+            yield counter("outrider_plain_decodes", plain, count, reason=reason)
         yield counter("outrider_late_rounds", "Times a step gave up waiting for a proposal.", stats.num_late_rounds)
         ended = "Sequences a draft worker would not or could not draft for, by reason."
         yield counter("outrider_sequences_refused", ended, stats.num_refused, reason="full")
@@ -151,6 +166,8 @@ class TorchTarget(Target):
 
     def _run(self, publish: Publish) -> None:
         try:
+            if self._speculation.num_speculative_tokens:
+                profile_steps(self._runner, self._coordinator.planner.verify_seconds, self._max_num_batched_tokens)
             while not self._stopping:
                 self._step(publish)
         except BaseException as error:
@@ -162,11 +179,12 @@ class TorchTarget(Target):
         self._take_commands()
         for sequence in self._scheduler.admit():
             self._coordinator.open(self._request_of[sequence].speculative)
+        decoding = [self._request_of[s].speculative for s in self._scheduler.running if not s.is_prefilling]
         # One message a link: what the last step committed, and what was admitted since. It goes out before the
         # target's own prefill, so that the draft's runs beside it.
-        self._coordinator.flush()
+        self._coordinator.flush(decoding)
         waiting_since = time.perf_counter()
-        self._coordinator.wait(self._request_of[s].speculative for s in self._scheduler.running if s.can_use_drafts)
+        self._coordinator.wait([self._request_of[s].speculative for s in self._scheduler.running if s.can_use_drafts])
         started_at = time.perf_counter()
         self._wait_seconds += started_at - waiting_since
         step = self._scheduler.schedule(
@@ -174,7 +192,10 @@ class TorchTarget(Target):
         )
         if step:
             publish(self._commit(step, self._verify(step)))
-            self._step_times[_kind(step)].add(time.perf_counter() - started_at)
+            kind, seconds = _kind(step), time.perf_counter() - started_at
+            self._step_times[kind].add(seconds)
+            if kind != "prefill":
+                self._coordinator.planner.observe_step(sum(scheduled.num_choices for scheduled in step), seconds)
         if not self._running:
             self._coordinator.flush()  # the loop will sleep: finished sequences must not wait to be closed
 
@@ -222,7 +243,7 @@ class TorchTarget(Target):
                 )
             )
             if sequence.finish_reason is None:
-                self._coordinator.commit(running.speculative)
+                self._coordinator.commit(running.speculative, len(scheduled.draft_token_ids), num_accepted)
             else:
                 self._release(running)
         return outputs
@@ -249,7 +270,11 @@ class TorchTarget(Target):
             num_prompt_tokens=request.num_prompt_tokens,
             max_len=request.num_prompt_tokens + request.max_tokens,
             eos_token_ids=frozenset() if request.ignore_eos else frozenset(self.eos_token_ids),
-            num_speculative_tokens=request.num_speculative_tokens,
+            num_speculative_tokens=(
+                self._speculation.max_speculative_tokens
+                if request.num_speculative_tokens is None
+                else request.num_speculative_tokens
+            ),
         )
         speculative = SpeculativeSequence(
             token_ids=token_ids,

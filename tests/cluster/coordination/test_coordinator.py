@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator, SpeculativeSequence
+from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import LinkEvent, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.sequence import SpeculativeSequence
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -70,7 +71,7 @@ def pool() -> ScriptedPool:
 
 @pytest.fixture
 def coordinator(pool: ScriptedPool) -> Coordinator:
-    config = SpeculationConfig(draft_timeout_ms=TIMEOUT_S * 1000)
+    config = SpeculationConfig(controller="fixed", draft_timeout_ms=TIMEOUT_S * 1000)
     return Coordinator(pool, config, VOCAB_SIZE, pool.clock)
 
 

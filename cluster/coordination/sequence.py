@@ -1,0 +1,43 @@
+"""What the coordinator keeps of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.coordination.link import DraftLink
+from cluster.coordination.messages import Proposal
+from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class SpeculativeSequence:
+    """`token_ids` is the engine's own list of committed tokens."""
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    noise_key: NoiseKey
+    num_speculative_tokens: int | None  # what its request asked for; None: the controller decides
+    depth: int = 0  # draft tokens wanted in the next round
+    acceptance: SequenceAcceptance | None = None  # while it is open
+    name: int = 0  # its number on the wire, a new one each time it is opened
+    link: DraftLink | None = None
+    acknowledged: int = 0  # committed length the drafter is known to have been told
+    proposal: Proposal | None = None
+    awaited_since: float | None = None  # when the proposal that is awaited was asked for
+    is_late: bool = False  # a step has stopped waiting for it
+    num_refusals: int = 0
+    may_open_at: float = 0.0
+    is_shadow: bool = False  # drafted for while nothing is speculated on, to see what would be confirmed
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.awaited_since is not None and not self.is_late
+
+    def fits(self, proposal: Proposal) -> bool:
+        """Whether the tokens committed since the proposal's base are the ones it begins with."""
+        since = self.token_ids[proposal.base :]
+        return list(proposal.token_ids[: len(since)]) == list(since)
