@@ -17,7 +17,7 @@ _MAX_SHADOWS = 2
 _SHADOW_DEPTH = 3
 _SHADOW_SHARE = 0.005  # of the time, for which a shadow may keep its draft worker busy
 _SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
-_PROBE_SECONDS = 4.0  # between two steps of the other kind: plain while speculating, with drafts while not
+_PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
 
 
 class DepthPlanner:

@@ -6,7 +6,7 @@ time (the network, and waiting behind other targets) is one number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,10 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_LEARNING_RATE = 0.15
+_SCALE_RATE = 0.1
+_KNOT_RATE = 0.05
+_STALE_KNOT_RATE = 0.4
+_STALE = 32  # observations since a knot's last
 _CLIP = 3.0  # one slow step (a page fault, a neighbour) must not move a curve far
 _LINK_LEARNING_RATE = 0.1
 
@@ -22,18 +25,23 @@ _LINK_LEARNING_RATE = 0.1
 class LearnedCurve:
     """Seconds over a count, linear between knots at 1, 2, 3, 4, 6, 8, 12, 16, ... that follow what is observed.
 
-    Never falls: more rows never cost less. A knot that nothing was observed near follows from its neighbours: below
-    the first one that was, flat; above the last, in proportion to the last slope that was seen.
+    A machine that slows down does so for all counts: what one knot sees moves them all by a common factor, and each
+    knot learns what is its own beside that, fast when it was not seen for long. The curve never falls: more rows
+    never cost less. A knot that nothing was observed near follows from its neighbours: below the first one that was,
+    flat; above the last, along the last slope that was seen.
     """
 
     def __init__(self, maximum: int) -> None:
         self._knots = np.array(_knots(maximum), dtype=np.float64)
-        self._seconds = np.full(len(self._knots), np.nan)
-        self._smooth: FloatArray | None = None
+        self._log_seconds = np.full(len(self._knots), np.nan)  # without the common factor
+        self._log_scale = 0.0
+        self._seen_at = np.zeros(len(self._knots), dtype=np.int64)
+        self._num_observations = 0
+        self._filled: FloatArray | None = None
 
     @property
     def is_known(self) -> bool:
-        return not bool(np.isnan(self._seconds).all())
+        return self._num_observations > 0
 
     def observe(self, count: int, seconds: float) -> None:
         """One step of `count` rows took `seconds`."""
@@ -41,35 +49,40 @@ class LearnedCurve:
         index = min(max(index, 0), len(self._knots) - 1)
         low, high = self._knots[index], self._knots[min(index + 1, len(self._knots) - 1)]
         share = min(1.0, (count - low) / (high - low)) if high > low else 0.0
-        expected = float(self.at(count)) if self.is_known else seconds
-        error = min(seconds, _CLIP * expected) - expected
+        expected = max(float(self.at(count)), 1e-9) if self.is_known else seconds
+        error = math.log(min(max(seconds, 1e-9) / expected, _CLIP))
+        self._num_observations += 1
         for knot, weight in ((index, 1.0 - share), (index + 1, share)):
             if weight == 0.0:
                 continue
-            if np.isnan(self._seconds[knot]):
-                self._seconds[knot] = expected + weight * error
+            if np.isnan(self._log_seconds[knot]):
+                self._log_seconds[knot] = math.log(expected) + weight * error - self._log_scale
             else:
-                self._seconds[knot] += _LEARNING_RATE * weight * error
-        self._smooth = None
+                is_stale = self._num_observations - self._seen_at[knot] > _STALE
+                self._log_seconds[knot] += (_STALE_KNOT_RATE if is_stale else _KNOT_RATE) * weight * error
+            self._seen_at[knot] = self._num_observations
+        self._log_scale += _SCALE_RATE * error
+        self._filled = None
 
     def at(self, counts: float | FloatArray | IntArray) -> FloatArray:
         """Seconds at `counts`. Something must have been observed."""
-        if self._smooth is None:
-            self._smooth = self._filled()
-        return np.asarray(np.interp(counts, self._knots, self._smooth))
+        if self._filled is None:
+            self._filled = self._fill()
+        return np.asarray(np.interp(counts, self._knots, self._filled))
 
-    def _filled(self) -> FloatArray:
-        known = np.flatnonzero(~np.isnan(self._seconds))
-        knots, seconds = self._knots[known], np.maximum.accumulate(self._seconds[known])
-        filled = np.interp(self._knots, knots, seconds)
+    def _fill(self) -> FloatArray:
+        known = np.flatnonzero(~np.isnan(self._log_seconds))
+        knots = self._knots[known]
+        seconds = np.maximum.accumulate(np.exp(self._log_seconds[known] + self._log_scale))
+        filled: FloatArray = np.interp(self._knots, knots, seconds)
         beyond = self._knots > knots[-1]
-        if beyond.any() and len(knots) > 1:
+        if len(knots) > 1:
             slope = (seconds[-1] - seconds[-2]) / (knots[-1] - knots[-2])
             filled[beyond] = seconds[-1] + slope * (self._knots[beyond] - knots[-1])
         return filled
 
 
-def _knots(maximum: int) -> Iterable[int]:
+def _knots(maximum: int) -> list[int]:
     knots, step = [1, 2, 3], 4
     while step < 2 * maximum:
         knots += [step, step * 3 // 2]
