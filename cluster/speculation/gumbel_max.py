@@ -1,8 +1,8 @@
 """The largest of `x + g` in every row, on a CPU with AVX-512: the choices that computing all of `g` would give.
 
 A kernel of our own (`kernels/`) finds by an upper bound of the noise the few tokens that can win, and computes the
-noise of those alone. It runs on the calling thread: 64 rows of 4,096 tokens take a third of a millisecond, less than
-a sleeping thread may need to wake up and share them.
+noise of those alone. It runs on the calling thread: 64 rows of 4,096 tokens take 0.3 ms, little beside a step of as
+many rows.
 """
 
 from __future__ import annotations

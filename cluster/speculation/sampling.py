@@ -81,9 +81,10 @@ def _best_by_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows are read where they lie, but for those that are shaped by more than their temperature."""
     logits = logits.to(torch.float32).contiguous()
-    vocab_size = logits.shape[-1]
+    num_rows, vocab_size = logits.shape
+    row_bytes = vocab_size * logits.itemsize
     shaped = _shaped_rows(logits, requests)
-    address, shaped_address, row_bytes = logits.data_ptr(), shaped.data_ptr(), vocab_size * logits.itemsize
+    address, shaped_address = logits.data_ptr(), 0 if shaped is None else shaped.data_ptr()
     runs: list[bytes] = []
     for request in requests:
         params, key, num_bytes = request.params, request.noise_key, request.num_rows * row_bytes
@@ -95,11 +96,12 @@ def _best_by_kernel(
             own_address = address
         address += num_bytes
         runs.append(pack_run(own_address, request.num_rows, key.low, key.high, request.first_position, temperature))
-    return draw(b"".join(runs), len(logits), vocab_size, width)
+    assert address == logits.data_ptr() + num_rows * row_bytes, "rows and requests disagree"
+    return draw(b"".join(runs), num_rows, vocab_size, width)
 
 
-def _shaped_rows(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """Copies of the rows that a request shapes beyond their temperature, shaped."""
+def _shaped_rows(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor | None:
+    """Copies of the rows that a request shapes beyond their temperature, shaped; None without any."""
     shaped_requests: list[SampleRequest] = []
     rows: list[int] = []
     start = 0
@@ -109,7 +111,7 @@ def _shaped_rows(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> tor
             rows.extend(range(start, start + request.num_rows))
         start += request.num_rows
     if not rows:
-        return logits[:0]
+        return None
     scores = logits[rows]
     _shape(scores, shaped_requests)
     return scores
