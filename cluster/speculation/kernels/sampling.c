@@ -82,9 +82,9 @@ INLINE void random_words(const Noise *noise, int64_t first, __m512i *words) {
         const __m512i key1 = _mm512_set1_epi64((int64_t)noise->keys[r][1]);
 #pragma GCC unroll 2
         for (int i = 0; i < CHAINS; i++) {
-            __m512i high0, low0, high1, low1;
+            __m512i high0, low0, high1 = _mm512_setzero_si512(), low1 = high1;
             multiply(c[i][0], 0xD2E7470EE14C6C93u, &high0, &low0);
-            multiply(c[i][2], 0xCA5A826395121157u, &high1, &low1);
+            if (r > 0) multiply(c[i][2], 0xCA5A826395121157u, &high1, &low1); /* 0 at first */
             c[i][0] = _mm512_xor_si512(_mm512_xor_si512(high1, c[i][1]), key0);
             c[i][2] = _mm512_xor_si512(_mm512_xor_si512(high0, c[i][3]), key1);
             c[i][1] = low1;
