@@ -206,7 +206,8 @@ class TorchTarget(Target):
             SampleRequest(
                 params=running.request.params,
                 noise_key=running.request.noise_key,
-                token_ids=scheduled.sequence.token_ids + scheduled.draft_token_ids,
+                token_ids=scheduled.sequence.token_ids,
+                draft_token_ids=scheduled.draft_token_ids,
                 num_prompt_tokens=running.request.num_prompt_tokens,
                 num_rows=scheduled.num_choices,
             )
