@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.speculation.drafts import Drafts, chain, is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from protos.speculation.v1 import draft_pb2, types_pb2
@@ -82,6 +83,7 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
                 bases=[entry.base for entry in proposals],
                 lengths=[len(entry.token_ids) for entry in proposals],
                 token_ids=[token for entry in proposals for token in entry.token_ids],
+                parents=_encode_parents([entry.drafts for entry in proposals]),
             )
         )
     return message
@@ -90,9 +92,17 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
 def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
     """Raises ValueError when the columns of the message do not fit together."""
     columns = message.proposals
-    entries = zip(columns.sequences, columns.bases, _split(columns.token_ids, columns.lengths), strict=True)
+    entries = zip(
+        columns.sequences,
+        columns.bases,
+        _split(columns.token_ids, columns.lengths),
+        _decode_parents(columns.parents, columns.lengths),
+        strict=True,
+    )
     return SpeculateReply(
-        proposals={sequence: Proposal(sequence, base, token_ids) for sequence, base, token_ids in entries},
+        proposals={
+            sequence: Proposal(sequence, base, token_ids, parents) for sequence, base, token_ids, parents in entries
+        },
         lost=set(message.lost),
         refused=set(message.refused),
     )
@@ -122,10 +132,32 @@ def _decode_open(entry: draft_pb2.Open) -> Open:
     )
 
 
+def _encode_parents(proposals: Sequence[Drafts]) -> list[int]:
+    """The column of parents: none when all proposals are chains."""
+    if all(drafts.parents is None for drafts in proposals):
+        return []
+    return [
+        parent + 1
+        for drafts in proposals
+        for parent in (chain(len(drafts)) if drafts.parents is None else drafts.parents)
+    ]
+
+
+def _decode_parents(column: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int] | None]:
+    if not column:
+        yield from (None for _ in lengths)
+        return
+    for entry in _split(column, lengths):
+        if any(number > node for node, number in enumerate(entry)):
+            raise ValueError("a draft token comes before the one it follows")
+        parents = [number - 1 for number in entry]
+        yield None if is_chain(parents) else parents
+
+
 def _split(token_ids: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
     """Cuts a flattened column back into its entries."""
     if sum(lengths) != len(token_ids):
-        raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(token_ids)} token IDs")
+        raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(token_ids)} values")
     start = 0
     for length in lengths:
         yield list(token_ids[start : start + length])

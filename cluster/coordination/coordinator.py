@@ -22,6 +22,7 @@ from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
 from cluster.coordination.pool import DraftPool
+from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -126,21 +127,19 @@ class Coordinator:
                 self._take_events(deadline - now)
                 awaited = [s for s in awaited if s.awaited_since is not None]
 
-    def drafts(self, sequence: SpeculativeSequence) -> list[int]:
-        """The draft tokens to verify after the committed ones: the part of the last proposal that still fits."""
+    def drafts(self, sequence: SpeculativeSequence) -> Drafts:
+        """What to verify after the committed tokens: the part of the last proposal that still fits."""
         proposal = sequence.proposal
         if proposal is None:
-            return []
-        if not _fits(proposal, sequence.token_ids):
+            return Drafts()
+        drafts = _what_fits(proposal, sequence.token_ids)
+        if drafts is None:
             sequence.proposal = None
-            return []
-        num_overtaken = len(sequence.token_ids) - proposal.base
-        drafts = list(proposal.token_ids[num_overtaken:][: sequence.num_speculative_tokens])
-        for index, token in enumerate(drafts):
-            if token >= self._vocab_size:
-                self.stats.num_invalid_token_ids += len(drafts) - index
-                return drafts[:index]
-        return drafts
+            return Drafts()
+        drafts = drafts.first(sequence.num_speculative_tokens)
+        valid = drafts.below(self._vocab_size)
+        self.stats.num_invalid_token_ids += len(drafts) - len(valid)
+        return valid
 
     def commit(self, sequence: SpeculativeSequence) -> None:
         """Tells the drafter, at the next flush, what `sequence` has committed."""
@@ -232,8 +231,9 @@ class Coordinator:
             return
         window = self._config.window(sequence.num_speculative_tokens)
         self.stats.num_excess_token_ids += max(0, len(proposal.token_ids) - window)
-        proposal = replace(proposal, token_ids=proposal.token_ids[:window])
-        if _fits(proposal, sequence.token_ids):
+        drafts = proposal.drafts.first(window)
+        proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
+        if _what_fits(proposal, sequence.token_ids) is not None:
             sequence.proposal = proposal
         else:
             self.stats.num_stale_proposals += 1
@@ -253,7 +253,6 @@ class Coordinator:
         self._unassigned[sequence] = None
 
 
-def _fits(proposal: Proposal, committed: Sequence[int]) -> bool:
-    """Whether the tokens committed since the proposal's base are the ones it begins with."""
-    since = committed[proposal.base :]
-    return list(proposal.token_ids[: len(since)]) == list(since)
+def _what_fits(proposal: Proposal, committed: Sequence[int]) -> Drafts | None:
+    """What is left of `proposal` after the tokens committed since its base; None when it does not begin with them."""
+    return proposal.drafts.after(committed[proposal.base :])

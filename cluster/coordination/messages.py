@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -38,11 +39,16 @@ class Advance:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens that follow the first `base` tokens of a sequence."""
+    """Draft tokens that follow the first `base` tokens of a sequence; `parents` as in Drafts."""
 
     sequence: int
     base: int
     token_ids: Sequence[int]
+    parents: Sequence[int] | None = None
+
+    @property
+    def drafts(self) -> Drafts:
+        return Drafts(self.token_ids, self.parents)
 
 
 @dataclass(slots=True)

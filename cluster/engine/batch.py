@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.speculation.drafts import path_to
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -61,9 +63,7 @@ class Batch:
     context_lens: torch.Tensor  # [num_segments]
     prefix_lens: torch.Tensor  # [num_segments]: tokens before the segment's own; in a tree, before its first node
     block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's own
-    paths: (
-        torch.Tensor | None
-    )  # [num_tokens, longest path]: nodes, then -1; all -1 in chains; None: no trees
+    paths: torch.Tensor | None  # [num_tokens, longest path]: nodes, then -1; all -1 in chains; None: no trees
 
 
 def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:
@@ -108,17 +108,6 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         block_tables=on_device(block_tables),
         paths=on_device(_padded(paths)) if any(paths) else None,
     )
-
-
-def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """The nodes from a root to `node`, itself included; none for -1."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        parent = parents[node]
-        assert -1 <= parent < node, f"node {node} has parent {parent}"
-        node = parent
-    return path[::-1]
 
 
 def slots_of(places: Iterable[int], block_table: Sequence[int], block_size: int) -> list[int]:

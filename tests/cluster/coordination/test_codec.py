@@ -13,6 +13,7 @@ from cluster.coordination.codec import (
     encode_sampling,
 )
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.speculation.drafts import Drafts, chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from protos.speculation.v1 import draft_pb2, types_pb2
@@ -60,11 +61,16 @@ def random_request(choose: random.Random) -> SpeculateRequest:
     )
 
 
+def random_proposal(choose: random.Random, name: int) -> Proposal:
+    tokens = random_tokens(choose)
+    parents = [choose.randrange(-1, node) for node in range(len(tokens))]
+    drafts = Drafts.tree(tokens, choose.choice([parents, chain(len(tokens))]))
+    return Proposal(name, choose.randrange(2**32), drafts.token_ids, drafts.parents)
+
+
 def random_reply(choose: random.Random) -> SpeculateReply:
     return SpeculateReply(
-        proposals={
-            name: Proposal(name, choose.randrange(2**32), random_tokens(choose)) for name in random_names(choose)
-        },
+        proposals={name: random_proposal(choose, name) for name in random_names(choose)},
         lost=set(random_names(choose)),
         refused=set(random_names(choose)),
     )
@@ -100,6 +106,21 @@ def test_a_round_of_one_sequence_is_a_few_tens_of_bytes() -> None:
     request = SpeculateRequest(advances={70_000: Advance(70_000, 1000, [4095] * 6, 5)})
     reply = SpeculateReply(proposals={70_000: Proposal(70_000, 1006, [4095] * 5)})
     assert encode_request(request).ByteSize() + encode_reply(reply).ByteSize() <= 80
+
+
+def test_a_chain_costs_no_byte_more_than_its_tokens() -> None:
+    chains = SpeculateReply(proposals={1: Proposal(1, 9, [4095] * 5), 2: Proposal(2, 9, [4095])})
+    assert not encode_reply(chains).proposals.parents
+    beside_a_tree = SpeculateReply(proposals={1: Proposal(1, 9, [5, 6, 7], [-1, -1, 1]), 2: Proposal(2, 9, [8, 9])})
+    assert list(encode_reply(beside_a_tree).proposals.parents) == [0, 0, 2, 0, 1]
+    assert decode_reply(encode_reply(beside_a_tree)) == beside_a_tree
+
+
+@pytest.mark.parametrize("parents", [[1, 1], [0, 2], [0], [0, 1, 2]])
+def test_parents_that_make_no_tree_are_refused(parents: list[int]) -> None:
+    columns = draft_pb2.Proposals(sequences=[1], bases=[3], lengths=[2], token_ids=[7, 8], parents=parents)
+    with pytest.raises(ValueError, match=r"comes before|add up"):
+        decode_reply(draft_pb2.SpeculateReply(proposals=columns))
 
 
 @pytest.mark.parametrize(

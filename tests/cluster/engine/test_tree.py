@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine.batch import Segment, path_to
+from cluster.engine.batch import Segment
 from cluster.engine.cpu_ops import CpuOps, has_kernels
 from cluster.engine.loader import load_model
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.ops import TorchOps
 from cluster.engine.runner import ModelRunner
+from cluster.speculation.drafts import path_to
 
 CPU = torch.device("cpu")
 PREFIX = list(range(3, 40))

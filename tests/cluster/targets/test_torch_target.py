@@ -24,6 +24,7 @@ from cluster.targets.base import GenerationRequest
 from ..engine.checkpoints import CHECKPOINTS
 from ..engine.invariants import assert_blocks_are_sound
 from .loopback import BackgroundLoop, LoopbackDraft, LoopbackTarget, wait_until
+from .oracle import OracleDraft
 
 TARGET_SEED, OTHER_SEED = 0, 1
 EOS = 0
@@ -256,6 +257,42 @@ class TestSameTokens:
         wait_until(lambda: other_draft.drafter.num_used_blocks == 0)
         wait_until(lambda: all(target.is_finished(request) for request in requests))
         assert [target.token_ids(request) for request in requests] == list(expected.values())
+
+
+class TestTrees:
+    """Random trees around the truth, whole or wrong, some deeper than can be used."""
+
+    @pytest.mark.parametrize("k", [1, 6, 16])
+    def test_give_the_same_tokens(
+        self,
+        k: int,
+        loop: BackgroundLoop,
+        new_runner: NewRunner,
+        new_target: Callable[..., LoopbackTarget],
+        expected: dict[int, list[int]],
+    ) -> None:
+        requests = mixed_requests(k)
+        truths = [request.token_ids + expected[place] for place, request in enumerate(requests)]
+        draft = OracleDraft(loop, new_runner(8, 1, seed=OTHER_SEED), truths)
+        target = new_target([draft])
+        assert target.generate(requests) == list(expected.values())
+        drafted, accepted = acceptance(target, requests)
+        assert 0 < accepted < drafted
+        draft.stop()
+
+    @pytest.mark.parametrize("checkpoint", ["mistral with a window", "qwen3"])
+    def test_give_the_same_tokens_in_another_family_and_a_scarce_cache(
+        self, checkpoint: str, loop: BackgroundLoop, new_runner: NewRunner, new_target: Callable[..., LoopbackTarget]
+    ) -> None:
+        model = CHECKPOINTS[checkpoint]
+        expected = new_target([], model=model).generate(mixed_requests(0))
+        requests = mixed_requests(16)
+        truths = [request.token_ids + tokens for request, tokens in zip(requests, expected, strict=True)]
+        draft = OracleDraft(loop, new_runner(8, 1, seed=OTHER_SEED), truths)
+        target = new_target([draft], model=model, num_blocks=36)
+        assert target.generate(requests) == expected
+        assert acceptance(target, requests)[1] > 0
+        draft.stop()
 
 
 class TestEnds:
