@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tree import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Open:
     noise_key: NoiseKey
     num_speculative_tokens: int
     window: int
+    shape: Shape | None = None  # of the tree that is owed; None: a chain of k
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Advance:
     base: int
     token_ids: Sequence[int]
     num_speculative_tokens: int
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)

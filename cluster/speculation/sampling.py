@@ -9,6 +9,7 @@ of the target's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,22 @@ def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]
     scores = perturbed_logits(logits, requests)
     choices: list[int] = scores.argmax(dim=-1).tolist()
     return choices
+
+
+def best_choices(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], number: int
+) -> list[tuple[list[int], list[float]]]:
+    """For every row the `number` tokens that score best, in their order, and how far each is below the first.
+
+    A row whose filters leave fewer tokens has fewer.
+    """
+    scores, token_ids = perturbed_logits(logits, requests).topk(min(number, logits.shape[-1]), dim=-1)
+    gaps = (scores[:, :1] - scores).tolist()
+    best = []
+    for row_tokens, row_gaps in zip(token_ids.tolist(), gaps, strict=True):
+        num_left = sum(gap < math.inf for gap in row_gaps)
+        best.append((row_tokens[:num_left], row_gaps[:num_left]))
+    return best
 
 
 def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:

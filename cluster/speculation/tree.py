@@ -14,6 +14,7 @@ likeliest nodes are always a tree, and no other of n nodes has a larger sum.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,11 @@ class RoundTime:
     draft: Callable[[int], float]  # a step of the draft with that many rows
     verify: Callable[[int], float]  # a step of the target with that many rows of this sequence
     round_trip: float = 0.0
+
+
+def width_of(shape: Shape) -> int:
+    """The most children that a node has; 1 at least."""
+    return max(Counter(shape).values(), default=1)
 
 
 def best_tree(acceptance: Acceptance, num_nodes: int, max_depth: int | None = None) -> tuple[Shape, list[float]]:
