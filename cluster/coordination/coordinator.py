@@ -25,6 +25,7 @@ from cluster.coordination.pool import DraftPool
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tree_policy import TreePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stats = CoordinatorStats()
+        self.trees = TreePolicy(config.tree_width, clock)
         self._pool = pool
         self._config = config
         self._vocab_size = vocab_size
@@ -150,6 +152,7 @@ class Coordinator:
             sequence.acknowledged,
             sequence.token_ids[sequence.acknowledged :],
             sequence.num_speculative_tokens,
+            self.trees.shape(sequence.num_speculative_tokens),
         )
         if not sequence.is_late:
             sequence.awaited_since = self._clock()
@@ -190,6 +193,7 @@ class Coordinator:
             sequence.noise_key,
             k,
             self._config.window(k),
+            self.trees.shape(k),
         )
 
     def _take_events(self, timeout: float = 0.0) -> None:
@@ -240,6 +244,8 @@ class Coordinator:
         sequence.acknowledged = proposal.base
         sequence.num_refusals = 0
         if proposal.base == len(sequence.token_ids):
+            if sequence.awaited_since is not None and drafts:
+                self.trees.time_draft(self._clock() - sequence.awaited_since, drafts.depth)
             sequence.awaited_since = None
         elif sequence.is_late:
             # The drafter lives but trails behind: what it was told since gets a budget of its own.

@@ -20,6 +20,11 @@ class Drafts:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def depth(self) -> int:
+        """How many tokens are in a row at most."""
+        return len(self) if self.parents is None else max(depths_of(self.parents), default=0)
+
     def first(self, number: int) -> Drafts:
         """The first `number` tokens."""
         if number >= len(self.token_ids):

@@ -175,7 +175,10 @@ class TorchTarget(Target):
         )
         if step:
             publish(self._commit(step, self._verify(step)))
-            self._step_times[_kind(step)].add(time.perf_counter() - started_at)
+            kind, seconds = _kind(step), time.perf_counter() - started_at
+            self._step_times[kind].add(seconds)
+            if kind == "verify":
+                self._coordinator.trees.time_verify(seconds)
         if not self._running:
             self._coordinator.flush()  # the loop will sleep: finished sequences must not wait to be closed
 
@@ -202,6 +205,7 @@ class TorchTarget(Target):
             own_choices = choices[start : start + scheduled.num_choices]
             start += scheduled.num_choices
             chosen = self._accept(scheduled, own_choices)
+            self._coordinator.trees.count(scheduled.drafts, chosen)
             num_accepted = len(chosen) - 1
             num_committed = sequence.commit(chosen)
             # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.

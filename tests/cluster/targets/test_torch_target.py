@@ -16,9 +16,12 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InvalidRequestError
+from cluster.speculation.drafts import is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import SampleRequest, sample
+from cluster.speculation.tree import Shape
+from cluster.speculation.tree_policy import TreePolicy
 from cluster.targets.base import GenerationRequest
 
 from ..engine.checkpoints import CHECKPOINTS
@@ -259,8 +262,41 @@ class TestSameTokens:
         assert [target.token_ids(request) for request in requests] == list(expected.values())
 
 
+class RandomShapes(TreePolicy):
+    """Now this tree, now that, now a chain."""
+
+    def __init__(self) -> None:
+        super().__init__(width=3)
+        self._choose = random.Random(0)
+
+    def shape(self, num_nodes: int) -> Shape | None:
+        shape = tuple(self._choose.randrange(-1, node) for node in range(self._choose.randint(0, num_nodes)))
+        return None if is_chain(shape) else shape
+
+
 class TestTrees:
-    """Random trees around the truth, whole or wrong, some deeper than can be used."""
+    """Random trees around the truth, whole or wrong, some deeper than can be used; and those of real drafters."""
+
+    @pytest.mark.parametrize("k", [2, 6, 16])
+    @pytest.mark.parametrize("are_random", [False, True], ids=["best shapes", "random shapes"])
+    def test_of_a_drafter_give_the_same_tokens(
+        self,
+        are_random: bool,
+        k: int,
+        new_target: Callable[..., LoopbackTarget],
+        same_draft: LoopbackDraft,
+        other_draft: LoopbackDraft,
+        expected: dict[int, list[int]],
+    ) -> None:
+        for draft in (same_draft, other_draft):
+            target, requests = new_target([draft], tree_width=3), mixed_requests(k)
+            if are_random:
+                target.target._coordinator.trees = RandomShapes()
+            assert target.generate(requests) == list(expected.values())
+            drafted, accepted = acceptance(target, requests)
+            assert drafted > 0
+            assert accepted > 0 or draft is other_draft
+            wait_until(lambda draft=draft: draft.drafter.num_used_blocks == 0)
 
     @pytest.mark.parametrize("k", [1, 6, 16])
     def test_give_the_same_tokens(
