@@ -110,6 +110,11 @@ class SpeculationConfig(_Section):
         description="window in tokens past the committed ones; default 2k+2, or k where the launcher finds that draft "
         "and target share cores",
     )
+    tree_width: Annotated[int, Field(ge=1, le=8)] = Field(
+        1,
+        description="children of a draft token at most: with more than 1 the k drafts of a round are the tree that the "
+        "measured acceptance makes best, which may be a chain",
+    )
     draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
         50.0, description="how long a step waits for a proposal before it decodes plainly"
     )

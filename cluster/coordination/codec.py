@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
+from cluster.speculation.drafts import Drafts, chain, is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tree import Shape
 from protos.speculation.v1 import draft_pb2, types_pb2
 
 
@@ -38,11 +40,13 @@ def decode_sampling(params: types_pb2.SamplingParams) -> SamplingParams:
 
 
 def encode_request(request: SpeculateRequest) -> draft_pb2.SpeculateRequest:
+    advances = request.advances.values()
+    shapes = _ShapeTable()
     message = draft_pb2.SpeculateRequest(
-        open=[_encode_open(entry) for entry in request.opens.values()], close=request.closes
+        open=[_encode_open(entry, shapes.number(entry.shape)) for entry in request.opens.values()], close=request.closes
     )
-    if request.advances:
-        advances = request.advances.values()
+    if advances:
+        numbers = [shapes.number(entry.shape) for entry in advances]
         message.advance.CopyFrom(
             draft_pb2.Advance(
                 sequences=request.advances.keys(),
@@ -50,24 +54,31 @@ def encode_request(request: SpeculateRequest) -> draft_pb2.SpeculateRequest:
                 lengths=[len(entry.token_ids) for entry in advances],
                 token_ids=[token for entry in advances for token in entry.token_ids],
                 num_speculative_tokens=[entry.num_speculative_tokens for entry in advances],
+                shapes=numbers if any(numbers) else (),
             )
         )
+    message.shapes.extend(draft_pb2.Shape(parents=[parent + 1 for parent in shape]) for shape in shapes.numbers)
     return message
 
 
 def decode_request(message: draft_pb2.SpeculateRequest) -> SpeculateRequest:
     """Raises ValueError when the columns of the message do not fit together."""
     columns = message.advance
+    shapes = [None, *(tuple(_decode_tree(shape.parents)) for shape in message.shapes)]
+    numbers = columns.shapes or [0] * len(columns.sequences)
+    if max([*numbers, *(entry.shape for entry in message.open)], default=0) >= len(shapes):
+        raise ValueError("a shape is named that the message does not have")
     entries = zip(
         columns.sequences,
         columns.bases,
         _split(columns.token_ids, columns.lengths),
         columns.num_speculative_tokens,
+        (shapes[number] for number in numbers),
         strict=True,
     )
     return SpeculateRequest(
-        opens={entry.sequence: _decode_open(entry) for entry in message.open},
-        advances={sequence: Advance(sequence, base, token_ids, k) for sequence, base, token_ids, k in entries},
+        opens={entry.sequence: _decode_open(entry, shapes[entry.shape]) for entry in message.open},
+        advances={entry[0]: Advance(*entry) for entry in entries},
         closes=set(message.close),
     )
 
@@ -86,6 +97,7 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
                 bases=[entry.base for entry in proposals],
                 lengths=[len(entry.token_ids) for entry in proposals],
                 token_ids=[token for entry in proposals for token in entry.token_ids],
+                parents=_encode_parents([entry.drafts for entry in proposals]),
             )
         )
     return message
@@ -94,16 +106,34 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
 def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
     """Raises ValueError when the columns of the message do not fit together."""
     columns = message.proposals
-    entries = zip(columns.sequences, columns.bases, _split(columns.token_ids, columns.lengths), strict=True)
+    entries = zip(
+        columns.sequences,
+        columns.bases,
+        _split(columns.token_ids, columns.lengths),
+        _decode_parents(columns.parents, columns.lengths),
+        strict=True,
+    )
     return SpeculateReply(
-        proposals={sequence: Proposal(sequence, base, token_ids) for sequence, base, token_ids in entries},
+        proposals={
+            sequence: Proposal(sequence, base, token_ids, parents) for sequence, base, token_ids, parents in entries
+        },
         lost=set(message.lost),
         refused=set(message.refused),
         timing=_decode_timing(message.timing) if message.HasField("timing") else None,
     )
 
 
-def _encode_open(entry: Open) -> draft_pb2.Open:
+class _ShapeTable:
+    """The shapes of a message, each once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Shape, int] = {}
+
+    def number(self, shape: Shape | None) -> int:
+        return 0 if shape is None else self.numbers.setdefault(shape, len(self.numbers) + 1)
+
+
+def _encode_open(entry: Open, shape: int) -> draft_pb2.Open:
     return draft_pb2.Open(
         sequence=entry.sequence,
         token_ids=entry.token_ids,
@@ -112,10 +142,11 @@ def _encode_open(entry: Open) -> draft_pb2.Open:
         noise_key=types_pb2.NoiseKey(low=entry.noise_key.low, high=entry.noise_key.high),
         num_speculative_tokens=entry.num_speculative_tokens,
         window=entry.window,
+        shape=shape,
     )
 
 
-def _decode_open(entry: draft_pb2.Open) -> Open:
+def _decode_open(entry: draft_pb2.Open, shape: Shape | None) -> Open:
     return Open(
         sequence=entry.sequence,
         token_ids=list(entry.token_ids),
@@ -124,6 +155,7 @@ def _decode_open(entry: draft_pb2.Open) -> Open:
         noise_key=NoiseKey(low=entry.noise_key.low, high=entry.noise_key.high),
         num_speculative_tokens=entry.num_speculative_tokens,
         window=entry.window,
+        shape=shape,
     )
 
 
@@ -135,10 +167,36 @@ def _microseconds(seconds: float) -> int:
     return min(round(seconds * 1e6), 2**32 - 1)
 
 
+def _encode_parents(proposals: Sequence[Drafts]) -> list[int]:
+    """The column of parents: none when all proposals are chains."""
+    if all(drafts.parents is None for drafts in proposals):
+        return []
+    return [
+        parent + 1
+        for drafts in proposals
+        for parent in (chain(len(drafts)) if drafts.parents is None else drafts.parents)
+    ]
+
+
+def _decode_parents(column: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int] | None]:
+    if not column:
+        yield from (None for _ in lengths)
+        return
+    for entry in _split(column, lengths):
+        parents = _decode_tree(entry)
+        yield None if is_chain(parents) else parents
+
+
+def _decode_tree(numbers: Sequence[int]) -> list[int]:
+    if any(number > node for node, number in enumerate(numbers)):
+        raise ValueError("a node comes before its parent")
+    return [number - 1 for number in numbers]
+
+
 def _split(token_ids: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
     """Cuts a flattened column back into its entries."""
     if sum(lengths) != len(token_ids):
-        raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(token_ids)} token IDs")
+        raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(token_ids)} values")
     start = 0
     for length in lengths:
         yield list(token_ids[start : start + length])

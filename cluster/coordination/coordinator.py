@@ -26,6 +26,8 @@ from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.speculation.costs import LinkCosts
+from cluster.speculation.drafts import Drafts
+from cluster.speculation.tree_policy import TreePolicy
 
 _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
 _MAX_REOPEN_SECONDS = 60.0
@@ -70,6 +72,7 @@ class Coordinator:
     ) -> None:
         self.stats = CoordinatorStats()
         self.planner = DepthPlanner(config, max_num_rows, clock)
+        self.trees = TreePolicy(config.tree_width, clock)
         self._pool = pool
         self._config = config
         self._vocab_size = vocab_size
@@ -151,8 +154,8 @@ class Coordinator:
             if link in self._links:
                 self._links[link].costs.observe_wait(0.0, depth, batch)
 
-    def drafts(self, sequence: SpeculativeSequence) -> list[int]:
-        """The draft tokens to verify after the committed ones: the part of the last proposal that still fits."""
+    def drafts(self, sequence: SpeculativeSequence) -> Drafts:
+        """What to verify after the committed tokens: the part of the last proposal that still fits."""
         started_at = time.perf_counter()
         drafts = self._fitting_drafts(sequence)
         self.stats.depths[sequence.depth] += 1
@@ -172,20 +175,18 @@ class Coordinator:
             return "refused" if sequence.num_refusals else "no_draft_worker"
         return "late" if sequence.is_late else "no_fitting_draft"
 
-    def _fitting_drafts(self, sequence: SpeculativeSequence) -> list[int]:
+    def _fitting_drafts(self, sequence: SpeculativeSequence) -> Drafts:
         proposal, depth = sequence.proposal, self.planner.verified_depth(sequence)
         if proposal is None or depth == 0:
-            return []
-        if not sequence.fits(proposal):
+            return Drafts()
+        drafts = sequence.what_fits(proposal)
+        if drafts is None:
             sequence.proposal = None
-            return []
-        num_overtaken = len(sequence.token_ids) - proposal.base
-        drafts = list(proposal.token_ids[num_overtaken:][:depth])
-        for index, token in enumerate(drafts):
-            if token >= self._vocab_size:
-                self.stats.num_invalid_token_ids += len(drafts) - index
-                return drafts[:index]
-        return drafts
+            return Drafts()
+        drafts = drafts.first(depth)
+        valid = drafts.below(self._vocab_size)
+        self.stats.num_invalid_token_ids += len(drafts) - len(valid)
+        return valid
 
     def commit(self, sequence: SpeculativeSequence, num_drafts: int = 0, num_accepted: int = 0) -> None:
         """Tells the drafter, at the next flush, what `sequence` has committed.
@@ -208,7 +209,11 @@ class Coordinator:
             sequence.awaited_since, sequence.is_late = None, False
             return
         use.request.advances[sequence.name] = Advance(
-            sequence.name, sequence.acknowledged, sequence.token_ids[sequence.acknowledged :], depth
+            sequence.name,
+            sequence.acknowledged,
+            sequence.token_ids[sequence.acknowledged :],
+            depth,
+            None if sequence.is_shadow else self.trees.shape(depth),
         )
         if not sequence.is_late:
             sequence.awaited_since = self._clock()
@@ -249,6 +254,7 @@ class Coordinator:
             sequence.noise_key,
             depth,
             self._config.window(depth),
+            None if sequence.is_shadow else self.trees.shape(depth),
         )
 
     def _take_events(self, timeout: float = 0.0) -> None:
@@ -293,14 +299,17 @@ class Coordinator:
             return
         window = self._config.window(sequence.num_speculative_tokens or self._config.max_speculative_tokens)
         self.stats.num_excess_token_ids += max(0, len(proposal.token_ids) - window)
-        proposal = replace(proposal, token_ids=proposal.token_ids[:window])
-        if sequence.fits(proposal) or sequence.is_shadow:
+        drafts = proposal.drafts.first(window)
+        proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
+        if sequence.is_shadow or sequence.what_fits(proposal) is not None:
             sequence.proposal = proposal
         else:
             self.stats.num_stale_proposals += 1
         sequence.acknowledged = proposal.base
         sequence.num_refusals = 0
         if proposal.base == len(sequence.token_ids):
+            if sequence.awaited_since is not None and drafts:
+                self.trees.time_draft(self._clock() - sequence.awaited_since, drafts.depth)
             sequence.awaited_since = None
         elif sequence.is_late:
             # The drafter lives but trails behind: what it was told since gets a budget of its own.

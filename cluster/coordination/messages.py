@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tree import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Open:
     noise_key: NoiseKey
     num_speculative_tokens: int
     window: int
+    shape: Shape | None = None  # of the tree that is owed; None: a chain of k
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +37,21 @@ class Advance:
     base: int
     token_ids: Sequence[int]
     num_speculative_tokens: int
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens that follow the first `base` tokens of a sequence."""
+    """Draft tokens that follow the first `base` tokens of a sequence; `parents` as in Drafts."""
 
     sequence: int
     base: int
     token_ids: Sequence[int]
+    parents: Sequence[int] | None = None
+
+    @property
+    def drafts(self) -> Drafts:
+        return Drafts(self.token_ids, self.parents)
 
 
 @dataclass(slots=True)

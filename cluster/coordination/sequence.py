@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cluster.coordination.link import DraftLink
 from cluster.coordination.messages import Proposal
 from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -37,7 +38,6 @@ class SpeculativeSequence:
     def is_awaited(self) -> bool:
         return self.awaited_since is not None and not self.is_late
 
-    def fits(self, proposal: Proposal) -> bool:
-        """Whether the tokens committed since the proposal's base are the ones it begins with."""
-        since = self.token_ids[proposal.base :]
-        return list(proposal.token_ids[: len(since)]) == list(since)
+    def what_fits(self, proposal: Proposal) -> Drafts | None:
+        """What is left of `proposal` after the tokens committed since its base; None unless it begins with them."""
+        return proposal.drafts.after(self.token_ids[proposal.base :])

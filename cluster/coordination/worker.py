@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.speculation.tree import width_of
 from cluster.telemetry.metrics import StepTime
 
 logger = logging.getLogger(__name__)
@@ -42,26 +43,20 @@ class _Entry:
     owes_proposal: bool = True
 
     def has_proposal(self, max_model_len: int) -> bool:
-        """Whether the proposal that is owed is complete, or as long as it can become."""
-        sequence = self.sequence
-        return (
-            sequence.num_drafted >= sequence.num_speculative_tokens
-            or len(sequence.token_ids) >= max_model_len
-            or sequence.is_exhausted
-        )
+        """Whether the proposal that is owed is complete, or as much as it can become."""
+        return self.sequence.is_exhausted or not self.sequence.missing(max_model_len)
 
     def may_run_ahead(self, max_model_len: int) -> bool:
         sequence = self.sequence
         return (
             sequence.num_drafted < sequence.window
-            and len(sequence.token_ids) < max_model_len
+            and sequence.num_committed + sequence.num_drafted < max_model_len
             and not sequence.is_exhausted
         )
 
     def proposal(self) -> Proposal:
-        sequence = self.sequence
-        drafts = sequence.draft_token_ids[: sequence.num_speculative_tokens]
-        return Proposal(self.name, sequence.num_committed, drafts)
+        drafts = self.sequence.proposal()
+        return Proposal(self.name, self.sequence.num_committed, drafts.token_ids, drafts.parents)
 
 
 class DraftWorker:
@@ -180,7 +175,14 @@ class DraftWorker:
         """The sequences whose proposal is owed; when there are none, those that may run ahead."""
         limit = self._drafter.max_model_len
         urgent = [e for e in self._entries.values() if e.owes_proposal and not e.has_proposal(limit)]
-        return urgent or [e for e in self._entries.values() if e.may_run_ahead(limit)]
+        if urgent:
+            for entry in urgent:
+                entry.sequence.to_extend = entry.sequence.missing(limit)
+            return urgent
+        ahead = [e for e in self._entries.values() if e.may_run_ahead(limit)]
+        for entry in ahead:
+            entry.sequence.to_extend = [entry.sequence.tip]
+        return ahead
 
     def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
         limit = self._drafter.max_model_len
@@ -218,6 +220,7 @@ class DraftWorker:
             num_speculative_tokens=opening.num_speculative_tokens,
             window=opening.window,
         )
+        _want(sequence, opening)
         if not self._drafter.admit(sequence):
             return False
         self._entries[link, opening.sequence] = _Entry(opening.sequence, link, sequence)
@@ -232,10 +235,10 @@ class DraftWorker:
         if sequence.is_behind(advance.base) or not self._knows(advance.token_ids):
             self._release(entry)
             return False
-        num_kept = sequence.commit(advance.base, advance.token_ids)
-        if num_kept is not None:
-            self._drafter.rewind(sequence, num_kept)
-            sequence.num_speculative_tokens = advance.num_speculative_tokens
+        kept = sequence.commit(advance.base, advance.token_ids)
+        if kept is not None:
+            self._drafter.rewind(sequence, kept)
+            _want(sequence, advance)
             entry.owes_proposal = True
         return True
 
@@ -250,3 +253,10 @@ class DraftWorker:
     def _release_link(self, link: int) -> None:
         for entry in [entry for entry in self._entries.values() if entry.link == link]:
             self._release(entry)
+
+
+def _want(sequence: DraftSequence, wanted: Open | Advance) -> None:
+    """From now on proposals of `sequence` are to be as `wanted` says."""
+    sequence.num_speculative_tokens = wanted.num_speculative_tokens
+    sequence.shape = wanted.shape
+    sequence.width = 1 if wanted.shape is None else width_of(wanted.shape)

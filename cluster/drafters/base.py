@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cluster.speculation.drafts import Drafts, descendants_of, path_to, renumbered
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tree import Shape
 from cluster.telemetry.metrics import Reading
 
 
 @dataclass(eq=False, slots=True)
 class DraftSequence:
-    """One sequence as a draft worker sees it: committed tokens, then the drafts past them."""
+    """One sequence as a draft worker sees it: committed tokens, then a tree of drafts past them.
+
+    Node n of the tree is `token_ids[num_committed + n]`, and -1 stands for the last committed token; a node comes
+    after its parent. Extending a node gives it its children, the likeliest first. The main path goes from likeliest
+    child to likeliest child; in a chain there is nothing else.
+    """
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -21,42 +28,147 @@ class DraftSequence:
     noise_key: NoiseKey
     num_speculative_tokens: int  # k: drafts owed in each round
     window: int  # how far past the committed tokens drafts may run
+    shape: Shape | None = None  # of the tree that is owed; None: a chain of k
+    width: int = 1  # children that a node is given when it is extended
     num_committed: int = 0
     is_exhausted: bool = False  # the drafter has nothing more to propose after these tokens
+    to_extend: list[int] = field(default_factory=list)  # nodes, in the next step; none: the end of the main path
+    parents: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # how far below the best of its siblings each node scored
+    _children: list[list[int]] = field(default_factory=lambda: [[]])  # of node -1, then of every node
+    _depths: list[int] = field(default_factory=lambda: [0])  # likewise
+    tip: int = -1  # the end of the main path
 
     def __post_init__(self) -> None:
         self.num_committed = self.num_committed or len(self.token_ids)
 
     @property
     def num_drafted(self) -> int:
-        return len(self.token_ids) - self.num_committed
+        """Drafts on the main path."""
+        return self._depths[self.tip + 1]
 
     @property
     def draft_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_committed :]
+        """The main path."""
+        return self.path_tokens(self.tip)
 
-    def commit(self, base: int, token_ids: Sequence[int]) -> int | None:
-        """Takes in every token committed since `base`, keeping the part of the drafts that came true.
+    @property
+    def is_chain(self) -> bool:
+        return self.num_drafted == len(self.parents)
 
-        Returns how many leading tokens are as they were before: what followed them is gone or replaced. None when
-        the news is older than what is known, which changes nothing. `base` must not be behind (`is_behind`).
+    def children(self, node: int) -> list[int]:
+        """Likeliest first; none before `node` was extended."""
+        return self._children[node + 1]
+
+    def depth(self, node: int) -> int:
+        """How many drafts lead to `node`, itself included."""
+        return self._depths[node + 1]
+
+    def path_tokens(self, node: int) -> list[int]:
+        """The drafts that lead to `node`, itself included."""
+        start = self.num_committed
+        if self.is_chain:
+            return self.token_ids[start : start + node + 1]
+        return [self.token_ids[start + i] for i in path_to(node, self.parents)]
+
+    def tokens_to(self, node: int) -> Sequence[int]:
+        """All tokens up to `node`."""
+        if self.is_chain and node == self.tip:
+            return self.token_ids
+        return self.token_ids[: self.num_committed] + self.path_tokens(node)
+
+    def extend(self, node: int, token_ids: Sequence[int], gaps: Sequence[float]) -> None:
+        """Gives `node` its children."""
+        children = self._children[node + 1]
+        assert not children, f"node {node} was extended before"
+        for token, gap in zip(token_ids, gaps, strict=True):
+            children.append(len(self.parents))
+            self._add(token, node, gap)
+        if node == self.tip and children:
+            self.tip = children[0]
+
+    def append(self, token_id: int) -> None:
+        """Extends the main path."""
+        self.extend(self.tip, [token_id], [0.0])
+
+    def _add(self, token_id: int, parent: int, gap: float) -> None:
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.gaps.append(gap)
+        self._children.append([])
+        self._depths.append(self._depths[parent + 1] + 1)
+
+    def missing(self, max_model_len: int) -> list[int]:
+        """The nodes to extend before the proposal that is owed is complete; none beyond `max_model_len` tokens."""
+        if self.shape is None:
+            nodes = [self.tip] if self.num_drafted < self.num_speculative_tokens else []
+        else:
+            found = self._find(self.shape)
+            inner = [found[parent] for parent in dict.fromkeys(self.shape) if parent in found]
+            nodes = [node for node in inner if not self.children(node)]
+        return [node for node in nodes if self.num_committed + self.depth(node) < max_model_len]
+
+    def proposal(self) -> Drafts:
+        """What is there of the tree that is owed."""
+        if self.shape is None:
+            return Drafts(self.draft_token_ids[: self.num_speculative_tokens])
+        found = self._find(self.shape)
+        del found[-1]
+        nodes = list(found)
+        parents = renumbered(nodes, self.shape, -1)
+        return Drafts.tree([self.token_ids[self.num_committed + found[node]] for node in nodes], parents)
+
+    def _find(self, shape: Shape) -> dict[int, int]:
+        """The nodes that have the places of `shape`'s nodes, by these; without those that are not there."""
+        found = {-1: -1}
+        ranks = dict.fromkeys(shape, 0)
+        for node, parent in enumerate(shape):
+            rank = ranks[parent]
+            ranks[parent] += 1
+            if parent in found and rank < len(self.children(found[parent])):
+                found[node] = self.children(found[parent])[rank]
+        return found
+
+    def commit(self, base: int, token_ids: Sequence[int]) -> list[int] | None:
+        """Takes in every token committed since `base`, keeping the part of the drafts that came true and goes on.
+
+        Returns the nodes that are kept, in their order: those that were committed, then those that become the new
+        tree. None when the news is older than what is known, which changes nothing. `base` must not be behind
+        (`is_behind`).
         """
         assert not self.is_behind(base)
-        num_committed = base + len(token_ids)
-        if num_committed < self.num_committed:
+        if base + len(token_ids) < self.num_committed:
             return None
-        num_kept = base
-        for known, committed in zip(self.token_ids[base:num_committed], token_ids, strict=False):
-            if known != committed:
+        news = token_ids[self.num_committed - base :]
+        came_true: list[int] = []
+        node = -1
+        for token in news:
+            child = next((n for n in self.children(node) if self.token_ids[self.num_committed + n] == token), None)
+            if child is None:
                 break
-            num_kept += 1
-        self.num_committed = num_committed
+            came_true.append(child)
+            node = child
+        # When the target went another way, whatever was drafted is worthless.
+        rest = descendants_of(node, self.parents) if len(came_true) == len(news) else []
+        self._replant(news, node, rest)
         self.is_exhausted = False
-        if num_kept == num_committed:
-            return len(self.token_ids)
-        # A draft was wrong, or the target ran past the drafts: whatever came after is worthless.
-        self.token_ids[num_kept:] = token_ids[num_kept - base :]
-        return num_kept
+        return came_true + rest
+
+    def _replant(self, news: Sequence[int], root: int, nodes: Sequence[int]) -> None:
+        """Commits `news`; the tree is `nodes` from now on, which are under `root`."""
+        drafts = [self.token_ids[self.num_committed + node] for node in nodes]
+        gaps = [self.gaps[node] for node in nodes]
+        parents = renumbered(nodes, self.parents, root)
+        del self.token_ids[self.num_committed :]
+        self.token_ids.extend(news)
+        self.num_committed = len(self.token_ids)
+        self.parents, self.gaps, self._children, self._depths, self.tip = [], [], [[]], [0], -1
+        for token, parent, gap in zip(drafts, parents, gaps, strict=True):
+            node = len(self.parents)
+            self._children[parent + 1].append(node)
+            self._add(token, parent, gap)
+            if parent == self.tip and len(self.children(parent)) == 1:
+                self.tip = node
 
     def is_behind(self, base: int) -> bool:
         """Whether tokens before `base` were committed that this worker was never told."""
@@ -82,16 +194,16 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        """One step: appends draft tokens to `sequences`, or works towards it (a prefill chunk).
+        """One step: extends `sequences` at their nodes `to_extend`, or works towards it (a prefill chunk).
 
-        Takes those first in line when not all of them fit in a step. One that it has nothing to propose for, it
-        marks as exhausted. Returns those that cannot go on because there is no room for their next token; the
-        caller releases them.
+        Takes those first in line when not all of them fit in a step. A drafter that knows one continuation only
+        appends to the main path. One that it has nothing to propose for, it marks as exhausted. Returns those that
+        cannot go on because there is no room for their next token; the caller releases them.
         """
 
     @abstractmethod
-    def rewind(self, sequence: DraftSequence, num_tokens: int) -> None:
-        """Tokens from index `num_tokens` on are no longer those that were drafted or computed on."""
+    def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
+        """`sequence` has committed tokens; of its nodes it has kept those (`DraftSequence.commit`)."""
 
     @abstractmethod
     def release(self, sequence: DraftSequence) -> None:

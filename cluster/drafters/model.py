@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
-from cluster.speculation.sampling import SampleRequest, sample
+from cluster.speculation.sampling import SampleRequest, best_choices, sample
 from cluster.telemetry.metrics import Reading
 
 
 @dataclass(slots=True)
 class _Cache:
-    """What the KV cache holds of one sequence."""
+    """What the KV cache holds of one sequence: node n of its tree has the n-th place after the committed tokens."""
 
     block_table: list[int]
-    num_computed_tokens: int
+    num_computed_tokens: int  # committed ones; all of them when there are drafts
+    computed_nodes: set[int] = field(default_factory=set)
 
 
 class ModelDrafter(Drafter):
@@ -58,7 +59,7 @@ class ModelDrafter(Drafter):
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         segments: list[Segment] = []
-        completed: list[DraftSequence] = []
+        extended: list[tuple[DraftSequence, int]] = []  # with the node, for every row of logits
         without_room: list[DraftSequence] = []
         budget, blocks = self._max_num_batched_tokens, self._runner.blocks
         for sequence in sequences:
@@ -66,37 +67,63 @@ class ModelDrafter(Drafter):
             if not blocks.grow(cache.block_table, len(sequence.token_ids)):
                 without_room.append(sequence)
                 continue
-            start = cache.num_computed_tokens
-            blocks.cache(cache.block_table, sequence.token_ids, min(start, sequence.num_committed))
-            end = min(len(sequence.token_ids), start + budget)
-            if start == end:
+            if budget == 0:
                 break
-            is_complete = end == len(sequence.token_ids)
-            segments.append(
-                Segment(sequence.token_ids[start:end], start, cache.block_table, num_logits=int(is_complete))
-            )
-            if is_complete:
-                completed.append(sequence)
-            cache.num_computed_tokens = end
-            budget -= end - start
+            blocks.cache(cache.block_table, sequence.token_ids, cache.num_computed_tokens)
+            segment, nodes = _next_segment(sequence, cache, budget)
+            segments.append(segment)
+            extended.extend((sequence, node) for node in nodes)
+            budget -= len(segment.token_ids)
         if segments:
             logits = self._runner.run(segments)
-            for sequence, choice in zip(completed, self._choose(logits, completed), strict=True):
-                sequence.token_ids.append(choice)
+            _extend(extended, logits)
         return without_room
 
-    @staticmethod
-    def _choose(logits: torch.Tensor, sequences: Sequence[DraftSequence]) -> list[int]:
-        if not sequences:
-            return []
-        return sample(
-            logits,
-            [SampleRequest(s.params, s.noise_key, s.token_ids, s.num_prompt_tokens) for s in sequences],
-        )
-
-    def rewind(self, sequence: DraftSequence, num_tokens: int) -> None:
+    def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         cache = self._caches[sequence]
-        cache.num_computed_tokens = min(cache.num_computed_tokens, num_tokens)
+        if not kept:
+            cache.computed_nodes.clear()
+            return
+        is_computed = [node in cache.computed_nodes for node in kept]
+        # There were drafts, so all tokens before them were computed. The last nodes may have no slots yet.
+        num_with_slots = max((place + 1 for place, computed in enumerate(is_computed) if computed), default=0)
+        self._runner.keep(cache.block_table, cache.num_computed_tokens, kept[:num_with_slots])
+        num_committed = min(len(kept), sequence.num_committed - cache.num_computed_tokens)
+        # The last that came true may not have been computed, and then nothing comes after it.
+        cache.num_computed_tokens += sum(is_computed[:num_committed])
+        cache.computed_nodes = {node for node, computed in enumerate(is_computed[num_committed:]) if computed}
 
     def release(self, sequence: DraftSequence) -> None:
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
+
+
+def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int) -> tuple[Segment, list[int]]:
+    """The rows of `sequence` in this step, at most `budget`, and the nodes whose children come of them."""
+    start, end = cache.num_computed_tokens, sequence.num_committed
+    if start < end:
+        end = min(end, start + budget)
+        cache.num_computed_tokens = end
+        is_complete = end == sequence.num_committed
+        segment = Segment(sequence.token_ids[start:end], start, cache.block_table, num_logits=int(is_complete))
+        return segment, [-1] if is_complete else []
+    nodes = (sequence.to_extend or [sequence.tip])[:budget]
+    assert cache.computed_nodes.isdisjoint(nodes)
+    cache.computed_nodes.update(nodes)
+    token_ids = [sequence.token_ids[end + node] for node in nodes]
+    if sequence.is_chain:
+        return Segment(token_ids, end + nodes[0], cache.block_table, num_logits=1), nodes
+    return Segment(token_ids, end, cache.block_table, len(nodes), sequence.parents, nodes), nodes
+
+
+def _extend(extended: Sequence[tuple[DraftSequence, int]], logits: torch.Tensor) -> None:
+    """Gives every node its children: the best under the target's noise."""
+    if not extended:
+        return
+    requests = [SampleRequest(s.params, s.noise_key, s.tokens_to(node), s.num_prompt_tokens) for s, node in extended]
+    width = max(sequence.width for sequence, _ in extended)
+    if width == 1:
+        for (sequence, node), choice in zip(extended, sample(logits, requests), strict=True):
+            sequence.extend(node, [choice], [0.0])
+        return
+    for (sequence, node), (token_ids, gaps) in zip(extended, best_choices(logits, requests, width), strict=True):
+        sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])

@@ -38,10 +38,10 @@ class NgramDrafter(Drafter):
             else:
                 # A match that reaches the end is its own continuation: it repeats.
                 for offset in range(end - len(sequence.token_ids)):
-                    sequence.token_ids.append(sequence.token_ids[start + offset])
+                    sequence.append(sequence.token_ids[start + offset])
         return []
 
-    def rewind(self, sequence: DraftSequence, num_tokens: int) -> None:
+    def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         """Only committed tokens are in the index."""
 
     def release(self, sequence: DraftSequence) -> None:

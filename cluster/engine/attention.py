@@ -17,25 +17,27 @@ def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, batch: B
     """
     keys, values = kv_cache.keys[layer], kv_cache.values[layer]
     output = torch.empty_like(query)
-    starts, context_lens = batch.row_starts.tolist(), batch.context_lens.tolist()
+    starts, context_lens, bases = batch.row_starts.tolist(), batch.context_lens.tolist(), batch.prefix_lens.tolist()
     offsets = torch.arange(kv_cache.block_size, device=query.device)
     for index, context_len in enumerate(context_lens):
         rows = slice(starts[index], starts[index + 1])
         num_rows = starts[index + 1] - starts[index]
-        first_seen = max(0, context_len - num_rows + 1 - span)  # by the first row, and so by any
+        base = bases[index]
+        first_seen = max(0, base + 1 - span)  # by any row
         slots = (batch.block_tables[index][:, None] * kv_cache.block_size + offsets).flatten()[first_seen:context_len]
         paths = None if batch.paths is None else batch.paths[rows]
         mask = None
-        if num_rows > 1:
-            mask = _mask(num_rows, context_len, span, paths, query.device)[:, first_seen:]
+        if context_len > base + 1:
+            mask = _mask(num_rows, base, context_len, span, paths, query.device)[:, first_seen:]
         output[rows] = _attend(query[rows], keys.index_select(0, slots), values.index_select(0, slots), mask)
     return output
 
 
-def _mask(num_rows: int, context_len: int, span: int, paths: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _mask(
+    num_rows: int, base: int, context_len: int, span: int, paths: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
     """What each of a segment's rows sees of its context: the last `span` positions up to its own, or, in a tree, of
-    the path to it."""
-    base = context_len - num_rows
+    the path to it. The path's nodes have the places from `base` on."""
     if paths is None or paths[0, 0] < 0:
         mask = torch.ones(num_rows, context_len, dtype=torch.bool, device=device).tril_(base)
         return mask.triu_(base - span + 1)

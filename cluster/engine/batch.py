@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.speculation.drafts import path_to
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -17,9 +19,11 @@ class Segment:
     `token_ids` are the inputs at positions `num_computed_tokens` and after; the KV of all earlier positions is in
     the cache. Logits are wanted of the last `num_logits` rows.
 
-    With `parents` the tokens are a tree: each has the index of its parent among them, which comes before it, or -1.
-    Siblings then have one position, and a token attends to its ancestors only; every node has a slot of its own, in
-    the order of `token_ids`, until `ModelRunner.keep_path` closes the gaps.
+    With `parents` what follows the computed tokens is a tree. Each of its nodes has the index of its parent, which
+    comes before it, or -1; siblings have one position, and a node attends to its ancestors only. Every node has a
+    slot of its own, in the order of the nodes, until `ModelRunner.keep` closes the gaps. The step computes all nodes,
+    or, where the tree grows, those of `nodes`, whose tokens `token_ids` then are; their ancestors come before them or
+    are in the cache.
     """
 
     token_ids: Sequence[int]
@@ -27,20 +31,24 @@ class Segment:
     block_table: Sequence[int]
     num_logits: int
     parents: Sequence[int] | None = None
+    nodes: Sequence[int] | None = None
 
     @property
     def context_len(self) -> int:
         """Slots in use after the step."""
-        return self.num_computed_tokens + len(self.token_ids)
+        return self.num_computed_tokens + len(self.token_ids if self.parents is None else self.parents)
+
+    def places(self) -> Sequence[int]:
+        """Which slot of the sequence each token has."""
+        if self.nodes is not None:
+            return [self.num_computed_tokens + node for node in self.nodes]
+        return range(self.num_computed_tokens, self.num_computed_tokens + len(self.token_ids))
 
     def paths(self) -> list[list[int]]:
-        """For each token of a tree, the indices from its root to itself."""
+        """For each token of a tree, the nodes from its root to itself."""
         assert self.parents is not None
-        paths: list[list[int]] = []
-        for index, parent in enumerate(self.parents):
-            assert -1 <= parent < index, f"node {index} has parent {parent}"
-            paths.append([*(paths[parent] if parent >= 0 else ()), index])
-        return paths
+        nodes = range(len(self.parents)) if self.nodes is None else self.nodes
+        return [path_to(node, self.parents) for node in nodes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +61,9 @@ class Batch:
     logit_rows: torch.Tensor  # [num_logit_rows]
     row_starts: torch.Tensor  # [num_segments + 1]: a segment's rows lie between its start and the next
     context_lens: torch.Tensor  # [num_segments]
+    prefix_lens: torch.Tensor  # [num_segments]: tokens before the segment's own; in a tree, before its first node
     block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's own
-    paths: torch.Tensor | None  # [num_tokens, longest path], -1 beyond a node's own and in chains; None: no trees
+    paths: torch.Tensor | None  # [num_tokens, longest path]: nodes, then -1; all -1 in chains; None: no trees
 
 
 def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:
@@ -71,7 +80,7 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         num_blocks = -(-segment.context_len // block_size)
         assert num_blocks <= len(segment.block_table)
         block_tables[index, :num_blocks] = segment.block_table[:num_blocks]
-        places = range(segment.num_computed_tokens, segment.context_len)
+        places = segment.places()
         token_ids.extend(segment.token_ids)
         slots.extend(slots_of(places, segment.block_table, block_size))
         if segment.parents is None:
@@ -95,6 +104,7 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         logit_rows=on_device(logit_rows),
         row_starts=on_device(row_starts),
         context_lens=on_device([segment.context_len for segment in segments]),
+        prefix_lens=on_device([segment.num_computed_tokens for segment in segments]),
         block_tables=on_device(block_tables),
         paths=on_device(_padded(paths)) if any(paths) else None,
     )

@@ -68,7 +68,7 @@ class CpuOps:
             batch.positions.data_ptr(),
             batch.slots.data_ptr(),
             batch.row_starts.data_ptr(),
-            batch.context_lens.data_ptr(),
+            batch.prefix_lens.data_ptr(),
             batch.block_tables.data_ptr(),
             0 if batch.paths is None else batch.paths.data_ptr(),
             num_rows,

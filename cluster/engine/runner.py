@@ -61,20 +61,19 @@ class ModelRunner:
         batch = pack(segments, self.blocks.block_size, self.model.device)
         return self.model.forward(batch, self._kv_cache)
 
-    def keep_path(self, segment: Segment, path: Sequence[int]) -> None:
-        """Closes the gaps after a tree was verified: node `path[i]` of `segment`, just run, gets the i-th slot.
+    def keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
+        """Closes the gaps in a tree whose node 0 has place `start`: `nodes[i]` gets the i-th place from there.
 
-        The other nodes are lost. A path runs from a root downwards.
+        The other nodes are lost. `nodes` ascend.
         """
-        moved = [(node, place) for place, node in enumerate(path) if node != place]
+        moved = [(start + node, start + index) for index, node in enumerate(nodes) if node != index]
         if not moved:
             return
 
-        def slots(indices: Iterable[int]) -> torch.Tensor:
-            places = (segment.num_computed_tokens + index for index in indices)
-            return torch.tensor(slots_of(places, segment.block_table, self.blocks.block_size), device=self.model.device)
+        def slots(places: Iterable[int]) -> torch.Tensor:
+            return torch.tensor(slots_of(places, block_table, self.blocks.block_size), device=self.model.device)
 
-        self._kv_cache.move(slots(node for node, _ in moved), slots(place for _, place in moved))
+        self._kv_cache.move(slots(old for old, _ in moved), slots(new for _, new in moved))
 
 
 def kv_cache_budget(config: WorkerConfig, device: torch.device) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.engine.batch import Segment
 from cluster.engine.blocks import BlockManager
 from cluster.engine.sequence import Sequence
+from cluster.speculation.drafts import Drafts
 
 # Share of all blocks that admission leaves to the sequences that run, to grow into.
 _WATERMARK = 0.01
@@ -20,7 +21,7 @@ class ScheduledSequence:
 
     sequence: Sequence
     num_new_tokens: int  # committed tokens whose KV this step computes
-    draft_token_ids: list[int]  # verified after them; only when they reach the last committed token
+    drafts: Drafts = field(default_factory=Drafts)  # verified after the last committed token, when it is computed
 
     @property
     def yields_choices(self) -> bool:
@@ -29,16 +30,23 @@ class ScheduledSequence:
 
     @property
     def num_choices(self) -> int:
-        return len(self.draft_token_ids) + 1 if self.yields_choices else 0
+        return len(self.drafts) + 1 if self.yields_choices else 0
+
+    @property
+    def parents(self) -> list[int] | None:
+        """Of the last committed token and the drafts, when these are a tree."""
+        parents = self.drafts.parents
+        return None if parents is None else [-1, *(parent + 1 for parent in parents)]
 
     def segment(self) -> Segment:
         start = self.sequence.num_computed_tokens
         new_tokens = self.sequence.token_ids[start : start + self.num_new_tokens]
         return Segment(
-            token_ids=new_tokens + self.draft_token_ids,
+            token_ids=[*new_tokens, *self.drafts.token_ids],
             num_computed_tokens=start,
             block_table=self.sequence.block_table,
             num_logits=self.num_choices,
+            parents=self.parents,
         )
 
 
@@ -64,7 +72,7 @@ class Scheduler:
         self._watermark = max(1, round(_WATERMARK * blocks.num_blocks))
 
     def fits(self, max_len: int) -> bool:
-        """Whether a sequence of at most `max_len` tokens can run. Its drafts never reach beyond that."""
+        """Whether a sequence of at most `max_len` tokens can run. Its drafts take only what room there is."""
         return self._blocks.num_blocks_for(max_len) <= self._blocks.num_blocks
 
     def add(self, sequence: Sequence) -> None:
@@ -95,7 +103,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def schedule(self, drafts_of: Callable[[Sequence], list[int]]) -> list[ScheduledSequence]:
+    def schedule(self, drafts_of: Callable[[Sequence], Drafts]) -> list[ScheduledSequence]:
         """The next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
         `drafts_of` gives the drafts that are there for a sequence. While prompts wait, drafts get at most half
@@ -108,7 +116,7 @@ class Scheduler:
         draft_budget = budget // 2 if prefilling else budget
         step: list[ScheduledSequence] = []
         for sequence in decoding:
-            drafts = drafts_of(sequence)[: min(sequence.max_useful_drafts, draft_budget)]
+            drafts = drafts_of(sequence).within(sequence.max_useful_drafts).first(draft_budget)
             if drafts:
                 drafts = self._place(drafts, sequence, may_grow=may_grow)
             draft_budget -= len(drafts)
@@ -119,7 +127,7 @@ class Scheduler:
             if chunk == 0:
                 break
             budget -= chunk
-            step.append(ScheduledSequence(sequence, chunk, []))
+            step.append(ScheduledSequence(sequence, chunk))
         return step
 
     def advance(self, scheduled: ScheduledSequence, num_accepted: int = 0) -> None:
@@ -150,13 +158,13 @@ class Scheduler:
                 self._preempt_youngest()
         return not is_short
 
-    def _place(self, drafts: list[int], sequence: Sequence, *, may_grow: bool) -> list[int]:
+    def _place(self, drafts: Drafts, sequence: Sequence, *, may_grow: bool) -> Drafts:
         """The part of `drafts` that there is room for after the tokens of `sequence`; takes the blocks for it."""
         blocks, length = self._blocks, len(sequence.token_ids)
         if may_grow and blocks.grow(sequence.block_table, length + len(drafts)):
             return drafts
         num_blocks = len(sequence.block_table) + (blocks.num_available_blocks if may_grow else 0)
-        drafts = drafts[: num_blocks * blocks.block_size - length]
+        drafts = drafts.first(num_blocks * blocks.block_size - length)
         blocks.grow(sequence.block_table, length + len(drafts))
         return drafts
 

@@ -9,6 +9,7 @@ of the target's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,19 @@ def best_tokens(
         return ids, scores.gather(-1, ids)
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     return order[:, :width], ordered[:, :width]
+
+
+def best_choices(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
+) -> list[tuple[list[int], list[float]]]:
+    """As `best_tokens`, with each one's distance from the first; a row whose filters leave fewer tokens has fewer."""
+    ids, scores = best_tokens(logits, requests, min(width, logits.shape[-1]))
+    gaps = (scores[:, :1] - scores).tolist()
+    best = []
+    for row_tokens, row_gaps in zip(ids.tolist(), gaps, strict=True):
+        num_left = sum(gap < math.inf for gap in row_gaps)
+        best.append((row_tokens[:num_left], row_gaps[:num_left]))
+    return best
 
 
 def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:

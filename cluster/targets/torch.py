@@ -16,7 +16,8 @@ from cluster.engine import sequence as engine
 from cluster.engine.runner import ModelRunner
 from cluster.engine.scheduler import ScheduledSequence, Scheduler
 from cluster.errors import InvalidRequestError
-from cluster.speculation.acceptance import count_accepted
+from cluster.speculation.acceptance import accepted_path, count_accepted
+from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import SampleRequest, sample
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
 from cluster.targets.profile import profile_steps
@@ -194,6 +195,8 @@ class TorchTarget(Target):
             publish(self._commit(step, self._verify(step)))
             kind, seconds = _kind(step), time.perf_counter() - started_at
             self._step_times[kind].add(seconds)
+            if kind == "verify":
+                self._coordinator.trees.time_verify(seconds)
             if kind != "prefill":
                 self._coordinator.planner.observe_step(sum(scheduled.num_choices for scheduled in step), seconds)
         if not self._running:
@@ -203,17 +206,10 @@ class TorchTarget(Target):
         """Runs the step; returns the target's choice for every row that yields one, in order."""
         logits = self._runner.run([scheduled.segment() for scheduled in step])
         requests = [
-            SampleRequest(
-                params=running.request.params,
-                noise_key=running.request.noise_key,
-                token_ids=scheduled.sequence.token_ids,
-                draft_token_ids=scheduled.draft_token_ids,
-                num_prompt_tokens=running.request.num_prompt_tokens,
-                num_rows=scheduled.num_choices,
-            )
+            request
             for scheduled in step
             if scheduled.yields_choices
-            for running in [self._request_of[scheduled.sequence]]
+            for request in _sample_requests(scheduled, self._request_of[scheduled.sequence].request)
         ]
         return sample(logits, requests) if requests else []
 
@@ -228,8 +224,10 @@ class TorchTarget(Target):
                 continue
             own_choices = choices[start : start + scheduled.num_choices]
             start += scheduled.num_choices
-            num_accepted = count_accepted(scheduled.draft_token_ids, own_choices)
-            num_committed = sequence.commit(own_choices[: num_accepted + 1])
+            chosen = self._accept(scheduled, own_choices)
+            self._coordinator.trees.count(scheduled.drafts, chosen)
+            num_accepted = len(chosen) - 1
+            num_committed = sequence.commit(chosen)
             # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
             self._scheduler.advance(scheduled, num_accepted)
             self._num_committed_tokens += num_committed
@@ -237,17 +235,29 @@ class TorchTarget(Target):
             outputs.append(
                 GenerationOutput(
                     request_id=running.request.request_id,
-                    token_ids=own_choices[:num_committed],
+                    token_ids=chosen[:num_committed],
                     finish_reason=sequence.finish_reason,
-                    num_draft_tokens=len(scheduled.draft_token_ids),
+                    num_draft_tokens=len(scheduled.drafts),
                     num_accepted_tokens=min(num_accepted, num_committed),
                 )
             )
             if sequence.finish_reason is None:
-                self._coordinator.commit(running.speculative, len(scheduled.draft_token_ids), num_accepted)
+                self._coordinator.commit(running.speculative, scheduled.drafts.depth, num_accepted)
             else:
                 self._release(running)
         return outputs
+
+    def _accept(self, scheduled: ScheduledSequence, choices: Sequence[int]) -> Sequence[int]:
+        """The tokens that `choices` commit: those of the accepted drafts, and the bonus token.
+
+        The KV of the accepted drafts then follows that of the tokens before them.
+        """
+        drafts, parents, sequence = scheduled.drafts, scheduled.parents, scheduled.sequence
+        if parents is None:
+            return choices[: count_accepted(drafts.token_ids, choices) + 1]
+        path = accepted_path([sequence.token_ids[-1], *drafts.token_ids], parents, choices)
+        self._runner.keep(sequence.block_table, sequence.num_computed_tokens, path)
+        return [choices[node] for node in path]
 
     def _take_commands(self) -> None:
         """Requests and aborts that came since the last step; sleeps while there is nothing to do at all."""
@@ -296,8 +306,29 @@ class TorchTarget(Target):
         del self._request_of[running.sequence]
 
 
+def _sample_requests(scheduled: ScheduledSequence, request: GenerationRequest) -> Iterable[SampleRequest]:
+    """For the rows of `scheduled`: one request for a chain, one for each row of a tree."""
+
+    def asked(draft_token_ids: Sequence[int], num_rows: int) -> SampleRequest:
+        return SampleRequest(
+            params=request.params,
+            noise_key=request.noise_key,
+            token_ids=scheduled.sequence.token_ids,
+            draft_token_ids=draft_token_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_rows=num_rows,
+        )
+
+    token_ids, parents = scheduled.drafts.token_ids, scheduled.drafts.parents
+    if parents is None:
+        yield asked(token_ids, scheduled.num_choices)
+    else:
+        for node in range(-1, len(token_ids)):
+            yield asked([token_ids[i] for i in path_to(node, parents)], 1)
+
+
 def _kind(step: Sequence[ScheduledSequence]) -> str:
     """What a step was dominated by: the chunk of a prompt, drafts, or neither."""
     if any(scheduled.num_new_tokens > 1 for scheduled in step):
         return "prefill"
-    return "verify" if any(scheduled.draft_token_ids for scheduled in step) else "decode"
+    return "verify" if any(scheduled.drafts for scheduled in step) else "decode"

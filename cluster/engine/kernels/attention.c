@@ -61,7 +61,7 @@ INLINE void transpose(const float *rows, int64_t stride, float *columns) {
 
 /*
  * One head's keys or values of the `count` positions from `start`, widened; nought beyond. In a tree the positions
- * from `base` on are those of `path`, which says in which of the segment's rows each of them is.
+ * from `base` on are those of `path`, which says which node of the tree each of them is.
  */
 INLINE void gather(const Attention *a, const Tile *t, const void *cache, int64_t start, int64_t count, int64_t base,
                    const int64_t *path, float *rows) {
@@ -174,10 +174,12 @@ TARGET static void attend(const Attention *a, const Tile *t) {
     const int64_t *positions = a->positions + first_row;
     const Progress p = {group, queries, positions, sums, largest, totals, rows, columns};
     /* Everything before the segment's own tokens is seen by all of its rows, as far as their window reaches. */
-    const int64_t base = a->context_lens[t->segment] - (a->row_starts[t->segment + 1] - segment_start);
-    const int64_t first_seen = positions[0] >= a->span ? positions[0] - a->span + 1 : 0;
+    const int64_t base = a->prefix_lens[t->segment];
     const int64_t *paths = a->paths == NULL ? NULL : a->paths + first_row * a->path_len;
-    if (paths == NULL || paths[0] < 0) {
+    const int is_tree = paths != NULL && paths[0] >= 0;
+    const int64_t first_position = is_tree ? base : positions[0]; /* a tree's rows are not in the order of positions */
+    const int64_t first_seen = first_position >= a->span ? first_position - a->span + 1 : 0;
+    if (!is_tree) {
         for (int64_t start = first_seen / CHUNK * CHUNK; start <= positions[t->num_rows - 1]; start += CHUNK) {
             int64_t row = start - positions[0]; /* the first that reaches into this chunk */
             attend_to_chunk(a, t, &p, start, base, NULL, row > 0 ? row * group : 0, num_queries);

@@ -44,7 +44,7 @@ int decode(const Model *m, const Step *s, int num_threads) {
         rotate_and_store(&rotary, n, num_threads);
         const Attention attend = {
             .qkv = qkv, .keys = l->keys, .values = l->values, .y = attended, .row_starts = s->row_starts,
-            .context_lens = s->context_lens, .block_tables = s->block_tables, .positions = s->positions,
+            .prefix_lens = s->prefix_lens, .block_tables = s->block_tables, .positions = s->positions,
             .paths = s->paths, .path_len = s->path_len, .num_segments = s->num_segments, .table_len = s->table_len,
             .block_size = m->block_size, .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads,
             .head_dim = m->head_dim, .span = l->span, .is_bfloat16 = (int)m->is_bfloat16,

@@ -43,11 +43,11 @@ typedef struct {
     const void *keys, *values;   /* [num_slots, num_kv_heads, head_dim] */
     float *y;                    /* [num_rows, num_heads * head_dim] */
     const int64_t *row_starts;   /* [num_segments + 1] */
-    const int64_t *context_lens; /* [num_segments] */
+    const int64_t *prefix_lens;  /* [num_segments]: tokens before the segment's own; in a tree, before its first node */
     const int64_t *block_tables; /* [num_segments, table_len] */
     const int64_t *positions;    /* [num_rows] */
-    const int64_t *paths;        /* NULL without trees; [num_rows, path_len]: rows of the segment from a root to this
-                                    one, then -1; all -1 where the segment is a chain */
+    const int64_t *paths;        /* NULL without trees; [num_rows, path_len]: nodes from a root to this row's, then -1;
+                                    all -1 where the segment is a chain */
     int64_t path_len, num_segments, table_len, block_size, num_heads, num_kv_heads, head_dim;
     int64_t span; /* positions that a row sees at most, its own included */
     int is_bfloat16;
@@ -104,7 +104,7 @@ typedef struct { /* likewise */
 typedef struct {
     float *logits;  /* [num_logit_rows, vocab_size] */
     float *scratch; /* [num_rows, scratch_size(model)] */
-    const int64_t *token_ids, *logit_rows, *positions, *slots, *row_starts, *context_lens, *block_tables, *paths;
+    const int64_t *token_ids, *logit_rows, *positions, *slots, *row_starts, *prefix_lens, *block_tables, *paths;
     int64_t num_rows, num_logit_rows, num_segments, table_len, path_len;
     float eps;
 } Step;

@@ -42,7 +42,7 @@ static PyObject *decode_(PyObject *module, PyObject *const *args, Py_ssize_t giv
     const Step step = {
         .logits = (float *)v[1], .scratch = (float *)v[2], .token_ids = (const int64_t *)v[3],
         .logit_rows = (const int64_t *)v[4], .positions = (const int64_t *)v[5], .slots = (const int64_t *)v[6],
-        .row_starts = (const int64_t *)v[7], .context_lens = (const int64_t *)v[8],
+        .row_starts = (const int64_t *)v[7], .prefix_lens = (const int64_t *)v[8],
         .block_tables = (const int64_t *)v[9], .paths = (const int64_t *)v[10], .num_rows = v[11],
         .num_logit_rows = v[12], .num_segments = v[13], .table_len = v[14], .path_len = v[15], .eps = (float)eps,
     };

@@ -56,6 +56,7 @@ class SpeculateRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     ADVANCE_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___Open]: ...
     @_builtins.property
@@ -64,20 +65,49 @@ class SpeculateRequest(_message.Message):
     def close(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """sequences to forget"""
 
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shape]:
+        """of the trees that are wanted; openings and advances name them by number, from 1"""
+
     def __init__(
         self,
         *,
         open: _abc.Iterable[Global___Open] | None = ...,
         advance: Global___Advance | None = ...,
         close: _abc.Iterable[_builtins.int] | None = ...,
+        shapes: _abc.Iterable[Global___Shape] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "close", b"close", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advance", b"advance", "close", b"close", "open", b"open", "shapes", b"shapes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculateRequest: _TypeAlias = SpeculateRequest  # noqa: Y015
+
+@_typing.final
+class Shape(_message.Message):
+    """A tree to propose. Children are the draft's best tokens under the sequence's noise, in the order of their scores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """for every node: n when it is a child of the n-th, 0 of the last committed token"""
+
+    def __init__(
+        self,
+        *,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parents", b"parents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shape: _TypeAlias = Shape  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
@@ -92,6 +122,7 @@ class Open(_message.Message):
     NOISE_KEY_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """never reused on this link"""
     num_prompt_tokens: _builtins.int
@@ -99,6 +130,8 @@ class Open(_message.Message):
     """k: draft tokens owed in each round"""
     window: _builtins.int
     """how far past the committed tokens the drafter may run"""
+    shape: _builtins.int
+    """of the tree owed in each round; 0: a chain of k"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """every token committed so far, the prompt first"""
@@ -117,10 +150,11 @@ class Open(_message.Message):
         noise_key: _types_pb2.NoiseKey | None = ...,
         num_speculative_tokens: _builtins.int = ...,
         window: _builtins.int = ...,
+        shape: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["noise_key", b"noise_key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["noise_key", b"noise_key", "num_prompt_tokens", b"num_prompt_tokens", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "sequence", b"sequence", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["noise_key", b"noise_key", "num_prompt_tokens", b"num_prompt_tokens", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "sequence", b"sequence", "shape", b"shape", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -139,6 +173,7 @@ class Advance(_message.Message):
     LENGTHS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -155,6 +190,10 @@ class Advance(_message.Message):
     def num_speculative_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """k wanted in the next proposal"""
 
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the tree wanted in it, 0: a chain of k; empty: all chains"""
+
     def __init__(
         self,
         *,
@@ -163,10 +202,11 @@ class Advance(_message.Message):
         lengths: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_speculative_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        shapes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "lengths", b"lengths", "num_speculative_tokens", b"num_speculative_tokens", "sequences", b"sequences", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "lengths", b"lengths", "num_speculative_tokens", b"num_speculative_tokens", "sequences", b"sequences", "shapes", b"shapes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,6 +288,7 @@ class Proposals(_message.Message):
     BASES_FIELD_NUMBER: _builtins.int
     LENGTHS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -258,6 +299,12 @@ class Proposals(_message.Message):
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty when every entry is a chain. Otherwise one for every token: n when it follows the n-th of its entry,
+        which comes before it, 0 when it follows the committed tokens. Siblings differ.
+        """
+
     def __init__(
         self,
         *,
@@ -265,10 +312,11 @@ class Proposals(_message.Message):
         bases: _abc.Iterable[_builtins.int] | None = ...,
         lengths: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "lengths", b"lengths", "sequences", b"sequences", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "lengths", b"lengths", "parents", b"parents", "sequences", b"sequences", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

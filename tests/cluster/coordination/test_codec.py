@@ -13,6 +13,7 @@ from cluster.coordination.codec import (
     encode_sampling,
 )
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.speculation.drafts import Drafts, chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from protos.speculation.v1 import draft_pb2, types_pb2
@@ -43,28 +44,40 @@ def random_names(choose: random.Random) -> list[int]:
     return choose.sample(sorted(names), len(names))
 
 
+def random_shape(choose: random.Random) -> tuple[int, ...] | None:
+    return choose.choice([None, (-1, 0, 0, 1), tuple(choose.randrange(-1, node) for node in range(9))])
+
+
 def random_open(choose: random.Random, name: int) -> Open:
     key = NoiseKey(choose.getrandbits(64), choose.getrandbits(64))
     tokens = random_tokens(choose, least=1)
-    return Open(name, tokens, choose.randint(1, len(tokens)), random_params(choose), key, choose.randrange(17), 34)
+    num_prompt_tokens, k, shape = choose.randint(1, len(tokens)), choose.randrange(17), random_shape(choose)
+    return Open(name, tokens, num_prompt_tokens, random_params(choose), key, k, 34, shape)
 
 
 def random_request(choose: random.Random) -> SpeculateRequest:
     return SpeculateRequest(
         opens={name: random_open(choose, name) for name in random_names(choose)},
         advances={
-            name: Advance(name, choose.randrange(2**32), random_tokens(choose), choose.randrange(17))
+            name: Advance(
+                name, choose.randrange(2**32), random_tokens(choose), choose.randrange(17), random_shape(choose)
+            )
             for name in random_names(choose)
         },
         closes=set(random_names(choose)),
     )
 
 
+def random_proposal(choose: random.Random, name: int) -> Proposal:
+    tokens = random_tokens(choose)
+    parents = [choose.randrange(-1, node) for node in range(len(tokens))]
+    drafts = Drafts.tree(tokens, choose.choice([parents, chain(len(tokens))]))
+    return Proposal(name, choose.randrange(2**32), drafts.token_ids, drafts.parents)
+
+
 def random_reply(choose: random.Random) -> SpeculateReply:
     return SpeculateReply(
-        proposals={
-            name: Proposal(name, choose.randrange(2**32), random_tokens(choose)) for name in random_names(choose)
-        },
+        proposals={name: random_proposal(choose, name) for name in random_names(choose)},
         lost=set(random_names(choose)),
         refused=set(random_names(choose)),
     )
@@ -100,6 +113,49 @@ def test_a_round_of_one_sequence_is_a_few_tens_of_bytes() -> None:
     request = SpeculateRequest(advances={70_000: Advance(70_000, 1000, [4095] * 6, 5)})
     reply = SpeculateReply(proposals={70_000: Proposal(70_000, 1006, [4095] * 5)})
     assert encode_request(request).ByteSize() + encode_reply(reply).ByteSize() <= 80
+
+
+def test_a_chain_costs_no_byte_more_than_its_tokens() -> None:
+    chains = SpeculateReply(proposals={1: Proposal(1, 9, [4095] * 5), 2: Proposal(2, 9, [4095])})
+    assert not encode_reply(chains).proposals.parents
+    beside_a_tree = SpeculateReply(proposals={1: Proposal(1, 9, [5, 6, 7], [-1, -1, 1]), 2: Proposal(2, 9, [8, 9])})
+    assert list(encode_reply(beside_a_tree).proposals.parents) == [0, 0, 2, 0, 1]
+    assert decode_reply(encode_reply(beside_a_tree)) == beside_a_tree
+
+
+def test_a_shape_is_sent_once_and_not_at_all_for_chains() -> None:
+    chains = SpeculateRequest(advances={name: Advance(name, 9, [5], 4) for name in (1, 2)})
+    message = encode_request(chains)
+    assert not message.shapes
+    assert not message.advance.shapes
+    shape = (-1, -1, 0)
+    trees = SpeculateRequest(
+        opens={7: Open(7, [1], 1, SamplingParams(), NoiseKey(1, 2), 4, 10, shape)},
+        advances={1: Advance(1, 9, [5], 4, shape), 2: Advance(2, 9, [5], 4), 3: Advance(3, 9, [5], 4, (-1, -1))},
+    )
+    message = encode_request(trees)
+    assert [list(entry.parents) for entry in message.shapes] == [[0, 0, 1], [0, 0]]
+    assert (message.open[0].shape, list(message.advance.shapes)) == (1, [1, 0, 2])
+    assert decode_request(message) == trees
+
+
+@pytest.mark.parametrize(
+    ("shapes", "numbers"), [([[0]], [2]), ([], [1]), ([[1]], [1]), ([[0, 3]], [1]), ([[0]], [1, 1])]
+)
+def test_a_shape_that_is_none_is_refused(shapes: list[list[int]], numbers: list[int]) -> None:
+    message = draft_pb2.SpeculateRequest(
+        advance=draft_pb2.Advance(sequences=[1], bases=[3], lengths=[0], num_speculative_tokens=[4], shapes=numbers),
+        shapes=[draft_pb2.Shape(parents=parents) for parents in shapes],
+    )
+    with pytest.raises(ValueError, match=r"zip|comes before|does not have"):
+        decode_request(message)
+
+
+@pytest.mark.parametrize("parents", [[1, 1], [0, 2], [0], [0, 1, 2]])
+def test_parents_that_make_no_tree_are_refused(parents: list[int]) -> None:
+    columns = draft_pb2.Proposals(sequences=[1], bases=[3], lengths=[2], token_ids=[7, 8], parents=parents)
+    with pytest.raises(ValueError, match=r"comes before|add up"):
+        decode_reply(draft_pb2.SpeculateReply(proposals=columns))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import LinkEvent, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
 from cluster.coordination.sequence import SpeculativeSequence
+from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -119,7 +120,7 @@ class Rounds:
     def drafts(self) -> list[int]:
         """What a step verifies."""
         self.coordinator.wait([self.sequence])
-        return self.coordinator.drafts(self.sequence)
+        return list(self.coordinator.drafts(self.sequence).token_ids)
 
     def commits(self, *tokens: int) -> list[SpeculateRequest]:
         """The end of a step; returns what is sent."""
@@ -309,7 +310,7 @@ class TestLateProposals:
         coordinator.wait([rounds.sequence, other])
         assert pool.now == pytest.approx(100.0 + TIMEOUT_S)
         assert (rounds.sequence.is_late, other.is_late) == (True, False)
-        assert coordinator.drafts(other) == [7]
+        assert coordinator.drafts(other) == Drafts([7])
 
     def test_events_that_do_not_matter_do_not_prolong_the_wait(self, rounds: Rounds, pool: ScriptedPool) -> None:
         for index in range(20):
@@ -360,13 +361,50 @@ class TestPreemption:
         assert rounds.link.take_sent() == [SpeculateRequest(closes={rounds.sequence.name})]
 
 
+class TestTrees:
+    """Drafts 4 → (5 → 7 → 8, 6 → 9)."""
+
+    TOKENS, PARENTS = (4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 3, 2)
+
+    def verified(self, rounds: Rounds, *tokens: int, parents: tuple[int, ...] = PARENTS) -> Drafts:
+        name = rounds.sequence.name
+        reply = SpeculateReply(proposals={name: Proposal(name, 3, tokens or self.TOKENS, parents)})
+        rounds.pool.happens(rounds.link, reply)
+        rounds.coordinator.wait([rounds.sequence])
+        return rounds.coordinator.drafts(rounds.sequence)
+
+    def test_is_verified_up_to_k_nodes(self, rounds: Rounds) -> None:
+        assert self.verified(rounds) == Drafts([4, 5, 6, 7], [-1, 0, 0, 1])
+
+    @pytest.mark.parametrize(
+        ("committed", "drafts"),
+        [
+            ([4], Drafts([5, 6, 7, 8], [-1, -1, 0, 2])),
+            ([4, 5], Drafts([7, 8])),
+            ([4, 6], Drafts([9])),
+            ([4, 6, 9], Drafts([])),
+            ([5], Drafts()),
+            ([4, 5, 9], Drafts()),
+        ],
+    )
+    def test_one_that_was_overtaken_is_used_as_far_as_it_fits(
+        self, committed: list[int], drafts: Drafts, rounds: Rounds
+    ) -> None:
+        rounds.commits(*committed)
+        assert self.verified(rounds) == drafts
+
+    def test_a_node_outside_the_vocabulary_goes_with_its_subtree(self, rounds: Rounds) -> None:
+        assert self.verified(rounds, 4, VOCAB_SIZE, 6, 7, 8, 9, parents=(-1, 0, 0, 1, 2, 4)) == Drafts([4, 6])
+        assert rounds.coordinator.stats.num_invalid_token_ids == 2
+
+
 class TestLinks:
     def test_without_a_link_a_sequence_waits_for_nothing(self, coordinator: Coordinator, pool: ScriptedPool) -> None:
         sequence = new_sequence()
         coordinator.open(sequence)
         coordinator.flush()
         coordinator.wait([sequence])
-        assert coordinator.drafts(sequence) == []
+        assert coordinator.drafts(sequence) == Drafts()
         coordinator.commit(sequence)
         assert pool.now == 100.0
 
@@ -481,8 +519,8 @@ class TestRefusals:
         reply = SpeculateReply(proposals={other.name: Proposal(other.name, 3, [7])}, refused={rounds.sequence.name})
         pool.happens(rounds.link, reply)
         coordinator.wait([rounds.sequence, other])
-        assert coordinator.drafts(other) == [7]
-        assert coordinator.drafts(rounds.sequence) == []
+        assert coordinator.drafts(other) == Drafts([7])
+        assert coordinator.drafts(rounds.sequence) == Drafts()
 
 
 class TestMessages:
@@ -491,7 +529,7 @@ class TestMessages:
         coordinator.open(sequence)
         coordinator.flush()
         coordinator.wait([sequence])
-        assert coordinator.drafts(sequence) == []
+        assert coordinator.drafts(sequence) == Drafts()
         coordinator.commit(sequence)
         coordinator.close(sequence)
         coordinator.flush()

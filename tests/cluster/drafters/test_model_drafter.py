@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.sampling import SampleRequest, best_choices
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 17, 300, 42, 42, 9, 111, 250, 8, 77, 501]
@@ -64,9 +66,9 @@ def draft_until(drafter: ModelDrafter, num_drafts: int, *sequences: DraftSequenc
 
 
 def advance(drafter: ModelDrafter, sequence: DraftSequence, news: list[int]) -> None:
-    num_kept = sequence.commit(sequence.num_committed, news)
-    assert num_kept is not None
-    drafter.rewind(sequence, num_kept)
+    kept = sequence.commit(sequence.num_committed, news)
+    assert kept is not None
+    drafter.rewind(sequence, kept)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(temperature=0.7)], ids=str)
@@ -123,6 +125,91 @@ def test_after_news_it_drafts_as_if_it_had_never_drafted_otherwise(
         assert fresh_drafter.admit(fresh)
         draft_until(fresh_drafter, 6, fresh)
         assert sequence.draft_token_ids[:6] == fresh.draft_token_ids[:6]
+
+
+SHAPE = (-1, 0, -1, 1, 0, 2, 3, 2, 4, -1, 6, 9, 5, 10)
+PENALISED = SamplingParams(temperature=0.8, frequency_penalty=0.5, repetition_penalty=1.2)
+
+
+def new_tree(params: SamplingParams, seed: int = 0, tokens: list[int] = PROMPT) -> DraftSequence:
+    sequence = new_sequence(tokens, params=params, seed=seed)
+    sequence.shape, sequence.width = SHAPE, 3
+    return sequence
+
+
+def draft_trees(drafter: ModelDrafter, *sequences: DraftSequence) -> int:
+    """Steps until every sequence has its proposal; returns how many it took."""
+    for num_steps in range(100):
+        waiting = [s for s in sequences if s.missing(drafter.max_model_len)]
+        if not waiting:
+            return num_steps
+        for sequence in waiting:
+            sequence.to_extend = sequence.missing(drafter.max_model_len)
+        assert drafter.draft(waiting) == []
+    raise AssertionError("no end of steps")
+
+
+class TestTrees:
+    @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), PENALISED], ids=["greedy", "sampled", "penalised"])
+    def test_children_are_the_best_tokens_under_the_noise(
+        self, params: SamplingParams, new_drafter: NewDrafter, new_runner: Callable[..., ModelRunner]
+    ) -> None:
+        """Whole levels in one step, beside a chain."""
+        drafter, runner = new_drafter(), new_runner(4, 64)
+        tree, chain = new_tree(params), new_sequence(PROMPT[:6], params=params)
+        assert drafter.admit(tree)
+        assert drafter.admit(chain)
+        assert draft_trees(drafter, tree, chain) == 6
+        extended = [node for node in range(-1, len(tree.parents)) if tree.children(node)]
+        assert len(extended) == len({-1, *SHAPE})
+        for node in extended:
+            tokens = [*PROMPT, *tree.path_tokens(node)]
+            logits = runner.run([Segment(tokens, 0, list(range(64)), num_logits=1)])
+            request = SampleRequest(params, tree.noise_key, tokens, len(PROMPT))
+            ((best, gaps),) = best_choices(logits, [request], 3)
+            children = tree.children(node)
+            assert [tree.token_ids[tree.num_committed + child] for child in children] == best
+            assert [tree.gaps[child] for child in children] == pytest.approx(gaps, abs=1e-3)
+        assert len(tree.proposal()) == len(SHAPE)
+
+    @pytest.mark.parametrize("max_num_batched_tokens", [64, 4])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_after_news_it_goes_on_as_if_it_had_never_drafted_otherwise(
+        self, seed: int, max_num_batched_tokens: int, new_drafter: NewDrafter
+    ) -> None:
+        choose = random.Random(seed)
+        drafter, sequence = new_drafter(max_num_batched_tokens=max_num_batched_tokens), new_tree(SamplingParams(), seed)
+        assert drafter.admit(sequence)
+        for _ in range(8):
+            draft_trees(drafter, sequence)
+            news = sequence.path_tokens(choose.randrange(-1, len(sequence.parents)))
+            advance(drafter, sequence, [*news, *choose.choice([[], [choose.randrange(512)]])])
+            draft_trees(drafter, sequence)
+            fresh_drafter = new_drafter()
+            fresh = new_tree(SamplingParams(), seed, sequence.token_ids[: sequence.num_committed])
+            fresh.num_prompt_tokens = len(PROMPT)
+            assert fresh_drafter.admit(fresh)
+            draft_trees(fresh_drafter, fresh)
+            assert sequence.proposal() == fresh.proposal()
+        drafter.release(sequence)
+        assert drafter.num_used_blocks == 0
+
+    def test_a_subtree_that_came_true_is_not_computed_again(self, new_drafter: NewDrafter) -> None:
+        drafter, sequence = new_drafter(), new_tree(SamplingParams())
+        assert drafter.admit(sequence)
+        draft_trees(drafter, sequence)
+        runner_up = sequence.children(-1)[1]
+        sequence.shape = (-1, 0, -1)  # the runner-up has children for it, and one grandchild
+        advance(drafter, sequence, sequence.path_tokens(runner_up))
+        assert draft_trees(drafter, sequence) == 0
+        assert len(sequence.proposal()) == 3
+
+    def test_tokens_that_the_filters_took_are_no_children(self, new_drafter: NewDrafter) -> None:
+        drafter, sequence = new_drafter(), new_tree(SamplingParams(top_k=2))
+        assert drafter.admit(sequence)
+        draft_trees(drafter, sequence)
+        assert max(len(sequence.children(node)) for node in range(-1, len(sequence.parents))) == 2
+        assert 0 < len(sequence.proposal()) < len(SHAPE)
 
 
 def test_releasing_gives_every_block_back(new_drafter: NewDrafter) -> None:

@@ -7,6 +7,7 @@ import pytest
 from cluster.engine.blocks import BlockManager
 from cluster.engine.scheduler import ScheduledSequence, Scheduler
 from cluster.engine.sequence import Sequence
+from cluster.speculation.drafts import Drafts, chain, depths_of
 
 from .invariants import assert_blocks_are_sound
 
@@ -21,14 +22,14 @@ def new_scheduler(num_blocks: int = 64, max_num_seqs: int = 8, max_num_batched_t
     return Scheduler(BlockManager(num_blocks, BLOCK_SIZE), max_num_seqs, max_num_batched_tokens)
 
 
-def no_drafts(sequence: Sequence) -> list[int]:
-    return []
+def no_drafts(sequence: Sequence) -> Drafts:
+    return Drafts()
 
 
 def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int = 0) -> None:
     """What a step does to its sequences when the target accepts `num_accepted` drafts of each."""
     for scheduled in step:
-        accepted = min(num_accepted, len(scheduled.draft_token_ids))
+        accepted = min(num_accepted, len(scheduled.drafts))
         if scheduled.yields_choices:
             scheduled.sequence.commit([7] * (accepted + 1))
         scheduler.advance(scheduled, accepted)
@@ -36,7 +37,7 @@ def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int =
 
 def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
     """Nothing that must hold of every step is broken."""
-    assert sum(s.num_new_tokens + len(s.draft_token_ids) for s in step) <= scheduler._max_num_batched_tokens
+    assert sum(s.num_new_tokens + len(s.drafts) for s in step) <= scheduler._max_num_batched_tokens
     assert len(scheduler.running) <= scheduler._max_num_seqs
     assert len({id(s.sequence) for s in step}) == len(step)
     decoding = {id(s) for s in scheduler.running if not s.is_prefilling}
@@ -46,8 +47,11 @@ def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
         assert scheduled.num_new_tokens > 0
         assert sequence in scheduler.running
         assert segment.context_len <= len(sequence.block_table) * BLOCK_SIZE
-        assert len(scheduled.draft_token_ids) <= sequence.max_useful_drafts
-        assert not scheduled.draft_token_ids or scheduled.yields_choices
+        assert (
+            max(depths_of(scheduled.drafts.parents or chain(len(scheduled.drafts))), default=0)
+            <= sequence.max_useful_drafts
+        )
+        assert not scheduled.drafts or scheduled.yields_choices
     assert_blocks_are_sound(scheduler._blocks, [s.block_table for s in scheduler.running])
 
 
@@ -136,15 +140,15 @@ class TestSteps:
         segment = scheduler.schedule(no_drafts)[0].segment()
         assert (segment.token_ids, segment.num_computed_tokens, segment.num_logits) == ([8, 9, 10], 8, 1)
         run(scheduler, scheduler.schedule(no_drafts))
-        segment = scheduler.schedule(lambda _: [5, 6])[0].segment()
+        segment = scheduler.schedule(lambda _: Drafts([5, 6]))[0].segment()
         assert (segment.token_ids, segment.num_computed_tokens, segment.num_logits) == ([7, 5, 6], 11, 3)
 
     def test_a_prompt_of_one_token_is_drafted_for_at_once(self) -> None:
         scheduler = new_scheduler()
         scheduler.add(new_sequence(1, k=3))
         scheduler.admit()
-        (scheduled,) = scheduler.schedule(lambda _: [4, 5, 6])
-        assert (scheduled.num_new_tokens, scheduled.draft_token_ids, scheduled.num_choices) == (1, [4, 5, 6], 4)
+        (scheduled,) = scheduler.schedule(lambda _: Drafts([4, 5, 6]))
+        assert (scheduled.num_new_tokens, list(scheduled.drafts.token_ids), scheduled.num_choices) == (1, [4, 5, 6], 4)
 
     @pytest.mark.parametrize(("k", "max_tokens", "num_drafts"), [(4, 8, 4), (2, 8, 2), (4, 4, 2), (4, 3, 1), (4, 2, 0)])
     def test_drafts_are_cut_to_what_can_be_committed(self, k: int, max_tokens: int, num_drafts: int) -> None:
@@ -153,15 +157,42 @@ class TestSteps:
         scheduler.add(sequence)
         scheduler.admit()
         run(scheduler, scheduler.schedule(no_drafts))
-        assert len(scheduler.schedule(lambda _: [1] * 9)[0].draft_token_ids) == num_drafts
+        assert len(scheduler.schedule(lambda _: Drafts([1] * 9))[0].drafts) == num_drafts
+
+    def test_a_tree_is_cut_to_the_depth_that_can_be_committed_and_stays_a_tree(self) -> None:
+        """Drafts 1 → (2 → 4 → 6, 3 → 5), of which two in a row can be accepted, and blocks for four."""
+        scheduler = new_scheduler(num_blocks=2)
+        scheduler.add(new_sequence(3, 4, k=8))
+        scheduler.admit()
+        run(scheduler, scheduler.schedule(no_drafts))
+        (scheduled,) = scheduler.schedule(lambda _: Drafts([1, 2, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 3]))
+        assert scheduled.drafts == Drafts([1, 2, 3], [-1, 0, 0])
+        segment = scheduled.segment()
+        assert (segment.token_ids, segment.parents) == ([7, 1, 2, 3], [-1, 0, 1, 1])
+        assert_sound(scheduler, [scheduled])
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_a_tree_without_room_for_all_of_it_is_cut_to_its_first_nodes(self, seed: int) -> None:
+        choose = random.Random(seed)
+        scheduler = new_scheduler(num_blocks=choose.randint(3, 4), max_num_batched_tokens=choose.randint(8, 16))
+        sequence = new_sequence(5, 5, k=16)
+        scheduler.add(sequence)
+        scheduler.admit()
+        run(scheduler, scheduler.schedule(no_drafts))
+        drafts = Drafts(range(1, 17), [choose.randrange(-1, node) for node in range(16)])
+        (scheduled,) = step = scheduler.schedule(lambda _: drafts)
+        useful = drafts.within(sequence.max_useful_drafts)
+        assert 0 < len(scheduled.drafts) <= len(useful)
+        assert scheduled.drafts == useful.first(len(scheduled.drafts))
+        assert_sound(scheduler, step)
 
     def test_drafts_are_cut_to_the_budget_and_every_sequence_keeps_its_row(self) -> None:
         scheduler = new_scheduler(max_num_seqs=4, max_num_batched_tokens=9)
         for _ in range(4):
             scheduler.add(new_sequence(1, k=4))
         scheduler.admit()
-        step = scheduler.schedule(lambda _: [1, 2, 3, 4])
-        assert [len(s.draft_token_ids) for s in step] == [4, 1, 0, 0]
+        step = scheduler.schedule(lambda _: Drafts([1, 2, 3, 4]))
+        assert [len(s.drafts) for s in step] == [4, 1, 0, 0]
         assert_sound(scheduler, step)
 
     def test_drafts_leave_waiting_prompts_half_of_what_is_left(self) -> None:
@@ -170,8 +201,8 @@ class TestSteps:
         scheduler.add(new_sequence(1, k=8))
         scheduler.add(new_sequence(30))
         scheduler.admit()
-        step = scheduler.schedule(lambda _: [1] * 8)
-        assert [(s.num_new_tokens, len(s.draft_token_ids)) for s in step] == [(1, 5), (1, 0), (5, 0)]
+        step = scheduler.schedule(lambda _: Drafts([1] * 8))
+        assert [(s.num_new_tokens, len(s.drafts)) for s in step] == [(1, 5), (1, 0), (5, 0)]
 
     def test_a_full_house_of_decoding_sequences_cannot_stop_a_prompt(self) -> None:
         scheduler = new_scheduler(max_num_seqs=4, max_num_batched_tokens=4)
@@ -182,7 +213,7 @@ class TestSteps:
         scheduler.admit()
         for _ in range(4):
             assert prompt.is_prefilling
-            step = scheduler.schedule(lambda _: [1] * 4)
+            step = scheduler.schedule(lambda _: Drafts([1] * 4))
             assert_sound(scheduler, step)
             run(scheduler, step)
         assert not prompt.is_prefilling
@@ -206,23 +237,23 @@ class TestWhenBlocksRunOut:
 
     def test_drafts_take_what_is_left_and_no_more(self) -> None:
         scheduler = self.start(5, new_sequence(6, 9, k=8), new_sequence(6, 9, k=8))
-        step = scheduler.schedule(lambda _: [5] * 8)
+        step = scheduler.schedule(lambda _: Drafts([5] * 8))
         assert_sound(scheduler, step)
         # Both have 7 tokens. The first takes the last block; the second has one place left in its own.
-        assert [len(scheduled.draft_token_ids) for scheduled in step] == [5, 1]
+        assert [len(scheduled.drafts) for scheduled in step] == [5, 1]
 
     def test_speculation_gives_way_before_anything_is_preempted(self) -> None:
         first, second = new_sequence(6, 9, k=5), new_sequence(7, 9, k=5)
         scheduler = self.start(5, first, second)
-        step = scheduler.schedule(lambda sequence: [5] * 5 if sequence is first else [])
-        assert len(step[0].draft_token_ids) == 5
+        step = scheduler.schedule(lambda sequence: Drafts([5] * 5 if sequence is first else []))
+        assert len(step[0].drafts) == 5
         assert len(first.block_table) == 3
         run(scheduler, step)  # nothing accepted: the third block holds rejected drafts
-        step = scheduler.schedule(lambda _: [5] * 5)
+        step = scheduler.schedule(lambda _: Drafts([5] * 5))
         assert scheduler.num_preemptions == 0
         assert [len(s.block_table) for s in (first, second)] == [2, 3]
         # 8 and 9 tokens: what is left of their blocks.
-        assert [len(scheduled.draft_token_ids) for scheduled in step] == [0, 3]
+        assert [len(scheduled.drafts) for scheduled in step] == [0, 3]
         assert_sound(scheduler, step)
 
     def test_the_youngest_is_preempted_and_waits_before_all_others(self) -> None:
@@ -276,7 +307,7 @@ class TestWhenBlocksRunOut:
     def test_a_lone_sequence_is_never_preempted(self) -> None:
         scheduler = self.start(3, new_sequence(4, 8, k=4))
         for _ in range(7):
-            step = scheduler.schedule(lambda _: [5] * 4)
+            step = scheduler.schedule(lambda _: Drafts([5] * 4))
             assert len(step) == 1
             assert_sound(scheduler, step)
             run(scheduler, step)
@@ -328,7 +359,7 @@ def test_a_long_mixed_run_stays_sound_and_ends_empty(seed: int, num_blocks: int)
             arrival[sequence] = len(arrival)
             scheduler.add(sequence)
         scheduler.admit()
-        step = scheduler.schedule(lambda _: [7] * choose.randint(0, 8))
+        step = scheduler.schedule(lambda _: Drafts([7] * choose.randint(0, 8)))
         assert_sound(scheduler, step)
         assert step or not scheduler.running
         order = [arrival[sequence] for sequence in (*scheduler.running, *scheduler.waiting)]

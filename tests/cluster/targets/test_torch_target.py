@@ -16,14 +16,18 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InvalidRequestError
+from cluster.speculation.drafts import is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import SampleRequest, sample
+from cluster.speculation.tree import Shape
+from cluster.speculation.tree_policy import TreePolicy
 from cluster.targets.base import GenerationRequest
 
 from ..engine.checkpoints import CHECKPOINTS
 from ..engine.invariants import assert_blocks_are_sound
 from .loopback import BackgroundLoop, LoopbackDraft, LoopbackTarget, wait_until
+from .oracle import OracleDraft
 
 TARGET_SEED, OTHER_SEED = 0, 1
 EOS = 0
@@ -256,6 +260,75 @@ class TestSameTokens:
         wait_until(lambda: other_draft.drafter.num_used_blocks == 0)
         wait_until(lambda: all(target.is_finished(request) for request in requests))
         assert [target.token_ids(request) for request in requests] == list(expected.values())
+
+
+class RandomShapes(TreePolicy):
+    """Now this tree, now that, now a chain."""
+
+    def __init__(self) -> None:
+        super().__init__(width=3)
+        self._choose = random.Random(0)
+
+    def shape(self, num_nodes: int) -> Shape | None:
+        shape = tuple(self._choose.randrange(-1, node) for node in range(self._choose.randint(0, num_nodes)))
+        return None if is_chain(shape) else shape
+
+
+class TestTrees:
+    """Random trees around the truth, whole or wrong, some deeper than can be used; and those of real drafters."""
+
+    @pytest.mark.parametrize("k", [2, 6, 16])
+    @pytest.mark.parametrize("are_random", [False, True], ids=["best shapes", "random shapes"])
+    def test_of_a_drafter_give_the_same_tokens(
+        self,
+        are_random: bool,
+        k: int,
+        new_target: Callable[..., LoopbackTarget],
+        same_draft: LoopbackDraft,
+        other_draft: LoopbackDraft,
+        expected: dict[int, list[int]],
+    ) -> None:
+        for draft in (same_draft, other_draft):
+            target, requests = new_target([draft], tree_width=3), mixed_requests(k)
+            if are_random:
+                target.target._coordinator.trees = RandomShapes()
+            assert target.generate(requests) == list(expected.values())
+            drafted, accepted = acceptance(target, requests)
+            assert drafted > 0
+            assert accepted > 0 or draft is other_draft
+            wait_until(lambda draft=draft: draft.drafter.num_used_blocks == 0)
+
+    @pytest.mark.parametrize("k", [1, 6, 16])
+    def test_give_the_same_tokens(
+        self,
+        k: int,
+        loop: BackgroundLoop,
+        new_runner: NewRunner,
+        new_target: Callable[..., LoopbackTarget],
+        expected: dict[int, list[int]],
+    ) -> None:
+        requests = mixed_requests(k)
+        truths = [request.token_ids + expected[place] for place, request in enumerate(requests)]
+        draft = OracleDraft(loop, new_runner(8, 1, seed=OTHER_SEED), truths)
+        target = new_target([draft])
+        assert target.generate(requests) == list(expected.values())
+        drafted, accepted = acceptance(target, requests)
+        assert 0 < accepted < drafted
+        draft.stop()
+
+    @pytest.mark.parametrize("checkpoint", ["mistral with a window", "qwen3"])
+    def test_give_the_same_tokens_in_another_family_and_a_scarce_cache(
+        self, checkpoint: str, loop: BackgroundLoop, new_runner: NewRunner, new_target: Callable[..., LoopbackTarget]
+    ) -> None:
+        model = CHECKPOINTS[checkpoint]
+        expected = new_target([], model=model).generate(mixed_requests(0))
+        requests = mixed_requests(16)
+        truths = [request.token_ids + tokens for request, tokens in zip(requests, expected, strict=True)]
+        draft = OracleDraft(loop, new_runner(8, 1, seed=OTHER_SEED), truths)
+        target = new_target([draft], model=model, num_blocks=36)
+        assert target.generate(requests) == expected
+        assert acceptance(target, requests)[1] > 0
+        draft.stop()
 
 
 class TestEnds:

@@ -1,0 +1,131 @@
+"""The draft tokens of one round: a chain, or a tree of which the target's choices walk one path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Draft tokens after the last committed one.
+
+    In a tree, `parents` has for every token the index of its parent, which comes before it, or -1 where the parent is
+    the last committed token. None: a chain. The tokens that come first are therefore always drafts by themselves.
+    """
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def depth(self) -> int:
+        """How many tokens are in a row at most."""
+        return len(self) if self.parents is None else max(depths_of(self.parents), default=0)
+
+    def first(self, number: int) -> Drafts:
+        """The first `number` tokens."""
+        if number >= len(self.token_ids):
+            return self
+        return Drafts(self.token_ids[:number], None if self.parents is None else self.parents[:number])
+
+    def within(self, depth: int) -> Drafts:
+        """Those that are at most the `depth`-th after the last committed token."""
+        if self.parents is None:
+            return self.first(depth)
+        depths = depths_of(self.parents)
+        return self._where(lambda node: depths[node] <= depth)
+
+    def below(self, vocab_size: int) -> Drafts:
+        """Those whose tokens, and the tokens before them, are in the vocabulary."""
+        if max(self.token_ids, default=0) < vocab_size:
+            return self
+        return self._where(lambda node: self.token_ids[node] < vocab_size)
+
+    def after(self, token_ids: Sequence[int]) -> Drafts | None:
+        """What is left when `token_ids` have been committed; None when it does not begin with them."""
+        num_committed = len(token_ids)
+        if self.parents is None:
+            if list(self.token_ids[:num_committed]) != list(token_ids):
+                return None
+            return Drafts(self.token_ids[num_committed:])
+        node = self._walk(token_ids)
+        if node is None:
+            return None
+        return self._below(node)
+
+    def _walk(self, token_ids: Sequence[int]) -> int | None:
+        """The node that `token_ids` lead to."""
+        assert self.parents is not None
+        children = {edge: node for node, edge in enumerate(zip(self.parents, self.token_ids, strict=True))}
+        node: int | None = -1
+        for token in token_ids:
+            node = None if node is None else children.get((node, token))
+        return node
+
+    def _below(self, root: int) -> Drafts:
+        """The subtree under `root`, which becomes the last committed token."""
+        assert self.parents is not None
+        return self._chosen(descendants_of(root, self.parents), root)
+
+    def _where(self, is_kept: Callable[[int], bool]) -> Drafts:
+        """Those that `is_kept` says, without what comes after the others."""
+        parents = chain(len(self)) if self.parents is None else self.parents
+        kept: set[int] = {-1}
+        kept.update(node for node, parent in enumerate(parents) if parent in kept and is_kept(node))
+        return Drafts(self.token_ids, parents)._chosen(sorted(kept - {-1}), -1)
+
+    def _chosen(self, nodes: Sequence[int], root: int) -> Drafts:
+        assert self.parents is not None
+        token_ids = [self.token_ids[node] for node in nodes]
+        return Drafts.tree(token_ids, renumbered(nodes, self.parents, root))
+
+    @classmethod
+    def tree(cls, token_ids: Sequence[int], parents: Sequence[int]) -> Drafts:
+        """With `parents`, unless they make a chain."""
+        return cls(token_ids, None if is_chain(parents) else parents)
+
+
+def chain(length: int) -> list[int]:
+    """The parents of a chain."""
+    return list(range(-1, length - 1))
+
+
+def is_chain(parents: Sequence[int]) -> bool:
+    return all(parent == node - 1 for node, parent in enumerate(parents))
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from a root to `node`, itself included; none for -1."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        parent = parents[node]
+        assert -1 <= parent < node, f"node {node} has parent {parent}"
+        node = parent
+    return path[::-1]
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """1 for a root."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return depths
+
+
+def descendants_of(root: int, parents: Sequence[int]) -> list[int]:
+    """The nodes under `root`, in their order; all of them for -1."""
+    found = {root}
+    for node, parent in enumerate(parents):
+        if parent in found:
+            found.add(node)
+    return sorted(found - {root})
+
+
+def renumbered(nodes: Sequence[int], parents: Sequence[int], root: int) -> list[int]:
+    """The parents of a tree that consists of `nodes` only, in their order; children of `root` become roots."""
+    new = {root: -1} | {node: index for index, node in enumerate(nodes)}
+    return [new[parents[node]] for node in nodes]

@@ -1,0 +1,115 @@
+"""Which tree to draft: the shape that commits most tokens for its number of nodes, or for its time.
+
+A child is the draft's r-th best under the target's noise, and `acceptance[d, r]` the probability that it is what the
+target chooses after a node of depth d (0: the last committed token). A node is accepted when it and all its ancestors
+are, so a tree commits
+
+    E = 1 + sum over its nodes of the product of acceptance on the way to them        tokens, the bonus token included.
+
+Sequoia (Chen et al., arXiv 2402.12374, section 3.1) finds the best tree of every size by dynamic programming. Under
+shared noise that is not needed: acceptance falls with the rank, and no child is likelier than its parent, so the n
+likeliest nodes are always a tree, and no other of n nodes has a larger sum.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.speculation.drafts import depths_of
+
+Shape = tuple[int, ...]
+"""The parents of a tree's nodes, as in Drafts. Siblings are in the order of their ranks."""
+
+Acceptance = npt.NDArray[np.float64]
+"""[num_depths, num_ranks]; deeper nodes are accepted as those of the last depth."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """What a round takes; all times in one unit."""
+
+    draft: Callable[[int], float]  # a step of the draft with that many rows
+    verify: Callable[[int], float]  # a step of the target with that many rows of this sequence
+    round_trip: float = 0.0
+
+
+def width_of(shape: Shape) -> int:
+    """The most children that a node has; 1 at least."""
+    return max(Counter(shape).values(), default=1)
+
+
+def best_tree(acceptance: Acceptance, num_nodes: int, max_depth: int | None = None) -> tuple[Shape, list[float]]:
+    """The tree of `num_nodes` nodes that commits most tokens, and for each node the probability that it is accepted.
+
+    Its first n nodes are the best tree of n nodes. Of equally likely nodes the deeper goes first. There are fewer
+    nodes when the depth and the ranks do not give more, or the others are never accepted.
+    """
+    falling = np.minimum.accumulate(acceptance, axis=1).tolist()
+    parents: list[int] = []
+    survival: list[float] = []
+    # Entries: −probability, −depth, parent, rank.
+    candidates = [(-falling[0][0], -1, -1, 0)]
+    while candidates and len(parents) < num_nodes:
+        negative, negative_depth, parent, rank = heapq.heappop(candidates)
+        depth = -negative_depth
+        if negative == 0.0 or depth > (num_nodes if max_depth is None else max_depth):
+            continue
+        node = len(parents)
+        parents.append(parent)
+        survival.append(-negative)
+        own = falling[min(depth, len(falling)) - 1]
+        if rank + 1 < len(own):
+            before = survival[parent] if parent >= 0 else 1.0
+            heapq.heappush(candidates, (-before * own[rank + 1], -depth, parent, rank + 1))
+        below = falling[min(depth, len(falling) - 1)]
+        heapq.heappush(candidates, (negative * below[0], -depth - 1, node, 0))
+    return tuple(parents), survival
+
+
+def expected_tokens(shape: Sequence[int], acceptance: Acceptance) -> float:
+    """E of any tree."""
+    falling = np.minimum.accumulate(acceptance, axis=1)
+    num_children = dict.fromkeys(range(-1, len(shape)), 0)
+    survival: list[float] = []
+    for parent, depth in zip(shape, depths_of(shape), strict=True):
+        rank = num_children[parent]
+        num_children[parent] += 1
+        rate = float(falling[min(depth, len(falling)) - 1, rank]) if rank < falling.shape[1] else 0.0
+        survival.append((survival[parent] if parent >= 0 else 1.0) * rate)
+    return 1.0 + sum(survival)
+
+
+def best_shape(acceptance: Acceptance, num_nodes: Iterable[int], time: RoundTime) -> Shape:
+    """The shape with most expected tokens for its time among those whose number of nodes is in `num_nodes`.
+
+    A deep tree takes more steps of the draft, a broad one more of the target's rows for a token: every depth is tried.
+    Of equals the deepest is taken, so it is a chain where nothing is better.
+    """
+    budgets = set(num_nodes)
+    largest = max(budgets)
+    verify = {size: time.round_trip + time.verify(1 + size) for size in budgets}
+    draft = [0.0] + [time.draft(num_rows) for num_rows in range(1, largest + 1)]
+    deepest = max(depths_of(best_tree(acceptance, largest)[0]), default=0)
+    best: tuple[float, int, Shape] = (1.0 / verify[0] if 0 in budgets else 0.0, 0, ())
+    for max_depth in range(1, deepest + 1):
+        shape, survival = best_tree(acceptance, largest, max_depth)
+        tokens, draft_time = 1.0, 0.0
+        num_rows = [0] * (max_depth + 1)  # of the draft, at each depth
+        depths, extended = [0, *depths_of(shape)], set[int]()
+        for size, (parent, probability) in enumerate(zip(shape, survival, strict=True), start=1):
+            tokens += probability
+            if parent not in extended:
+                extended.add(parent)
+                depth = depths[parent + 1]
+                num_rows[depth] += 1
+                draft_time += draft[num_rows[depth]] - draft[num_rows[depth] - 1]
+            if size in budgets:
+                rate = tokens / (draft_time + verify[size])
+                best = max(best, (rate, max_depth, shape[:size]), key=lambda entry: entry[:2])
+    return best[2]

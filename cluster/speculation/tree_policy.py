@@ -1,0 +1,105 @@
+"""Chooses the shape of proposals from what was measured: acceptance by depth and rank, draft time, verify time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cluster.speculation.drafts import Drafts, chain, is_chain
+from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape
+
+_NUM_DEPTHS = 8  # that are told apart
+_DECAY = 0.998  # of what was counted, a round: about the last 500 rounds count
+_RENEW_SECONDS = 2.0
+# What is taken for true at first, and counts as much as 4 rounds: acceptance of the best child, and of the child of
+# each later rank when none before it was the choice. Those figures are of the bundled pair.
+_FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
+
+
+class TreePolicy:
+    """Trees whose nodes have up to `width` children; with 1 there are only chains, and nothing is measured.
+
+    `shape` is what to ask for; the rest is told to it. What it answers changes every few seconds at most.
+    """
+
+    def __init__(self, width: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._width = width
+        self._clock = clock
+        rates = np.array([_FIRST_RANK] + [_LATER_RANKS] * (width - 1))
+        self._num_tried = np.full((_NUM_DEPTHS, width), _PRIOR_ROUNDS)
+        self._num_hits = _PRIOR_ROUNDS * np.tile(rates, (_NUM_DEPTHS, 1))
+        self._level = _Mean()
+        self._verify = _Mean()
+        self._shapes: dict[int, Shape | None] = {}
+        self._renew_at = 0.0
+
+    def shape(self, num_nodes: int) -> Shape | None:
+        """The best tree of `num_nodes` nodes; None when it is the chain."""
+        if self._width == 1 or num_nodes < 2:
+            return None
+        now = self._clock()
+        if now >= self._renew_at:
+            self._renew_at = now + _RENEW_SECONDS
+            self._shapes.clear()
+        if num_nodes not in self._shapes:
+            shape = best_shape(self.acceptance(), [num_nodes], self._round_time())
+            self._shapes[num_nodes] = None if is_chain(shape) else shape
+        return self._shapes[num_nodes]
+
+    def acceptance(self) -> Acceptance:
+        """The probability of each depth and rank, as measured."""
+        if_not_before = self._num_hits / self._num_tried
+        not_before = np.cumprod(1.0 - if_not_before, axis=1)
+        acceptance: Acceptance = if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
+        return acceptance
+
+    def count(self, drafts: Drafts, chosen: Sequence[int]) -> None:
+        """A round verified `drafts`, and the target chose the tokens `chosen`.
+
+        A chain says something about the first rank only: what is known of the others stays.
+        """
+        if self._width == 1 or not drafts:
+            return
+        self._num_tried *= _DECAY
+        self._num_hits *= _DECAY
+        parents = chain(len(drafts)) if drafts.parents is None else drafts.parents
+        parent: int | None = -1
+        for depth, choice in enumerate(chosen):
+            row = min(depth, _NUM_DEPTHS - 1)
+            children = [node for node, its_parent in enumerate(parents) if its_parent == parent][: self._width]
+            parent = None
+            for rank, child in enumerate(children):
+                self._num_tried[row, rank] += 1.0
+                if drafts.token_ids[child] == choice:
+                    self._num_hits[row, rank] += 1.0
+                    parent = child
+                    break
+            if parent is None:
+                return
+
+    def time_draft(self, seconds: float, num_levels: int) -> None:
+        """A proposal of `num_levels` levels came `seconds` after it was asked for."""
+        self._level.add(seconds / num_levels)
+
+    def time_verify(self, seconds: float) -> None:
+        """A step that verified drafts took `seconds`."""
+        self._verify.add(seconds)
+
+    def _round_time(self) -> RoundTime:
+        if self._verify.value is None or self._level.value is None:
+            return RoundTime(lambda _: 0.0, lambda _: 1.0)
+        level, verify = self._level.value, self._verify.value
+        # A step's rows are hardly felt beside the weights it reads, and all shapes compared have the same number.
+        return RoundTime(lambda _: level, lambda _: verify)
+
+
+class _Mean:
+    """An exponential average; None before the first value."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+
+    def add(self, value: float) -> None:
+        self.value = value if self.value is None else 0.98 * self.value + 0.02 * value

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from cluster.speculation.drafts import Drafts, chain, depths_of
+from cluster.speculation.tree_policy import TreePolicy
+
+BINARY = [-1, -1, 0, 0, 1, 1]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 10.0  # whatever was measured is used at once
+        return self.now
+
+
+def verified(policy: TreePolicy, rates: list[float], num_rounds: int = 3000) -> None:
+    """Rounds of a tree of three levels whose child of rank r is chosen with probability `rates[r]`."""
+    choose = random.Random(0)
+    width = len(rates)
+    parents = [-1] * width + [node for node in range(width + width**2) for _ in range(width)]
+    drafts = Drafts([node % width for node in range(len(parents))], parents)
+    for _ in range(num_rounds):
+        choices = choose.choices([*range(width), width], weights=[*rates, 1.0 - sum(rates)], k=4)
+        end = choices.index(width) + 1 if width in choices else 4
+        policy.count(drafts, choices[:end])
+
+
+def test_measures_acceptance_by_depth_and_rank() -> None:
+    policy = TreePolicy(3, Clock())
+    verified(policy, [0.6, 0.2, 0.1])
+    assert policy.acceptance()[:3] == pytest.approx(np.array([[0.6, 0.2, 0.1]] * 3), abs=0.08)
+
+
+def test_a_chain_says_something_about_the_first_rank_only() -> None:
+    policy = TreePolicy(2, Clock())
+    verified(policy, [0.5, 0.4])
+    before = policy.acceptance()
+    second = before[0, 1] / (1 - before[0, 0])
+    for _ in range(2000):
+        policy.count(Drafts([7, 8]), [7, 9])
+    after = policy.acceptance()
+    assert after[0, 0] == pytest.approx(1.0, abs=0.01)
+    assert after[1, 0] == pytest.approx(0.0, abs=0.01)
+    assert after[0, 1] / (1 - after[0, 0]) == pytest.approx(second)
+
+
+def test_with_width_1_there_are_only_chains() -> None:
+    policy = TreePolicy(1, Clock())
+    policy.count(Drafts([7]), [8])
+    assert [policy.shape(k) for k in range(10)] == [None] * 10
+
+
+def test_one_draft_is_a_chain_whatever_was_measured() -> None:
+    policy = TreePolicy(4, Clock())
+    assert policy.shape(0) is policy.shape(1) is None
+
+
+def test_a_good_draft_gets_a_chain_and_a_poor_one_a_tree() -> None:
+    good, poor = TreePolicy(3, Clock()), TreePolicy(3, Clock())
+    verified(good, [0.97, 0.01, 0.005])
+    verified(poor, [0.4, 0.25, 0.15])
+    assert good.shape(6) is None
+    shape = poor.shape(6)
+    assert shape is not None
+    assert len(shape) == 6
+    assert shape.count(-1) == 3
+
+
+def test_a_slow_draft_gets_a_flatter_tree() -> None:
+    fast, slow = TreePolicy(3, Clock()), TreePolicy(3, Clock())
+    for policy, level in ((fast, 0.001), (slow, 0.1)):
+        verified(policy, [0.7, 0.15, 0.08])
+        for _ in range(100):
+            policy.time_draft(level * 4, 4)
+            policy.time_verify(0.01)
+    deep, flat = (max(depths_of(policy.shape(8) or chain(8))) for policy in (fast, slow))
+    assert flat < deep
+
+
+def test_the_answer_stays_for_a_while() -> None:
+    times = iter([0.0, 1.0, 1.5, 5.0])
+    policy = TreePolicy(2, lambda: next(times))
+    first = policy.shape(8)
+    verified(policy, [0.4, 0.4])
+    assert policy.shape(8) == policy.shape(8) == first
+    assert policy.shape(8) != first
