@@ -52,7 +52,8 @@ class TreePolicy:
         """The probability of each depth and rank, as measured."""
         if_not_before = self._num_hits / self._num_tried
         not_before = np.cumprod(1.0 - if_not_before, axis=1)
-        return if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
+        rates: Acceptance = if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
+        return rates
 
     def count(self, drafts: Drafts, chosen: Sequence[int]) -> None:
         """A round verified `drafts`, and the target chose the tokens `chosen`.
