@@ -312,7 +312,7 @@ class Coordinator:
             return
         window = self._config.window(sequence.num_speculative_tokens or self._config.max_speculative_tokens)
         self.stats.num_excess_token_ids += max(0, len(proposal.token_ids) - window)
-        drafts = proposal.drafts.first(window)
+        drafts, is_first = proposal.drafts.first(window), sequence.proposal is None
         proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
         if sequence.is_shadow or sequence.what_fits(proposal) is not None:
             sequence.proposal = proposal
@@ -321,7 +321,7 @@ class Coordinator:
         sequence.acknowledged = proposal.base
         sequence.num_refusals = 0
         if proposal.base == len(sequence.token_ids):
-            if sequence.awaited_since is not None and drafts:
+            if sequence.awaited_since is not None and drafts and not is_first:
                 self.trees.time_draft(self._clock() - sequence.awaited_since, drafts.depth)
             sequence.awaited_since = None
         elif sequence.is_late:
