@@ -115,6 +115,11 @@ class SpeculationConfig(_Section):
         description="window in tokens past the committed ones; default 2k+2, or k where the launcher finds that draft "
         "and target share cores",
     )
+    run_ahead_branches: Annotated[int, Field(ge=0, le=8)] | None = Field(
+        None,
+        description="second-best drafts that run-ahead follows beside the best; default 2, or 0 where draft and target "
+        "share cores",
+    )
     tree_width: Annotated[int, Field(ge=1, le=8)] = Field(
         1,
         description="children of a draft token at most: with more than 1 the k drafts of a round are the tree that the "
@@ -132,6 +137,10 @@ class SpeculationConfig(_Section):
                 f"{self.max_speculative_tokens}: raise the latter"
             )
         return self
+
+    @property
+    def num_run_ahead_branches(self) -> int:
+        return 2 if self.run_ahead_branches is None else self.run_ahead_branches
 
     def window(self, num_speculative_tokens: int) -> int:
         """How far past the committed tokens a drafter may run for a sequence with this k."""

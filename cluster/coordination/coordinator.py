@@ -25,7 +25,7 @@ from cluster.coordination.messages import Advance, Open, Proposal, SpeculateRepl
 from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import SpeculativeSequence
-from cluster.speculation.costs import LinkCosts
+from cluster.coordination.spread import LinkUse, Spread
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.tree_policy import TreePolicy
 
@@ -48,15 +48,6 @@ class CoordinatorStats:
     seconds: float = 0.0  # spent here by the engine's thread, waiting for proposals apart
 
 
-@dataclass(slots=True)
-class _LinkUse:
-    """A link that is up: its sequences by number, what is to be sent on it, and what its proposals take."""
-
-    costs: LinkCosts
-    sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
-    request: SpeculateRequest = field(default_factory=SpeculateRequest)
-
-
 class Coordinator:
     """See the module. Not thread-safe: it belongs to the engine's thread."""
 
@@ -77,8 +68,8 @@ class Coordinator:
         self._config = config
         self._vocab_size = vocab_size
         self._clock = clock
-        self._max_num_seqs = max_num_seqs
-        self._links: dict[DraftLink, _LinkUse] = {}
+        self.spread = Spread(max_num_seqs, config.draft_timeout_ms / 1e3)
+        self._links = self.spread.uses
         self._unassigned: dict[SpeculativeSequence, None] = {}  # in the order they came
         self._committed: dict[SpeculativeSequence, None] = {}  # since the last flush
         self._num_openings_ever = 0
@@ -97,13 +88,16 @@ class Coordinator:
 
     def close(self, sequence: SpeculativeSequence) -> None:
         self.planner.close(sequence)
+        self._leave_link(sequence)
         self._unassigned.pop(sequence, None)
-        self._committed.pop(sequence, None)
+
+    def _leave_link(self, sequence: SpeculativeSequence) -> None:
+        """Its drafter forgets `sequence`, which waits for another."""
         if sequence.link is not None:
             use = self._links[sequence.link]
             del use.sequences[sequence.name]
             use.request.merge(SpeculateRequest(closes={sequence.name}))
-            sequence.link = None
+        self._unassign(sequence)
 
     def flush(self, decoding: Sequence[SpeculativeSequence] = ()) -> None:
         """Sends what is waiting, one message a link, and gives sequences without a drafter one.
@@ -112,12 +106,14 @@ class Coordinator:
         """
         started_at = time.perf_counter()
         self._take_events()  # a link that came up since the last step takes the new sequences at once
+        self._rearrange()
         planned = [s for s in decoding if s.link is not None or s in self._unassigned]
         self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, len(decoding))
         for sequence in self._committed:
             self._advance(sequence)
         self._committed.clear()
-        self._assign()
+        if self._links and self._unassigned:
+            self._assign()
         for link, use in self._links.items():
             if use.request:
                 link.send(use.request)
@@ -137,8 +133,7 @@ class Coordinator:
             for sequence in awaited:
                 assert sequence.awaited_since is not None
                 if now >= sequence.awaited_since + timeout:
-                    sequence.is_late = True
-                    self.stats.num_late_rounds += 1
+                    self._give_up(sequence, now)
             awaited = [s for s in awaited if s.is_awaited]
             if awaited:
                 deadline = min(s.awaited_since for s in awaited if s.awaited_since is not None) + timeout
@@ -153,6 +148,14 @@ class Coordinator:
         for link, (depth, batch) in expected.items():
             if link in self._links:
                 self._links[link].costs.observe_wait(0.0, depth, batch)
+
+    def _give_up(self, sequence: SpeculativeSequence, now: float) -> None:
+        """No step waits for the proposal any more that `sequence` is owed."""
+        sequence.is_late = True
+        self.stats.num_late_rounds += 1
+        if sequence.link is not None:
+            use = self._links[sequence.link]
+            use.late_since = use.late_since or now
 
     def drafts(self, sequence: SpeculativeSequence) -> Drafts:
         """What to verify after the committed tokens: the part of the last proposal that still fits."""
@@ -227,23 +230,32 @@ class Coordinator:
                 expected[sequence.link] = max(depth, sequence.depth), batch + 1
         return expected
 
+    def _rearrange(self) -> None:
+        """Takes sequences from draft workers that are silent, or far slower than others."""
+        now, depth = self._clock(), max(1, self.planner.opening_depth)
+        ejected = [s for use in self.spread.to_eject(now) for s in use.sequences.values()]
+        for sequence in [*ejected, *self.spread.to_move(depth, now)]:
+            self._leave_link(sequence)
+
     def _assign(self) -> None:
-        """Opens sequences that want drafts on the link with the fewest."""
-        if not self._links or not self._unassigned:
-            return
+        """Opens the sequences that want drafts."""
         now = self._clock()
         for sequence in [s for s in self._unassigned if s.may_open_at <= now and (s.depth > 0 or s.is_shadow)]:
-            link, use = min(self._links.items(), key=lambda item: len(item[1].sequences))
-            del self._unassigned[sequence]
-            # A number that was used before could still be spoken of by a reply that is on its way.
-            self._num_openings_ever += 1
-            sequence.name = self._num_openings_ever
-            use.sequences[sequence.name] = sequence
-            sequence.link = link
-            depth = sequence.depth or self.planner.asked_depth(sequence, use.costs)
-            use.request.opens[sequence.name] = self._opening(sequence, depth)
-            sequence.acknowledged = len(sequence.token_ids)
-            sequence.awaited_since, sequence.is_late = now, False
+            use = self.spread.choose(max(1, sequence.depth), now)
+            if use is not None:
+                del self._unassigned[sequence]
+                self._open_on(use, sequence, now)
+
+    def _open_on(self, use: LinkUse, sequence: SpeculativeSequence, now: float) -> None:
+        # A number that was used before could still be spoken of by a reply that is on its way.
+        self._num_openings_ever += 1
+        sequence.name = self._num_openings_ever
+        use.sequences[sequence.name] = sequence
+        sequence.link = use.link
+        depth = sequence.depth or self.planner.asked_depth(sequence, use.costs)
+        use.request.opens[sequence.name] = self._opening(sequence, depth)
+        sequence.acknowledged = len(sequence.token_ids)
+        sequence.awaited_since, sequence.is_late = now, False
 
     def _opening(self, sequence: SpeculativeSequence, depth: int) -> Open:
         return Open(
@@ -262,9 +274,9 @@ class Coordinator:
             if isinstance(happened.event, SpeculateReply):
                 self._take_reply(happened.link, happened.event, happened.answer_seconds)
             elif happened.event is LinkState.UP:
-                self._links[happened.link] = _LinkUse(LinkCosts(self._max_num_seqs))
+                self.spread.add(happened.link)
             else:
-                use = self._links.pop(happened.link, None)
+                use = self.spread.remove(happened.link)
                 for sequence in use.sequences.values() if use is not None else ():
                     self._unassign(sequence)
 
@@ -272,6 +284,7 @@ class Coordinator:
         use = self._links.get(link)
         if use is None:
             return
+        use.late_since = None
         if reply.timing is not None:
             held, step, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
             use.costs.observe_reply(answer_seconds, held, step, batch)
@@ -299,7 +312,7 @@ class Coordinator:
             return
         window = self._config.window(sequence.num_speculative_tokens or self._config.max_speculative_tokens)
         self.stats.num_excess_token_ids += max(0, len(proposal.token_ids) - window)
-        drafts = proposal.drafts.first(window)
+        drafts, is_first = proposal.drafts.first(window), sequence.proposal is None
         proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
         if sequence.is_shadow or sequence.what_fits(proposal) is not None:
             sequence.proposal = proposal
@@ -308,7 +321,7 @@ class Coordinator:
         sequence.acknowledged = proposal.base
         sequence.num_refusals = 0
         if proposal.base == len(sequence.token_ids):
-            if sequence.awaited_since is not None and drafts:
+            if sequence.awaited_since is not None and drafts and not is_first:
                 self.trees.time_draft(self._clock() - sequence.awaited_since, drafts.depth)
             sequence.awaited_since = None
         elif sequence.is_late:

@@ -42,7 +42,7 @@ class DepthPlanner:
         )
         self._is_learning = config.controller == "goodput"
         self._rates: dict[float, PositionRates] = {}  # by temperature
-        self._opening_depth = config.num_speculative_tokens
+        self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._num_steps_to_plan = 0
         self._shadows: dict[SpeculativeSequence, float] = {}  # and when each may be drafted for again
         self._probe_at = clock() + _PROBE_SECONDS
@@ -55,7 +55,7 @@ class DepthPlanner:
             shared = self._rates.setdefault(temperature, PositionRates(self._max_depth))
             sequence.acceptance = SequenceAcceptance(shared)
         if sequence.num_speculative_tokens is None:
-            sequence.depth = self._opening_depth
+            sequence.depth = self.opening_depth
         else:
             sequence.depth = min(sequence.num_speculative_tokens, self._max_depth)
 
@@ -72,7 +72,7 @@ class DepthPlanner:
         """
         self._choose_probe()
         self._num_steps_to_plan -= 1
-        if self._num_steps_to_plan > 0 or not decoding:
+        if self._num_steps_to_plan > 0 or not decoding or (self._is_learning and not self.verify_seconds.is_known):
             return
         self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
         any_link = next(iter(costs_of.values()), None)
@@ -87,7 +87,7 @@ class DepthPlanner:
             sequence.depth = depth
         chosen = [depth for s, depth in zip(decoding, depths, strict=True) if s.num_speculative_tokens is None]
         if chosen:
-            self._opening_depth = max(chosen)
+            self.opening_depth = max(chosen)
         if any(depths):
             for sequence in tuple(self._shadows):
                 self.close(sequence)

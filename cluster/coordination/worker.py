@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
+from cluster.coordination.run_ahead import Round, RunAhead, average, runs_ahead
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.speculation.tree import width_of
 from cluster.telemetry.metrics import StepTime
 
 logger = logging.getLogger(__name__)
@@ -41,18 +41,12 @@ class _Entry:
     link: int
     sequence: DraftSequence
     owes_proposal: bool = True
+    sent_at: float = 0.0  # its last proposal
+    turnaround: float | None = None  # from a proposal to what was committed after it, on the average
 
     def has_proposal(self, max_model_len: int) -> bool:
         """Whether the proposal that is owed is complete, or as much as it can become."""
         return self.sequence.is_exhausted or not self.sequence.missing(max_model_len)
-
-    def may_run_ahead(self, max_model_len: int) -> bool:
-        sequence = self.sequence
-        return (
-            sequence.num_drafted < sequence.window
-            and sequence.num_committed + sequence.num_drafted < max_model_len
-            and not sequence.is_exhausted
-        )
 
     def proposal(self) -> Proposal:
         drafts = self.sequence.proposal()
@@ -67,7 +61,8 @@ class DraftWorker:
     became complete, one message a link. With nothing to do the thread sleeps.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, run_ahead_branches: int = 0) -> None:
+        self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._links: dict[int, _Link] = {}
@@ -75,6 +70,9 @@ class DraftWorker:
         self._inbox: list[tuple[int, SpeculateRequest | None]] = []  # None: the link is gone
         self._wake = threading.Condition()
         self._stopping = False
+        self._idle_seconds: float | None = (
+            0.0  # how long there is nothing to do unless something arrives; None: for ever
+        )
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
         self.step_time = StepTime()
         self.error: BaseException | None = None
@@ -129,7 +127,7 @@ class DraftWorker:
 
     def _step(self) -> None:
         replies: dict[int, SpeculateReply] = {}
-        for link, request in self._take_inbox(wait=not self._next_batch()):
+        for link, request in self._take_inbox():
             reply = replies.setdefault(link, SpeculateReply())
             if request is None:
                 self._release_link(link)
@@ -138,12 +136,18 @@ class DraftWorker:
         # A proposal that running ahead has already completed does not wait for another step.
         self._collect_proposals(replies)
         self._send(replies)
-        batch = self._next_batch()
+        batch = self._urgent_batch()
+        is_ahead = not batch
+        if is_ahead:
+            batch = self._batch_ahead()
         if batch:
             replies = {}
             started_at = time.perf_counter()
             stuck = self._drafter.draft([entry.sequence for entry in batch])
-            self._record_step(batch, time.perf_counter() - started_at)
+            seconds = time.perf_counter() - started_at
+            self._record_step(batch, seconds)
+            if is_ahead:
+                self.run_ahead.time_step(seconds)
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)
@@ -164,31 +168,43 @@ class DraftWorker:
             if link is not None:
                 link.step_seconds, link.batch = seconds, count
 
-    def _take_inbox(self, *, wait: bool) -> list[tuple[int, SpeculateRequest | None]]:
+    def _take_inbox(self) -> list[tuple[int, SpeculateRequest | None]]:
         with self._wake:
-            while wait and not self._inbox and not self._stopping:
-                self._wake.wait()
+            if self._idle_seconds != 0.0:
+                self._wake.wait_for(lambda: self._inbox or self._stopping, self._idle_seconds)
             inbox, self._inbox = self._inbox, []
         return inbox
 
-    def _next_batch(self) -> list[_Entry]:
-        """The sequences whose proposal is owed; when there are none, those that may run ahead."""
+    def _urgent_batch(self) -> list[_Entry]:
+        """The sequences whose proposal is owed."""
         limit = self._drafter.max_model_len
-        urgent = [e for e in self._entries.values() if e.owes_proposal and not e.has_proposal(limit)]
-        if urgent:
-            for entry in urgent:
-                entry.sequence.to_extend = entry.sequence.missing(limit)
-            return urgent
-        ahead = [e for e in self._entries.values() if e.may_run_ahead(limit)]
-        for entry in ahead:
-            entry.sequence.to_extend = [entry.sequence.tip]
-        return ahead
+        urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
+        for entry in urgent:
+            entry.sequence.to_extend = entry.sequence.missing(limit)
+        self._idle_seconds = 0.0
+        return urgent
+
+    def _batch_ahead(self) -> list[_Entry]:
+        """The sequences that may run ahead; none while a target is about to answer."""
+        entries = self._entries.values()
+        nodes = self.run_ahead.nodes([entry.sequence for entry in entries], self._drafter.max_model_len)
+        if not nodes:
+            self._idle_seconds = None
+            return []
+        rounds = [Round(e.sequence, e.sent_at, e.turnaround) for e in entries if e.turnaround is not None]
+        self._idle_seconds = self.run_ahead.closed_seconds(time.perf_counter(), rounds)
+        if self._idle_seconds > 0.0:
+            return []
+        for sequence, to_extend in nodes.items():
+            sequence.to_extend = to_extend
+        return [entry for entry in entries if entry.sequence in nodes]
 
     def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
         limit = self._drafter.max_model_len
         for entry in self._entries.values():
             if entry.owes_proposal and entry.has_proposal(limit):
                 entry.owes_proposal = False
+                entry.sent_at = time.perf_counter()
                 replies.setdefault(entry.link, SpeculateReply()).proposals[entry.name] = entry.proposal()
 
     def _apply(self, link: int, request: SpeculateRequest, reply: SpeculateReply) -> None:
@@ -220,7 +236,7 @@ class DraftWorker:
             num_speculative_tokens=opening.num_speculative_tokens,
             window=opening.window,
         )
-        _want(sequence, opening)
+        self._want(sequence, opening)
         if not self._drafter.admit(sequence):
             return False
         self._entries[link, opening.sequence] = _Entry(opening.sequence, link, sequence)
@@ -235,12 +251,30 @@ class DraftWorker:
         if sequence.is_behind(advance.base) or not self._knows(advance.token_ids):
             self._release(entry)
             return False
+        outcome = None if entry.owes_proposal else self._outcome(entry, advance)
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
             self._drafter.rewind(sequence, kept)
-            _want(sequence, advance)
+            self._want(sequence, advance)
             entry.owes_proposal = True
+            if outcome is not None:
+                self.run_ahead.count(outcome, is_hit=entry.has_proposal(self._drafter.max_model_len))
         return True
+
+    def _outcome(self, entry: _Entry, advance: Advance) -> str | None:
+        """What became of the last proposal, before `advance` is taken in; None when that does not say."""
+        sequence = entry.sequence
+        news = advance.token_ids[sequence.num_committed - advance.base :]
+        if not news or not runs_ahead(sequence):
+            return None
+        entry.turnaround = average(entry.turnaround, time.perf_counter() - entry.sent_at)
+        return self.run_ahead.observe(sequence, news)
+
+    def _want(self, sequence: DraftSequence, wanted: Open | Advance) -> None:
+        """From now on proposals of `sequence` are to be as `wanted` says."""
+        sequence.num_speculative_tokens = wanted.num_speculative_tokens
+        sequence.shape = wanted.shape
+        sequence.width = self.run_ahead.width(sequence)
 
     def _knows(self, token_ids: Sequence[int]) -> bool:
         """Whether the draft has all these tokens: a target may have more, with the same tokenizer."""
@@ -253,10 +287,3 @@ class DraftWorker:
     def _release_link(self, link: int) -> None:
         for entry in [entry for entry in self._entries.values() if entry.link == link]:
             self._release(entry)
-
-
-def _want(sequence: DraftSequence, wanted: Open | Advance) -> None:
-    """From now on proposals of `sequence` are to be as `wanted` says."""
-    sequence.num_speculative_tokens = wanted.num_speculative_tokens
-    sequence.shape = wanted.shape
-    sequence.width = 1 if wanted.shape is None else width_of(wanted.shape)

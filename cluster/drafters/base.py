@@ -64,6 +64,9 @@ class DraftSequence:
         """How many drafts lead to `node`, itself included."""
         return self._depths[node + 1]
 
+    def token_of(self, node: int) -> int:
+        return self.token_ids[self.num_committed + node]
+
     def path_tokens(self, node: int) -> list[int]:
         """The drafts that lead to `node`, itself included."""
         start = self.num_committed
@@ -98,29 +101,59 @@ class DraftSequence:
         self._children.append([])
         self._depths.append(self._depths[parent + 1] + 1)
 
-    def missing(self, max_model_len: int) -> list[int]:
-        """The nodes to extend before the proposal that is owed is complete; none beyond `max_model_len` tokens."""
+    def missing(self, max_model_len: int, root: int = -1) -> list[int]:
+        """The nodes to extend before the proposal that is owed is complete; none beyond `max_model_len` tokens.
+
+        With `root`: the proposal that will be owed when `root` is the last committed token.
+        """
         if self.shape is None:
-            nodes = [self.tip] if self.num_drafted < self.num_speculative_tokens else []
+            end = self._end(root)
+            nodes = [end] if self.depth(end) - self.depth(root) < self.num_speculative_tokens else []
         else:
-            found = self._find(self.shape)
+            found = self._find(self.shape, root)
             inner = [found[parent] for parent in dict.fromkeys(self.shape) if parent in found]
             nodes = [node for node in inner if not self.children(node)]
         return [node for node in nodes if self.num_committed + self.depth(node) < max_model_len]
+
+    def _end(self, node: int) -> int:
+        """The end of the path from likeliest child to likeliest child that begins at `node`."""
+        if node == -1:
+            return self.tip
+        while children := self.children(node):
+            node = children[0]
+        return node
+
+    def main_node(self, depth: int) -> int:
+        """The node of the main path at `depth`, which must be there."""
+        node = -1
+        for _ in range(depth):
+            node = self.children(node)[0]
+        return node
+
+    @property
+    def proposal_depth(self) -> int:
+        """How far the proposal that is owed goes along the main path."""
+        if self.shape is None:
+            return self.num_speculative_tokens
+        depth, last = 0, -1
+        for node, parent in enumerate(self.shape):
+            if parent == last and last not in self.shape[:node]:
+                depth, last = depth + 1, node
+        return depth
 
     def proposal(self) -> Drafts:
         """What is there of the tree that is owed."""
         if self.shape is None:
             return Drafts(self.draft_token_ids[: self.num_speculative_tokens])
-        found = self._find(self.shape)
+        found = self._find(self.shape, -1)
         del found[-1]
         nodes = list(found)
         parents = renumbered(nodes, self.shape, -1)
-        return Drafts.tree([self.token_ids[self.num_committed + found[node]] for node in nodes], parents)
+        return Drafts.tree([self.token_of(found[node]) for node in nodes], parents)
 
-    def _find(self, shape: Shape) -> dict[int, int]:
-        """The nodes that have the places of `shape`'s nodes, by these; without those that are not there."""
-        found = {-1: -1}
+    def _find(self, shape: Shape, root: int) -> dict[int, int]:
+        """The nodes under `root` with the places of `shape`'s nodes, by these; without those that are not there."""
+        found = {-1: root}
         ranks = dict.fromkeys(shape, 0)
         for node, parent in enumerate(shape):
             rank = ranks[parent]
@@ -143,7 +176,7 @@ class DraftSequence:
         came_true: list[int] = []
         node = -1
         for token in news:
-            child = next((n for n in self.children(node) if self.token_ids[self.num_committed + n] == token), None)
+            child = next((n for n in self.children(node) if self.token_of(n) == token), None)
             if child is None:
                 break
             came_true.append(child)
@@ -156,7 +189,7 @@ class DraftSequence:
 
     def _replant(self, news: Sequence[int], root: int, nodes: Sequence[int]) -> None:
         """Commits `news`; the tree is `nodes` from now on, which are under `root`."""
-        drafts = [self.token_ids[self.num_committed + node] for node in nodes]
+        drafts = [self.token_of(node) for node in nodes]
         gaps = [self.gaps[node] for node in nodes]
         parents = renumbered(nodes, self.parents, root)
         del self.token_ids[self.num_committed :]

@@ -111,7 +111,7 @@ class GoodputController:
     def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
         depths = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
         free = [i for i, c in enumerate(candidates) if c.fixed_depth is None and c.max_depth > 0]
-        if free and self._verify.is_known:
+        if free:
             own = self._choose([candidates[i] for i in free], num_rows + sum(depths))
             for index, depth in zip(free, own, strict=True):
                 depths[index] = int(depth)

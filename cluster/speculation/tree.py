@@ -85,31 +85,38 @@ def expected_tokens(shape: Sequence[int], acceptance: Acceptance) -> float:
     return 1.0 + sum(survival)
 
 
+def token_rate(shape: Sequence[int], acceptance: Acceptance, time: RoundTime) -> float:
+    """E over the time of a round."""
+    depths = [0, *depths_of(shape)]
+    num_rows = Counter(depths[parent + 1] for parent in set(shape))  # of each step of the draft
+    seconds = time.round_trip + _draft_time(num_rows.values(), time) + time.verify(1 + len(shape))
+    return expected_tokens(shape, acceptance) / seconds
+
+
 def best_shape(acceptance: Acceptance, num_nodes: Iterable[int], time: RoundTime) -> Shape:
-    """The shape with most expected tokens for its time among those whose number of nodes is in `num_nodes`.
+    """The shape with the highest token rate among those whose number of nodes is in `num_nodes`.
 
     A deep tree takes more steps of the draft, a broad one more of the target's rows for a token: every depth is tried.
     Of equals the deepest is taken, so it is a chain where nothing is better.
     """
     budgets = set(num_nodes)
     largest = max(budgets)
-    verify = {size: time.round_trip + time.verify(1 + size) for size in budgets}
-    draft = [0.0] + [time.draft(num_rows) for num_rows in range(1, largest + 1)]
-    deepest = max(depths_of(best_tree(acceptance, largest)[0]), default=0)
-    best: tuple[float, int, Shape] = (1.0 / verify[0] if 0 in budgets else 0.0, 0, ())
-    for max_depth in range(1, deepest + 1):
-        shape, survival = best_tree(acceptance, largest, max_depth)
-        tokens, draft_time = 1.0, 0.0
-        num_rows = [0] * (max_depth + 1)  # of the draft, at each depth
-        depths, extended = [0, *depths_of(shape)], set[int]()
-        for size, (parent, probability) in enumerate(zip(shape, survival, strict=True), start=1):
+    best: Shape = ()
+    best_rate = token_rate((), acceptance, time) if 0 in budgets else 0.0
+    for max_depth in range(1, 1 + max(depths_of(best_tree(acceptance, largest)[0]), default=0)):
+        whole, survival = best_tree(acceptance, largest, max_depth)
+        depths = [0, *depths_of(whole)]
+        tokens, num_rows = 1.0, [0] * (max_depth + 1)
+        for size, (parent, probability) in enumerate(zip(whole, survival, strict=True), start=1):
             tokens += probability
-            if parent not in extended:
-                extended.add(parent)
-                depth = depths[parent + 1]
-                num_rows[depth] += 1
-                draft_time += draft[num_rows[depth]] - draft[num_rows[depth] - 1]
+            if parent not in whole[: size - 1]:
+                num_rows[depths[parent + 1]] += 1
             if size in budgets:
-                rate = tokens / (draft_time + verify[size])
-                best = max(best, (rate, max_depth, shape[:size]), key=lambda entry: entry[:2])
-    return best[2]
+                rate = tokens / (_draft_time(num_rows, time) + time.round_trip + time.verify(1 + size))
+                if rate >= best_rate:
+                    best, best_rate = whole[:size], rate
+    return best
+
+
+def _draft_time(num_rows: Iterable[int], time: RoundTime) -> float:
+    return sum(time.draft(number) for number in num_rows if number)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cluster.speculation.drafts import Drafts, chain, is_chain
-from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape
+from cluster.speculation.drafts import Drafts, chain
+from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape, token_rate
 
 _NUM_DEPTHS = 8  # that are told apart
 _DECAY = 0.998  # of what was counted, a round: about the last 500 rounds count
 _RENEW_SECONDS = 2.0
+_NUM_TIMES = 64  # the latest, of which the median counts: a prompt or a pause among them does not
+_LEAST_GAIN = 1.03  # over the chain: what is measured is not known to the last percent
 # What is taken for true at first, and counts as much as 4 rounds: acceptance of the best child, and of the child of
 # each later rank when none before it was the choice. Those figures are of the bundled pair.
 _FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
@@ -30,8 +34,8 @@ class TreePolicy:
         rates = np.array([_FIRST_RANK] + [_LATER_RANKS] * (width - 1))
         self._num_tried = np.full((_NUM_DEPTHS, width), _PRIOR_ROUNDS)
         self._num_hits = _PRIOR_ROUNDS * np.tile(rates, (_NUM_DEPTHS, 1))
-        self._level = _Mean()
-        self._verify = _Mean()
+        self._draft_times: dict[int, deque[float]] = {}  # by the number of levels
+        self._verify_times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._shapes: dict[int, Shape | None] = {}
         self._renew_at = 0.0
 
@@ -44,16 +48,22 @@ class TreePolicy:
             self._renew_at = now + _RENEW_SECONDS
             self._shapes.clear()
         if num_nodes not in self._shapes:
-            shape = best_shape(self.acceptance(), [num_nodes], self._round_time())
-            self._shapes[num_nodes] = None if is_chain(shape) else shape
+            self._shapes[num_nodes] = self._best(num_nodes)
         return self._shapes[num_nodes]
+
+    def _best(self, num_nodes: int) -> Shape | None:
+        acceptance, time = self.acceptance(), self._round_time()
+        shape, of_chain = best_shape(acceptance, [num_nodes], time), tuple(chain(num_nodes))
+        if token_rate(shape, acceptance, time) < _LEAST_GAIN * token_rate(of_chain, acceptance, time):
+            return None
+        return shape
 
     def acceptance(self) -> Acceptance:
         """The probability of each depth and rank, as measured."""
         if_not_before = self._num_hits / self._num_tried
         not_before = np.cumprod(1.0 - if_not_before, axis=1)
-        acceptance: Acceptance = if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
-        return acceptance
+        rates: Acceptance = if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
+        return rates
 
     def count(self, drafts: Drafts, chosen: Sequence[int]) -> None:
         """A round verified `drafts`, and the target chose the tokens `chosen`.
@@ -81,25 +91,21 @@ class TreePolicy:
 
     def time_draft(self, seconds: float, num_levels: int) -> None:
         """A proposal of `num_levels` levels came `seconds` after it was asked for."""
-        self._level.add(seconds / num_levels)
+        self._draft_times.setdefault(num_levels, deque(maxlen=_NUM_TIMES)).append(seconds)
 
     def time_verify(self, seconds: float) -> None:
         """A step that verified drafts took `seconds`."""
-        self._verify.add(seconds)
+        self._verify_times.append(seconds)
 
     def _round_time(self) -> RoundTime:
-        if self._verify.value is None or self._level.value is None:
+        """All shapes compared have as many rows, and a level's are hardly felt beside the weights that it reads."""
+        if not self._verify_times or not self._draft_times:
             return RoundTime(lambda _: 0.0, lambda _: 1.0)
-        level, verify = self._level.value, self._verify.value
-        # A step's rows are hardly felt beside the weights it reads, and all shapes compared have the same number.
-        return RoundTime(lambda _: level, lambda _: verify)
-
-
-class _Mean:
-    """An exponential average; None before the first value."""
-
-    def __init__(self) -> None:
-        self.value: float | None = None
-
-    def add(self, value: float) -> None:
-        self.value = value if self.value is None else 0.98 * self.value + 0.02 * value
+        verify = statistics.median(self._verify_times)
+        shallow, deep = min(self._draft_times), max(self._draft_times)
+        seconds = statistics.median(self._draft_times[deep])
+        # The way there and back is a part of every time: seen between two depths, else taken to be worth one level.
+        level = seconds / (deep + 1)
+        if deep > shallow:
+            level = max(0.0, seconds - statistics.median(self._draft_times[shallow])) / (deep - shallow)
+        return RoundTime(lambda _: level, lambda _: verify, round_trip=max(0.0, seconds - deep * level))

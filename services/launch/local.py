@@ -203,11 +203,12 @@ def _resolve(config: Config) -> Config:
     """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
     if config.speculation.num_speculative_tokens == 0:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
-    if config.speculation.max_run_ahead is None and _drafts_share_cores(config):
+    if _drafts_share_cores(config):
         # What runs ahead beside a target that computes is taken from it, and comes true one time in three or four: of
         # 2k+2, k+2 and k tokens, k was as good as k+2 and a tenth faster than 2k+2 (190M target, 2 cores).
-        speculation = config.speculation.model_copy(update={"max_run_ahead": 0})
-        config = config.model_copy(update={"speculation": speculation})
+        closed = {"max_run_ahead": 0, "run_ahead_branches": 0}
+        unset = {key: value for key, value in closed.items() if getattr(config.speculation, key) is None}
+        config = config.model_copy(update={"speculation": config.speculation.model_copy(update=unset)})
     target_ports = _free_ports(config.target.replicas)
     draft_ports = _free_ports(config.draft.replicas)
     port = _router_port(config)

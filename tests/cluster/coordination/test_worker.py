@@ -21,9 +21,9 @@ K, WINDOW = 3, 8
 
 
 class ScriptedDrafter(Drafter):
-    """Drafts `100 * first token + index`, one token of every sequence a step; steps when it is let.
+    """Drafts `100 * first token + index`, at the end of every sequence or where it is told to; steps when it is let.
 
-    A sequence is known by its first token.
+    A second child is 50 more than the first. A sequence is known by its first token.
     """
 
     num_used_blocks = 0
@@ -55,7 +55,9 @@ class ScriptedDrafter(Drafter):
         stuck = [s for s in sequences if s.token_ids[0] in self.without_room]
         for sequence in sequences:
             if sequence not in stuck:
-                sequence.append(100 * sequence.token_ids[0] + len(sequence.token_ids))
+                for node in sequence.to_extend or [sequence.tip]:
+                    best = 100 * sequence.token_ids[0] + sequence.num_committed + sequence.depth(node)
+                    sequence.extend(node, [best, best + 50][: sequence.width], [0.0, 1.0][: sequence.width])
         return stuck
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
@@ -284,6 +286,82 @@ class TestRunAhead:
         link.advance(7, 4, 704, 1, 2, 3)  # the target goes on alone
         assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 8, [])})
         assert drafter.num_steps_asked == 2
+
+
+class TestBranches:
+    """One branch beside the main path."""
+
+    @pytest.fixture
+    def worker(self, drafter: ScriptedDrafter) -> Iterator[DraftWorker]:
+        worker = DraftWorker(drafter, run_ahead_branches=1)
+        worker.start()
+        yield worker
+        drafter.let_all()
+        worker.stop()
+
+    def hits(self, worker: DraftWorker) -> dict[tuple[str, str], float]:
+        return {(r.name.rpartition("_")[2], r.labels["kind"]): r.value for r in worker.run_ahead.readings()}
+
+    @pytest.mark.parametrize(
+        ("news", "kind"),
+        [([752], "rejected_at_0"), ([702, 753], "rejected_at_1"), ([702, 703, 704, 705], "all_accepted")],
+    )
+    def test_an_outcome_on_a_branch_is_answered_without_a_step(
+        self, news: list[int], kind: str, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
+    ) -> None:
+        link.open(7)
+        for _ in range(3 * K):
+            drafter.step()
+        assert link.reply() == proposal(7, base=2)
+        drafter.next_step()
+        link.advance(7, 2, *news)
+        drafter.let()
+        assert link.reply() == proposal(7, base=2 + len(news))
+        assert self.hits(worker) == {("hits", kind): 1}
+
+    def test_another_outcome_is_a_miss(self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link) -> None:
+        link.open(7)
+        drafter.let_all()
+        assert link.reply() == proposal(7, base=2)
+        link.advance(7, 2, 702, 1)
+        assert link.reply() == proposal(7, base=4)
+        link.advance(7, 4, 1)
+        assert link.reply() == proposal(7, base=5)
+        assert self.hits(worker) == {("misses", "rejected_at_1"): 1, ("misses", "rejected_at_0"): 1}
+
+    def test_ends_when_every_branch_is_as_deep_as_a_proposal(self, drafter: ScriptedDrafter, link: Link) -> None:
+        drafter.let_all()
+        link.open(7)
+        assert link.reply() == proposal(7, base=2)
+        (sequence,) = drafter.held
+        branches = [sequence.children(sequence.main_node(depth))[1] for depth in range(K + 1)]
+        wait_until(lambda: not any(sequence.missing(1000, branch) for branch in branches))
+        time.sleep(0.05)
+        assert len(sequence.parents) == 2 * WINDOW + (K + 1) * 2 * K
+        link.advance(7, 2, 702, 703, 704, 755)
+        assert link.reply() == proposal(7, base=6)
+
+    def test_a_sequence_without_a_window_has_none(
+        self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
+    ) -> None:
+        drafter.let_all()
+        link.open(7, window=K)
+        assert link.reply() == proposal(7, base=2)
+        link.advance(7, 2, 702)
+        assert link.reply() == proposal(7, base=3)
+        assert drafter.held[0].is_chain
+        assert self.hits(worker) == {}
+
+    def test_a_tree_is_answered_from_a_branch_too(
+        self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
+    ) -> None:
+        shape = (-1, 0, -1)
+        worker.receive(link.number, SpeculateRequest(opens={7: replace(opening(7), shape=shape)}))
+        drafter.let_all()
+        assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 2, [702, 703, 752], [-1, 0, -1])})
+        wait_until(lambda: drafter.num_steps_asked >= 6)
+        worker.receive(link.number, SpeculateRequest(advances={7: Advance(7, 2, [752], K, shape)}))
+        assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 3, [703, 704, 753], [-1, 0, -1])})
 
 
 class TestSequencesThatAreNotHeld:

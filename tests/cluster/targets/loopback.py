@@ -55,8 +55,15 @@ class BackgroundLoop:
 class LoopbackDraft:
     """A draft worker behind a real server on loopback. Stopped and started again it is a new worker, same address."""
 
-    def __init__(self, loop: BackgroundLoop, runner: ModelRunner, fingerprint: str = FINGERPRINT) -> None:
+    def __init__(
+        self,
+        loop: BackgroundLoop,
+        runner: ModelRunner,
+        fingerprint: str = FINGERPRINT,
+        run_ahead_branches: int = 0,
+    ) -> None:
         self._loop = loop
+        self._run_ahead_branches = run_ahead_branches
         self._runner = runner
         self._fingerprint = fingerprint
         self.address = "127.0.0.1:0"
@@ -64,7 +71,7 @@ class LoopbackDraft:
 
     def start(self) -> None:
         self.drafter = ModelDrafter(self._runner, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
-        self.worker = DraftWorker(self.drafter)
+        self.worker = DraftWorker(self.drafter, self._run_ahead_branches)
         self.worker.start()
         self._loop.run(self._serve())
 

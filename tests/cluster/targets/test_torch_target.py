@@ -262,6 +262,30 @@ class TestSameTokens:
         assert [target.token_ids(request) for request in requests] == list(expected.values())
 
 
+class TestBranches:
+    @pytest.mark.parametrize("tree_width", [1, 3])
+    @pytest.mark.parametrize("seed", [TARGET_SEED, OTHER_SEED], ids=["perfect drafter", "poor drafter"])
+    def test_give_the_same_tokens(
+        self,
+        seed: int,
+        tree_width: int,
+        loop: BackgroundLoop,
+        new_runner: NewRunner,
+        new_target: Callable[..., LoopbackTarget],
+        expected: dict[int, list[int]],
+    ) -> None:
+        draft = LoopbackDraft(loop, new_runner(8, 256, seed=seed), run_ahead_branches=3)
+        target, requests = new_target([draft], tree_width=tree_width), mixed_requests(4)
+        assert target.generate(requests) == list(expected.values())
+        drafted, accepted = acceptance(target, requests)
+        assert drafted > 0
+        if seed == TARGET_SEED:
+            assert accepted >= 0.9 * drafted or tree_width > 1
+        assert sum(reading.value for reading in draft.worker.run_ahead.readings()) > 0
+        wait_until(lambda: draft.drafter.num_used_blocks == 0)
+        draft.stop()
+
+
 class RandomShapes(TreePolicy):
     """Now this tree, now that, now a chain."""
 
