@@ -39,6 +39,11 @@ class TreePolicy:
         self._shapes: dict[int, Shape | None] = {}
         self._renew_at = 0.0
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are trees, and something to measure."""
+        return self._width > 1
+
     def shape(self, num_nodes: int) -> Shape | None:
         """The best tree of `num_nodes` nodes; None when it is the chain."""
         if self._width == 1 or num_nodes < 2:
