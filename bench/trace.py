@@ -33,6 +33,7 @@ from cluster.targets.base import GenerationOutput  # noqa: E402
 MAX_REGRET = 0.1
 BIN_SECONDS = 1.0
 FOREVER = 50_000  # tokens
+PROMPT_LEN = 8  # 64 at once are a step of the target like any other
 HAND_OVER_SECONDS = 0.002  # of a round between two processes of one machine: the oracle allows for it
 SETTINGS = (
     *SIMULATED,
@@ -109,7 +110,7 @@ def run(phases: Sequence[Phase], phase_seconds: float, depths: Sequence[int | No
             while len(names) > phase.num_streams:
                 cluster.abort(names.pop())
             while len(names) < phase.num_streams:
-                names.append(cluster.submit(FOREVER, num_speculative_tokens=depth))
+                names.append(cluster.submit(FOREVER, num_speculative_tokens=depth, prompt_len=PROMPT_LEN))
             time.sleep(max(0.0, started_at + (number + 1) * phase_seconds - time.perf_counter()))
         cluster.on_step = None
     return course

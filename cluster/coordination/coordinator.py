@@ -124,7 +124,7 @@ class Coordinator:
         self._take_events()  # a link that came up since the last step takes the new sequences at once
         self._rearrange()
         planned: Sequence[SpeculativeSequence] = ()
-        if self.planner.is_due:
+        if self.planner.is_due(len(decoding)):
             planned = [s for s in decoding if s.link is not None or s in self._unassigned]
         self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, len(decoding))
         self._advance_committed()

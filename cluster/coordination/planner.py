@@ -16,6 +16,7 @@ _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the
 _MAX_SHADOWS = 2
 _SHADOW_DEPTH = 3
 _SHADOW_SHARE = 0.005  # of the time, for which a shadow may keep its draft worker busy
+_SHADOW_WEIGHT = 4  # rounds that one of a shadow stands for: so few must outweigh what was counted while all had some
 _SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
 _PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
 
@@ -45,6 +46,7 @@ class DepthPlanner:
         self._rates: dict[float, PositionRates] = {}  # by temperature
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._num_steps_to_plan = 0
+        self._num_planned_rows = 0
         self._shadows: dict[SpeculativeSequence, float] = {}  # and when each may be drafted for again
         self._probe_at = clock() + _PROBE_SECONDS
         self.is_probing = False  # this step is of the other kind
@@ -64,10 +66,12 @@ class DepthPlanner:
         self._shadows.pop(sequence, None)
         sequence.is_shadow = False
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the next call of `plan` may change depths."""
-        return self._num_steps_to_plan <= 1
+    def is_due(self, num_rows: int) -> bool:
+        """Whether the next call of `plan` may change depths: after some steps, and when the load is another.
+
+        What pays for one sequence can cost a step of 64 four times its time.
+        """
+        return self._num_steps_to_plan <= 1 or not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
 
     def plan(
         self, decoding: Sequence[SpeculativeSequence], costs_of: Mapping[DraftLink, LinkCosts], num_rows: int
@@ -77,10 +81,12 @@ class DepthPlanner:
         Called once a step; most calls change nothing (`is_due`).
         """
         self._choose_probe()
+        is_due = self.is_due(num_rows)
         self._num_steps_to_plan -= 1
-        if self._num_steps_to_plan > 0 or not decoding or (self._is_learning and not self.verify_seconds.is_known):
+        if not is_due or not decoding or (self._is_learning and not self.verify_seconds.is_known):
             return
         self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
+        self._num_planned_rows = num_rows
         any_link = next(iter(costs_of.values()), None)
         candidates = []
         for sequence in decoding:
@@ -138,7 +144,8 @@ class DepthPlanner:
                 break
             num_accepted += 1
         if num_accepted < min(len(since), len(proposal.token_ids)) or len(since) >= len(proposal.token_ids):
-            sequence.acceptance.observe(len(proposal.token_ids), num_accepted)
+            for _ in range(_SHADOW_WEIGHT):
+                sequence.acceptance.observe(len(proposal.token_ids), num_accepted)
             sequence.proposal = None
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
