@@ -265,7 +265,7 @@ class Coordinator:
             sequence.params,
             sequence.noise_key,
             depth,
-            self._config.window(depth),
+            self._config.granted_window,
             None if sequence.is_shadow else self.trees.shape(depth),
         )
 

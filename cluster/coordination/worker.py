@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.config import window_of
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.coordination.run_ahead import Round, RunAhead, average, runs_ahead
 from cluster.drafters.base import Drafter, DraftSequence
@@ -40,6 +41,7 @@ class _Entry:
     name: int  # its number on its link
     link: int
     sequence: DraftSequence
+    granted_window: int  # how far past the committed tokens it may run, whatever k is
     owes_proposal: bool = True
     sent_at: float = 0.0  # its last proposal
     turnaround: float | None = None  # from a proposal to what was committed after it, on the average
@@ -236,10 +238,11 @@ class DraftWorker:
             num_speculative_tokens=opening.num_speculative_tokens,
             window=opening.window,
         )
-        self._want(sequence, opening)
+        entry = _Entry(opening.sequence, link, sequence, opening.window)
+        self._want(entry, opening)
         if not self._drafter.admit(sequence):
             return False
-        self._entries[link, opening.sequence] = _Entry(opening.sequence, link, sequence)
+        self._entries[link, opening.sequence] = entry
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
@@ -255,7 +258,7 @@ class DraftWorker:
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
             self._drafter.rewind(sequence, kept)
-            self._want(sequence, advance)
+            self._want(entry, advance)
             entry.owes_proposal = True
             if outcome is not None:
                 self.run_ahead.count(outcome, is_hit=entry.has_proposal(self._drafter.max_model_len))
@@ -270,8 +273,10 @@ class DraftWorker:
         entry.turnaround = average(entry.turnaround, time.perf_counter() - entry.sent_at)
         return self.run_ahead.observe(sequence, news)
 
-    def _want(self, sequence: DraftSequence, wanted: Open | Advance) -> None:
-        """From now on proposals of `sequence` are to be as `wanted` says."""
+    def _want(self, entry: _Entry, wanted: Open | Advance) -> None:
+        """From now on proposals of its sequence are to be as `wanted` says."""
+        sequence = entry.sequence
+        sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
         sequence.shape = wanted.shape
         sequence.width = self.run_ahead.width(sequence)

@@ -129,7 +129,7 @@ class Open(_message.Message):
     num_speculative_tokens: _builtins.int
     """k: draft tokens owed in each round"""
     window: _builtins.int
-    """how far past the committed tokens the drafter may run"""
+    """how far past the committed tokens the drafter may run; k tokens always"""
     shape: _builtins.int
     """of the tree owed in each round; 0: a chain of k"""
     @_builtins.property

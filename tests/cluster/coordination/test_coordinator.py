@@ -143,7 +143,7 @@ def rounds(coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink) -> 
 class TestRounds:
     def test_opens_with_everything_the_drafter_needs(self, rounds: Rounds) -> None:
         name = rounds.sequence.name
-        expected = Open(name, PROMPT, 3, SamplingParams(), NoiseKey(1, 2), K, window=2 * K + 2)
+        expected = Open(name, PROMPT, 3, SamplingParams(), NoiseKey(1, 2), K, window=2 * 16 + 2)
         assert rounds.opening == [SpeculateRequest(opens={name: expected})]
 
     def test_waits_for_the_proposal_and_verifies_it(self, rounds: Rounds, pool: ScriptedPool) -> None:
