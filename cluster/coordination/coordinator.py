@@ -120,15 +120,20 @@ class Coordinator:
                 use.request = SpeculateRequest()
         self.stats.seconds += time.perf_counter() - started_at
 
-    def wait(self, sequences: Sequence[SpeculativeSequence]) -> None:
-        """Waits until the proposals of `sequences` that are awaited are here, at most the draft timeout each."""
+    def wait(self, sequences: Sequence[SpeculativeSequence]) -> Sequence[SpeculativeSequence]:
+        """Waits until the proposals of `sequences` that are awaited are here, at most the draft timeout each.
+
+        Returns those of them that the next step had better leave out: the others are worth more than the wait.
+        """
         self._take_events()
         if self.planner.is_probing:
-            return
+            return ()
         started_at = now = self._clock()
         timeout = self._config.draft_timeout_ms / 1e3
         expected = self._expected_from(sequences)
         awaited = [s for s in sequences if s.depth > 0 and s.is_awaited]
+        if awaited and self._should_go_on_without(sequences, awaited, now):
+            return awaited
         while awaited:
             for sequence in awaited:
                 assert sequence.awaited_since is not None
@@ -140,14 +145,34 @@ class Coordinator:
                 self._take_events(deadline - now)
                 now = self._clock()
                 awaited = [s for s in awaited if s.is_awaited]
-            still_awaited = {s.link for s in awaited}
-            for link in expected.keys() - still_awaited:
-                depth, batch = expected.pop(link)
-                if link in self._links:
-                    self._links[link].costs.observe_wait(now - started_at, depth, batch)
-        for link, (depth, batch) in expected.items():
+            self._learn_waits(expected, {s.link for s in awaited}, now - started_at)
+        self._learn_waits(expected, set(), 0.0)
+        return ()
+
+    def _should_go_on_without(
+        self, sequences: Sequence[SpeculativeSequence], awaited: Sequence[SpeculativeSequence], now: float
+    ) -> bool:
+        if len(awaited) == len(sequences):
+            return False
+        batches = Counter(s.link for s in awaited)
+        to_wait = 0.0
+        for sequence in awaited:
+            assert sequence.link is not None
+            assert sequence.awaited_since is not None
+            costs = self._links[sequence.link].costs
+            takes = costs.proposal_seconds(sequence.depth, batches[sequence.link])
+            to_wait = max(to_wait, sequence.awaited_since + takes - now)
+        ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
+        return self.planner.should_go_on_without(ready, awaited, to_wait)
+
+    def _learn_waits(
+        self, expected: dict[DraftLink, tuple[int, int]], still_awaited: set[DraftLink | None], waited: float
+    ) -> None:
+        """The proposals of the links of `expected` that are not awaited any more took so long; takes them out."""
+        for link in expected.keys() - still_awaited:
+            depth, batch = expected.pop(link)
             if link in self._links:
-                self._links[link].costs.observe_wait(0.0, depth, batch)
+                self._links[link].costs.observe_wait(waited, depth, batch)
 
     def _give_up(self, sequence: SpeculativeSequence, now: float) -> None:
         """No step waits for the proposal any more that `sequence` is owed."""

@@ -203,11 +203,12 @@ class StepLoop(Target):
         # target's own prefill, so that the draft's runs beside it.
         self._coordinator.flush(decoding)
         waiting_since = time.perf_counter()
-        self._coordinator.wait([self._request_of[s].speculative for s in self._scheduler.running if s.can_use_drafts])
+        held_back = set(self._coordinator.wait(decoding))
         started_at = time.perf_counter()
         self._wait_seconds += started_at - waiting_since
         step = self._scheduler.schedule(
-            lambda sequence: self._coordinator.drafts(self._request_of[sequence].speculative)
+            lambda sequence: self._coordinator.drafts(self._request_of[sequence].speculative),
+            lambda sequence: self._request_of[sequence].speculative in held_back,
         )
         if step:
             choices = self._choose([(scheduled, self._request_of[scheduled.sequence].request) for scheduled in step])
@@ -301,6 +302,7 @@ class StepLoop(Target):
             params=request.params,
             noise_key=request.noise_key,
             num_speculative_tokens=request.num_speculative_tokens,
+            max_len=sequence.max_len,
         )
         running = _Running(request, sequence, speculative)
         self._running[request.request_id] = running
