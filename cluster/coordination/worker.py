@@ -15,6 +15,8 @@ from cluster.telemetry.metrics import StepTime
 
 logger = logging.getLogger(__name__)
 
+_BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
+
 Deliver = Callable[[SpeculateReply], None]
 """Takes a reply towards a coordinator; never blocks."""
 
@@ -163,7 +165,8 @@ class DraftWorker:
     def _batch_ahead(self) -> list[_Entry]:
         """The sequences that may run ahead; none while a target is about to answer."""
         entries = self._entries.values()
-        nodes = self.run_ahead.nodes([entry.sequence for entry in entries], self._drafter.max_model_len)
+        sequences, limit = [entry.sequence for entry in entries], self._drafter.max_model_len
+        nodes = self.run_ahead.nodes(sequences, limit, may_branch=self._may_branch)
         if not nodes:
             self._idle_seconds = None
             return []
@@ -174,6 +177,11 @@ class DraftWorker:
         for sequence, to_extend in nodes.items():
             sequence.to_extend = to_extend
         return [entry for entry in entries if entry.sequence in nodes]
+
+    @property
+    def _may_branch(self) -> bool:
+        """Whether branches leave blocks enough to those that only want to go on."""
+        return self._drafter.num_used_blocks < _BRANCHING_SHARE * self._drafter.num_blocks
 
     def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
         limit = self._drafter.max_model_len
@@ -250,7 +258,7 @@ class DraftWorker:
         """From now on proposals of `sequence` are to be as `wanted` says."""
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
         sequence.shape = wanted.shape
-        sequence.width = self.run_ahead.width(sequence)
+        sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)
 
     def _knows(self, token_ids: Sequence[int]) -> bool:
         """Whether the draft has all these tokens: a target may have more, with the same tokenizer."""
