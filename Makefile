@@ -5,7 +5,7 @@ PIP_FLAGS ?=
 ARGS ?=
 
 BIN := .venv/bin
-KERNELS := $(wildcard cluster/engine/kernels/*.[ch])
+KERNELS := $(wildcard cluster/*/kernels/*.[ch])
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 
 from bench.machine import describe_machine
@@ -51,13 +50,16 @@ def main() -> None:
             with LocalCluster(config) as speculative:
                 speculative.wait_ready(READY_TIMEOUT_SECONDS)
                 for temperature in temperatures:
-                    point = measure(plain, speculative, k, 1, temperature, arguments)
-                    results.append({"drafter": name, "speedups": point.speedups, **asdict(point)})
+                    point = measure(plain, speculative, [k], 1, temperature, arguments)
+                    results.append({"drafter": name, **point.to_json()})
+                    (depth,) = point.depths
+                    speedups = point.speedups(depth)
                     print(
-                        f"| {name} | {temperature:g} | {point.acceptance_rate:.3f} | {point.acceptance_length:.2f} "
-                        f"| {statistics.median(point.speedups):.2f} ({min(point.speedups):.2f}-"
-                        f"{max(point.speedups):.2f}) | {point.draft_step_ms:.2f} | {point.verify_step_ms:.2f} "
-                        f"| {point.decode_step_ms:.2f} |",
+                        f"| {name} | {temperature:g} | {depth.acceptance_rate:.3f} | {depth.acceptance_length:.2f} "
+                        f"| {statistics.median(speedups):.2f} ({min(speedups):.2f}-{max(speedups):.2f}) "
+                        f"| {depth.step_ms('outrider_draft_step'):.2f} "
+                        f"| {depth.step_ms('outrider_step', ':verify'):.2f} "
+                        f"| {point.plain.step_ms('outrider_step', ':decode'):.2f} |",
                         flush=True,
                     )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

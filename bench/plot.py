@@ -16,11 +16,12 @@ matplotlib.rcParams["svg.hashsalt"] = "outrider"
 
 from matplotlib import pyplot as plt  # noqa: E402 (the backend is chosen first)
 
-SERIES = (("tokens_per_second", "speculation"), ("plain_tokens_per_second", "no speculation"))
-
 
 def plot(result: Path) -> Path:
-    """Tokens per second over the number of streams, a panel a temperature, bars from the lowest to the highest."""
+    """Speedup over no speculation by the number of streams, a panel a temperature and a line a depth.
+
+    The controller's has bars from the lowest repeat to the highest.
+    """
     measured: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     temperatures = sorted({point["temperature"] for point in measured["points"]})
     figure, _ = plt.subplots(1, len(temperatures), figsize=(4.5 * len(temperatures), 3.2), sharey=True)
@@ -28,17 +29,22 @@ def plot(result: Path) -> Path:
         points = [point for point in measured["points"] if point["temperature"] == temperature]
         streams = [point["num_streams"] for point in points]
         places = range(len(streams))  # evenly: 1, 4, 8, 16
-        for key, label in SERIES:
-            medians = [statistics.median(point[key]) for point in points]
-            below = [median - min(point[key]) for median, point in zip(medians, points, strict=True)]
-            above = [max(point[key]) - median for median, point in zip(medians, points, strict=True)]
-            axes.errorbar(places, medians, yerr=(below, above), marker="o", capsize=3, label=label)
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        for depth in points[0]["depths"]:
+            speedups = [point["depths"][depth]["speedups"] for point in points]
+            medians = [statistics.median(own) for own in speedups]
+            if depth == "auto":
+                below = [median - min(own) for median, own in zip(medians, speedups, strict=True)]
+                above = [max(own) - median for median, own in zip(medians, speedups, strict=True)]
+                axes.errorbar(places, medians, (below, above), color="black", marker="o", capsize=3, label=depth)
+            else:
+                axes.plot(places, medians, linewidth=0.9, label=f"k = {depth}")
         axes.set(title=f"T = {temperature:g}", xlabel="streams", ylim=(0, None))
         axes.set_xticks(places, streams)
-    figure.axes[0].set_ylabel("tokens/s")
-    figure.axes[0].legend(frameon=False)
-    name, k = Path(measured["target"]["model"]).name, measured["speculation"]["num_speculative_tokens"]
-    figure.suptitle(f"{name}, k = {k}, {measured['machine']['processor']}", fontsize=9)
+    figure.axes[0].set_ylabel("speedup over no speculation")
+    figure.axes[0].legend(frameon=False, fontsize=7)
+    name = Path(measured["target"]["model"]).name
+    figure.suptitle(f"{name}, {measured['machine']['processor']}", fontsize=9)
     figure.tight_layout()
     picture = result.with_suffix(".svg")
     figure.savefig(picture, metadata={"Date": None})

@@ -1,9 +1,11 @@
 """The whole cluster over HTTP, with speculation and without: `python -m bench.speedup`.
 
 Two clusters run side by side, one without speculation (every core for the target, no draft) and one with; only one
-of them works at a time. Repeats are interleaved, so that a drift of the machine meets both alike. Figures are
-medians with their range, and the speedup is the median of the repeats' ratios: the range of six repeats covers
-the true median with 97 %.
+of them works at a time. The second runs every depth in turn: what its controller chooses (auto), and each fixed k
+of `--depths`, which a request can ask for. All of it is repeated, so that a drift of the machine meets all alike.
+
+A speedup is the median of the repeats' ratios to no speculation. The best fixed k is picked on every other repeat and
+judged on those between.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import argparse
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench.machine import describe_machine
 from bench.plot import plot
@@ -26,6 +30,52 @@ READY_TIMEOUT_SECONDS = 120
 WARM_UP_PROMPTS = 4
 # Prompts come again in every repeat: a cache would leave their prefill out.
 MEASURED = ("router.port=0", "target.enable_prefix_caching=false", "draft.enable_prefix_caching=false")
+AUTO = "auto"
+
+
+@dataclass(slots=True)
+class Depth:
+    """What one depth gave at one point: a rate for each repeat, and the counters' growth over all of them."""
+
+    depth: int | None  # None: the controller's
+    tokens_per_second: list[float] = field(default_factory=list)
+    grown: Counter[str] = field(default_factory=Counter)
+    round_trip_ms: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return AUTO if self.depth is None else str(self.depth)
+
+    @property
+    def num_rounds(self) -> float:
+        return self.grown["vllm:spec_decode_num_drafts_total"]
+
+    @property
+    def acceptance_rate(self) -> float:
+        accepted = self.grown["vllm:spec_decode_num_accepted_tokens_total"]
+        return accepted / max(self.grown["vllm:spec_decode_num_draft_tokens_total"], 1.0)
+
+    @property
+    def mean_drafts(self) -> float:
+        """Draft tokens verified in a round."""
+        return self.grown["vllm:spec_decode_num_draft_tokens_total"] / max(self.num_rounds, 1.0)
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + self.grown["vllm:spec_decode_num_accepted_tokens_total"] / max(self.num_rounds, 1.0)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Protobuf payload of the links, both directions, opens apart, for a committed token."""
+        return self.grown["outrider_link_bytes_total:round"] / max(self.grown["outrider_committed_tokens_total"], 1.0)
+
+    def step_ms(self, step: str, kind: str = "") -> float:
+        return 1e3 * self.grown[f"{step}_seconds_total{kind}"] / max(self.grown[f"{step}s_total{kind}"], 1.0)
+
+    @property
+    def wait_ms(self) -> float:
+        """For proposals, a step."""
+        return 1e3 * self.grown["outrider_proposal_wait_seconds_total"] / max(self.grown["outrider_steps_total"], 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +84,62 @@ class Point:
 
     num_streams: int
     temperature: float
-    plain_tokens_per_second: list[float]
-    tokens_per_second: list[float]
-    acceptance_rate: float
-    acceptance_length: float
-    bytes_per_committed_token: float  # protobuf payload, both directions, opens apart
-    decode_step_ms: float  # of the cluster without speculation
-    verify_step_ms: float
-    draft_step_ms: float
-    wait_ms: float  # for proposals, a step
-    round_trip_ms: float
+    plain: Depth
+    depths: list[Depth]
 
-    @property
-    def speedups(self) -> list[float]:
+    def speedups(self, depth: Depth) -> list[float]:
         """One for each repeat."""
-        return [a / b for a, b in zip(self.tokens_per_second, self.plain_tokens_per_second, strict=True)]
+        return [a / b for a, b in zip(depth.tokens_per_second, self.plain.tokens_per_second, strict=True)]
 
-    def bound(self, k: int) -> float:
+    def bound(self, depth: Depth) -> float:
         """E * t_decode / (t_verify + k * t_draft + round trip): the speedup if nothing else took time."""
-        round_ms = self.verify_step_ms + k * self.draft_step_ms + self.round_trip_ms
-        return self.acceptance_length * self.decode_step_ms / round_ms
+        round_ms = (
+            depth.step_ms("outrider_step", ":verify")
+            + depth.mean_drafts * depth.step_ms("outrider_draft_step")
+            + depth.round_trip_ms
+        )
+        decode_ms = self.plain.step_ms("outrider_step", ":decode")
+        return depth.acceptance_length * decode_ms / round_ms if depth.num_rounds else 1.0
+
+    def auto_over_best_fixed(self) -> float | None:
+        """The controller's rate over that of the best fixed k; None with fewer than two repeats."""
+        auto = next((depth for depth in self.depths if depth.depth is None), None)
+        fixed = [depth for depth in self.depths if depth.depth is not None]
+        if auto is None or not fixed or len(auto.tokens_per_second) < 2:
+            return None
+        best = max(fixed, key=lambda depth: statistics.median(depth.tokens_per_second[::2]))
+        pairs = zip(auto.tokens_per_second[1::2], best.tokens_per_second[1::2], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_streams": self.num_streams,
+            "temperature": self.temperature,
+            "plain_tokens_per_second": self.plain.tokens_per_second,
+            "decode_step_ms": self.plain.step_ms("outrider_step", ":decode"),
+            "auto_over_best_fixed": self.auto_over_best_fixed(),
+            "depths": {
+                depth.name: {
+                    "tokens_per_second": depth.tokens_per_second,
+                    "speedups": self.speedups(depth),
+                    "bound": self.bound(depth),
+                    "acceptance_rate": depth.acceptance_rate,
+                    "acceptance_length": depth.acceptance_length,
+                    "mean_drafts": depth.mean_drafts,
+                    "bytes_per_committed_token": depth.bytes_per_token,
+                    "verify_step_ms": depth.step_ms("outrider_step", ":verify"),
+                    "draft_step_ms": depth.step_ms("outrider_draft_step"),
+                    "wait_ms": depth.wait_ms,
+                    "round_trip_ms": depth.round_trip_ms,
+                }
+                for depth in self.depths
+            },
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     config = load_config(arguments.config, [*MEASURED, *arguments.overrides])
-    k = config.speculation.num_speculative_tokens
     with LocalCluster(without_speculation(config)) as plain, LocalCluster(config) as speculative:
         for cluster in (plain, speculative):
             cluster.wait_ready(READY_TIMEOUT_SECONDS)
@@ -67,9 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_header(config))
         for temperature in arguments.temperatures:
             for num_streams in arguments.streams:
-                points.append(measure(plain, speculative, k, num_streams, temperature, arguments))
-                print(_row(points[-1], k), flush=True)
-    _write(arguments.out, config, arguments, points)
+                points.append(measure(plain, speculative, arguments.depths, num_streams, temperature, arguments))
+                print(_rows(points[-1]), flush=True)
+                _write(arguments.out, config, arguments, points)
     plot(arguments.out)
     return 0
 
@@ -84,51 +164,37 @@ def without_speculation(config: Config) -> Config:
 def measure(
     plain: LocalCluster,
     speculative: LocalCluster,
-    k: int,
+    depths: Sequence[int | None],
     num_streams: int,
     temperature: float,
     arguments: argparse.Namespace,
 ) -> Point:
     """Runs both clusters in turn, as `arguments` (prompts, repeats, max_tokens) say."""
-    num_prompts = max(num_streams * 2, arguments.prompts)
+    num_prompts = max(num_streams, arguments.prompts)
     prompts = held_out_prompts(num_prompts, seed=num_streams)
 
-    def run(cluster: LocalCluster, num_speculative_tokens: int, prompts: list[list[int]]) -> Run:
+    def run(cluster: LocalCluster, depth: int | None, prompts: list[list[int]]) -> Run:
         return run_streams(
             cluster.url,
             prompts,
             num_streams=num_streams,
             temperature=temperature,
-            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens=depth,
             max_tokens=arguments.max_tokens,
         )
 
-    for cluster, depth in ((plain, 0), (speculative, k)):
-        run(cluster, depth, prompts[:WARM_UP_PROMPTS])
-    before, plain_before = _counters(speculative), _counters(plain)
-    plain_rates, rates = [], []
+    point = Point(num_streams, temperature, Depth(0), [Depth(depth) for depth in depths])
+    run(plain, 0, prompts[:WARM_UP_PROMPTS])
+    for depth in depths:
+        run(speculative, depth, prompts[: max(WARM_UP_PROMPTS, num_streams // 2)])
     for _ in range(arguments.repeats):
-        plain_rates.append(run(plain, 0, prompts).tokens_per_second)
-        rates.append(run(speculative, k, prompts).tokens_per_second)
-    after = _counters(speculative)
-    grown, plain_grown = _growth(before, after), _growth(plain_before, _counters(plain))
-    accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
-    drafted = grown["vllm:spec_decode_num_draft_tokens_total"]
-    rounds = grown["vllm:spec_decode_num_drafts_total"]
-    return Point(
-        num_streams=num_streams,
-        temperature=temperature,
-        plain_tokens_per_second=plain_rates,
-        tokens_per_second=rates,
-        acceptance_rate=accepted / max(drafted, 1.0),
-        acceptance_length=1 + accepted / max(rounds, 1.0),
-        bytes_per_committed_token=grown["outrider_link_bytes_total:round"] / grown["outrider_committed_tokens_total"],
-        decode_step_ms=_mean_ms(plain_grown, "outrider_step", ":decode"),
-        verify_step_ms=_mean_ms(grown, "outrider_step", ":verify"),
-        draft_step_ms=_mean_ms(grown, "outrider_draft_step"),
-        wait_ms=1e3 * grown["outrider_proposal_wait_seconds_total"] / grown["outrider_steps_total"],
-        round_trip_ms=1e3 * after["outrider_link_round_trip_seconds"],
-    )
+        for cluster, measured in ((plain, point.plain), *((speculative, depth) for depth in point.depths)):
+            before = _counters(cluster)
+            measured.tokens_per_second.append(run(cluster, measured.depth, prompts).tokens_per_second)
+            after = _counters(cluster)
+            measured.round_trip_ms = 1e3 * after.get("outrider_link_round_trip_seconds", 0.0)
+            measured.grown.update({name: value - before.get(name, 0.0) for name, value in after.items()})
+    return point
 
 
 def _counters(cluster: LocalCluster) -> dict[str, float]:
@@ -138,40 +204,39 @@ def _counters(cluster: LocalCluster) -> dict[str, float]:
     return counters
 
 
-def _growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {name: value - before.get(name, 0.0) for name, value in after.items()}
-
-
-def _mean_ms(grown: dict[str, float], step: str, kind: str = "") -> float:
-    return 1e3 * grown[f"{step}_seconds_total{kind}"] / max(grown[f"{step}s_total{kind}"], 1.0)
-
-
 def _header(config: Config) -> str:
     return (
-        f"{config.target.model} ({config.target.dtype}) drafted by {config.draft.model} ({config.draft.dtype}), "
-        f"k = {config.speculation.num_speculative_tokens}; tokens/s are medians (range)\n\n"
-        "| streams | T | no speculation | speculation | speedup | bound | acceptance | acceptance length | bytes/token "
-        "| decode ms | verify ms | draft ms | wait ms | round trip ms |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+        f"{config.target.model} ({config.target.dtype}) drafted by {config.draft.model} ({config.draft.dtype}); "
+        "medians (range)\n\n"
+        "| streams | T | k | tokens/s | speedup | bound | acceptance | acceptance length | k verified | bytes/token "
+        "| verify ms | draft ms | wait ms |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
 
 
-def _row(point: Point, k: int) -> str:
+def _rows(point: Point) -> str:
     def spread(values: list[float], digits: int = 0) -> str:
         return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
-    return (
-        f"| {point.num_streams} | {point.temperature:g} | {spread(point.plain_tokens_per_second)} "
-        f"| {spread(point.tokens_per_second)} | {spread(point.speedups, 2)} | {point.bound(k):.2f} "
-        f"| {point.acceptance_rate:.3f} | {point.acceptance_length:.2f} | {point.bytes_per_committed_token:.1f} "
-        f"| {point.decode_step_ms:.2f} | {point.verify_step_ms:.2f} | {point.draft_step_ms:.2f} "
-        f"| {point.wait_ms:.2f} | {point.round_trip_ms:.2f} |"
-    )
+    start = f"| {point.num_streams} | {point.temperature:g} "
+    decode_ms = point.plain.step_ms("outrider_step", ":decode")
+    rows = [f"{start}| none | {spread(point.plain.tokens_per_second)} | 1 | | | | | | {decode_ms:.2f} (decode) | | |"]
+    for depth in point.depths:
+        rows.append(
+            f"{start}| {depth.name} | {spread(depth.tokens_per_second)} | {spread(point.speedups(depth), 2)} "
+            f"| {point.bound(depth):.2f} | {depth.acceptance_rate:.3f} | {depth.acceptance_length:.2f} "
+            f"| {depth.mean_drafts:.1f} | {depth.bytes_per_token:.1f} "
+            f"| {depth.step_ms('outrider_step', ':verify'):.2f} | {depth.step_ms('outrider_draft_step'):.2f} "
+            f"| {depth.wait_ms:.2f} |"
+        )
+    ratio = point.auto_over_best_fixed()
+    if ratio is not None:
+        rows.append(f"{start}| auto over best fixed | {ratio:.2f} | | | | | | | | | |")
+    return "\n".join(rows)
 
 
 def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Sequence[Point]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    k = config.speculation.num_speculative_tokens
     result = {
         "target": config.target.model_dump(mode="json"),
         "draft": config.draft.model_dump(mode="json"),
@@ -179,24 +244,27 @@ def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Se
         "repeats": arguments.repeats,
         "max_tokens": arguments.max_tokens,
         "machine": describe_machine(),
-        "points": [asdict(point) | {"speedups": point.speedups, "bound": point.bound(k)} for point in points],
+        "points": [point.to_json() for point in points],
     }
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"\nwritten to {path}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
     def numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
 
+    def depths(text: str) -> list[int | None]:
+        return [None if part == AUTO else int(part) for part in text.split(",")]
+
     parser = argparse.ArgumentParser(prog="bench.speedup", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", type=Path, help="YAML configuration of the cluster")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--streams", type=lambda t: [int(n) for n in numbers(t)], default=[1, 4, 8, 16])
+    parser.add_argument("--streams", type=lambda t: [int(n) for n in numbers(t)], default=[1, 4, 16, 64])
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
-    parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--prompts", type=int, default=8, help="prompts of a repeat (at least two a stream)")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--depths", type=depths, default=[None, 0, 1, 2, 3, 5, 7, 10], help="auto, or a fixed k each")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of a repeat (at least one a stream)")
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument(
         "--out", type=Path, default=Path("bench/results/speedup.json"), help="the plot goes beside it, as .svg"
     )

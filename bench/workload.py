@@ -52,7 +52,7 @@ def run_streams(
     *,
     num_streams: int,
     temperature: float,
-    num_speculative_tokens: int,
+    num_speculative_tokens: int | None,
     max_tokens: int,
 ) -> Run:
     """Sends every prompt, `num_streams` at a time, and waits for all answers. A prompt's index is its seed."""
@@ -64,7 +64,7 @@ def run_streams(
             "temperature": temperature,
             "max_tokens": max_tokens,
             "ignore_eos": True,
-            "num_speculative_tokens": num_speculative_tokens,
+            "num_speculative_tokens": "auto" if num_speculative_tokens is None else num_speculative_tokens,
         }
         response = client.post("/v1/completions", json=body)
         response.raise_for_status()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from cluster.errors import ConfigurationError
 
@@ -21,10 +21,12 @@ DEFAULT_KV_CACHE_BYTES = 256 * 2**20
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 QuantizationName = Literal["int8", "int4"]
-DrafterName = Literal["model", "ngram", "self-int4", "layer-skip"]
+EngineName = Literal["torch", "simulated"]
+DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "simulated"]
 LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
 Numerics = Literal["fast", "invariant"]
 Port = Annotated[int, Field(ge=0, le=65535)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")]
 
 
@@ -73,6 +75,9 @@ class WorkerConfig(_Section):
 
 class TargetConfig(WorkerConfig):
     model: str = "outrider-target-12m"
+    engine: EngineName = Field(
+        "torch", description="simulated: computes nothing, see `simulation`; `model` gives tokenizer and limits"
+    )
     numerics: Numerics = Field(
         "fast", description="invariant: the same bits whatever the batch and the cut of the work, or no start at all"
     )
@@ -84,7 +89,7 @@ class DraftConfig(WorkerConfig):
     drafter: DrafterName = Field(
         "model",
         description="ngram: the text's own repetitions; self-int4, layer-skip: the target's model in 4 bits, or some "
-        "of its layers, in place of `model`",
+        "of its layers, in place of `model`; simulated: for a simulated target, see `simulation`",
     )
     layers: LayerChoice = Field("even", description="which layers layer-skip keeps: even, last-half or a list")
     ngram_min: PositiveInt = Field(1, description="shortest and longest run of tokens that ngram looks up")
@@ -94,15 +99,21 @@ class DraftConfig(WorkerConfig):
 class SpeculationConfig(_Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
         4,
-        description="draft tokens a round (k); the most a request may ask for is max_speculative_tokens",
+        description="draft tokens a round (k): where the controller begins, or stays when it is fixed; 0: no draft",
     )
-    max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = 16
-    controller: Literal["fixed"] = "fixed"
+    max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
+        16, description="the most that a controller chooses and that a request may ask for"
+    )
+    controller: Literal["goodput", "threshold", "fixed"] = Field(
+        "goodput",
+        description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
+        "acceptance rate; fixed, num_speculative_tokens",
+    )
     acceptance: Literal["coupled"] = "coupled"
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="window in tokens past the committed ones; default 2k+2, or k where the launcher finds that draft "
-        "and target share cores",
+        description="tokens past the committed ones that a drafter may go at most; within that it goes 2k+2 far. "
+        "0: no further than k, which is the default where the launcher finds that draft and target share cores",
     )
     run_ahead_branches: Annotated[int, Field(ge=0, le=8)] | None = Field(
         None,
@@ -133,9 +144,63 @@ class SpeculationConfig(_Section):
 
     def window(self, num_speculative_tokens: int) -> int:
         """How far past the committed tokens a drafter may run for a sequence with this k."""
-        if self.max_run_ahead is None:
-            return 2 * num_speculative_tokens + 2
-        return max(self.max_run_ahead, num_speculative_tokens)
+        return window_of(num_speculative_tokens, self.granted_window)
+
+    @property
+    def granted_window(self) -> int:
+        """How far it may run at most, whatever k is; a proposal of k tokens is always allowed."""
+        if self.max_run_ahead is not None:
+            return self.max_run_ahead
+        return 2 * self.max_speculative_tokens + 2
+
+
+def window_of(num_speculative_tokens: int, granted: int) -> int:
+    """2k+2, as far as it is granted, and k in any case: the next proposal and the bonus tokens of two rounds."""
+    return max(num_speculative_tokens, min(granted, 2 * num_speculative_tokens + 2))
+
+
+def _ascending(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+    counts = [count for count, _ in points]
+    if counts != sorted(set(counts)):
+        raise ValueError("the first numbers of the pairs must ascend")
+    return points
+
+
+_NotNegative = Annotated[float, Field(ge=0)]
+_Curve = Annotated[
+    tuple[tuple[PositiveInt, _NotNegative], ...], Field(min_length=1), AfterValidator(_ascending)
+]  # linear between points; beyond the last along the last slope
+
+
+class SimulationConfig(_Section):
+    """Of simulated engines. The default curves are those of the 190M pair of `bench.models` on two cores."""
+
+    vocab_size: PositiveInt | None = Field(None, description="default: the target's model has it")
+    target_step_ms: _Curve = Field(
+        ((1, 24.0), (4, 26.0), (8, 38.0), (16, 56.0), (32, 100.0), (64, 180.0)),
+        description="time of a step of the target: pairs of rows and ms",
+    )
+    target_sequence_ms: _NotNegative = Field(0.0, description="added to a step of the target for each sequence")
+    draft_step_ms: _Curve = Field(
+        ((1, 0.8), (16, 1.7)), description="time of a step of the drafter: pairs of rows and ms"
+    )
+    acceptance: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
+        0.75,
+        description="how often a draft is right when all before it are: one number, or one for each place in the "
+        "proposal, of which the last goes on",
+    )
+    acceptance_schedule: Annotated[tuple[tuple[_NotNegative, Share], ...], AfterValidator(_ascending)] = Field(
+        (),
+        description="pairs of seconds since the drafter's first sequence and the acceptance from then on",
+    )
+    round_trip_ms: _NotNegative = Field(
+        0.0, description="added between target and draft by the launcher, with a proxy that delays"
+    )
+    loss: Share = Field(0.0, description="of what the proxy passes on, the share that comes 200 ms late")
+
+    @property
+    def needs_proxy(self) -> bool:
+        return self.round_trip_ms > 0 or self.loss > 0
 
 
 class RouterConfig(_Section):
@@ -150,6 +215,7 @@ class Config(_Section):
     draft: DraftConfig = DraftConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     router: RouterConfig = RouterConfig()
+    simulation: SimulationConfig = SimulationConfig()
 
     @property
     def draft_model(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.speculation.drafts import Drafts, chain, is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -85,6 +85,10 @@ def decode_request(message: draft_pb2.SpeculateRequest) -> SpeculateRequest:
 
 def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
     message = draft_pb2.SpeculateReply(lost=reply.lost, refused=reply.refused)
+    if reply.timing is not None:
+        message.timing.held_us = _microseconds(reply.timing.held_seconds)
+        message.timing.step_us = _microseconds(reply.timing.step_seconds)
+        message.timing.batch = reply.timing.batch
     if reply.proposals:
         proposals = reply.proposals.values()
         message.proposals.CopyFrom(
@@ -115,6 +119,7 @@ def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
         },
         lost=set(message.lost),
         refused=set(message.refused),
+        timing=_decode_timing(message.timing) if message.HasField("timing") else None,
     )
 
 
@@ -152,6 +157,14 @@ def _decode_open(entry: draft_pb2.Open, shape: Shape | None) -> Open:
         window=entry.window,
         shape=shape,
     )
+
+
+def _decode_timing(timing: draft_pb2.Timing) -> Timing:
+    return Timing(timing.held_us / 1e6, timing.step_us / 1e6, timing.batch)
+
+
+def _microseconds(seconds: float) -> int:
+    return min(round(seconds * 1e6), 2**32 - 1)
 
 
 def _encode_parents(proposals: Sequence[Drafts]) -> list[int]:

@@ -2,10 +2,11 @@
 
 The engine's thread calls, once a step:
 
+    coordinator.flush(decoding)           # depths for the next round; at most one message a link
     coordinator.wait(decoding)            # until their proposals are here, or the draft timeout is over
     coordinator.drafts(sequence)          # what to verify
-    coordinator.commit(sequence)          # after the step: its token_ids have grown
-    coordinator.flush()                   # at most one message a link
+    coordinator.commit(sequence, ...)     # after the step: its token_ids have grown
+    coordinator.observe_step(...)         # what it took
 
 A sequence without drafts decodes plainly. Nothing here can change a token: drafts are only ever compared with the
 target's choices.
@@ -13,21 +14,20 @@ target's choices.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.pool import DraftPool
+from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.spread import LinkUse, Spread
 from cluster.speculation.drafts import Drafts
-from cluster.speculation.noise import NoiseKey
-from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree_policy import TreePolicy
-
-logger = logging.getLogger(__name__)
 
 _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
 _MAX_REOPEN_SECONDS = 60.0
@@ -43,33 +43,9 @@ class CoordinatorStats:
     num_excess_token_ids: int = 0  # drafts beyond the window they were granted
     num_refused: int = 0
     num_lost: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class SpeculativeSequence:
-    """What the coordinator keeps of one sequence. `token_ids` is the engine's own list of committed tokens."""
-
-    token_ids: Sequence[int]
-    num_prompt_tokens: int
-    params: SamplingParams
-    noise_key: NoiseKey
-    num_speculative_tokens: int
-    name: int = 0  # its number on the wire, a new one each time it is opened
-    link: DraftLink | None = None
-    acknowledged: int = 0  # committed length the drafter is known to have been told
-    proposal: Proposal | None = None
-    awaited_since: float | None = None  # when the proposal that is awaited was asked for
-    is_late: bool = False  # a step has stopped waiting for it
-    num_refusals: int = 0
-    may_open_at: float = 0.0
-
-
-@dataclass(slots=True)
-class _LinkUse:
-    """A link that is up: its sequences by number, and what is to be sent on it."""
-
-    sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
-    request: SpeculateRequest = field(default_factory=SpeculateRequest)
+    depths: Counter[int] = field(default_factory=Counter)  # of a sequence in a step, by what was wanted
+    plain_decodes: Counter[str] = field(default_factory=Counter)  # of a sequence in a step, by reason
+    seconds: float = 0.0  # spent here by the engine's thread, waiting for proposals apart
 
 
 class Coordinator:
@@ -81,136 +57,262 @@ class Coordinator:
         config: SpeculationConfig,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        max_num_seqs: int = 64,
+        max_num_rows: int = 512,
     ) -> None:
         self.stats = CoordinatorStats()
+        self.planner = DepthPlanner(config, max_num_rows, clock)
         self.trees = TreePolicy(config.tree_width, clock)
         self._pool = pool
         self._config = config
         self._vocab_size = vocab_size
         self._clock = clock
-        self._links: dict[DraftLink, _LinkUse] = {}
+        self.spread = Spread(max_num_seqs, config.draft_timeout_ms / 1e3)
+        self._links = self.spread.uses
         self._unassigned: dict[SpeculativeSequence, None] = {}  # in the order they came
+        self._committed: dict[SpeculativeSequence, None] = {}  # since the last flush
         self._num_openings_ever = 0
 
     def open(self, sequence: SpeculativeSequence) -> None:
-        """Starts drafting for `sequence`; with k = 0 it never is.
+        """Starts drafting for `sequence`; for one that asked for k = 0 it never does.
 
         A sequence that the engine preempted stays open: what was proposed for it still fits when it runs again, and
         nobody waits for it meanwhile. There are never more open sequences than may run at once, as the engine
         admits no other before it. Opening it again changes nothing.
         """
-        if sequence.num_speculative_tokens == 0 or sequence.link is not None:
+        if sequence.num_speculative_tokens == 0 or sequence.link is not None or sequence in self._unassigned:
             return
+        self.planner.open(sequence)
         self._unassigned[sequence] = None
 
     def close(self, sequence: SpeculativeSequence) -> None:
+        self.planner.close(sequence)
+        self._leave_link(sequence)
         self._unassigned.pop(sequence, None)
+
+    def _leave_link(self, sequence: SpeculativeSequence) -> None:
+        """Its drafter forgets `sequence`, which waits for another."""
         if sequence.link is not None:
             use = self._links[sequence.link]
             del use.sequences[sequence.name]
             use.request.merge(SpeculateRequest(closes={sequence.name}))
-            sequence.link = None
+        self._unassign(sequence)
 
-    def wait(self, sequences: Iterable[SpeculativeSequence]) -> None:
-        """Waits until the proposals of `sequences` that are awaited are here, at most the draft timeout each."""
-        self._take_events()
-        awaited = [s for s in sequences if s.awaited_since is not None and not s.is_late]
-        timeout = self._config.draft_timeout_ms / 1000.0
-        while awaited:
-            now = self._clock()
-            for sequence in awaited:
-                assert sequence.awaited_since is not None
-                if now >= sequence.awaited_since + timeout:
-                    sequence.is_late = True
-                    self.stats.num_late_rounds += 1
-            awaited = [s for s in awaited if s.awaited_since is not None and not s.is_late]
-            if awaited:
-                deadline = min(s.awaited_since for s in awaited if s.awaited_since is not None) + timeout
-                self._take_events(deadline - now)
-                awaited = [s for s in awaited if s.awaited_since is not None]
+    def flush(self, decoding: Sequence[SpeculativeSequence] = ()) -> None:
+        """Sends what is waiting, one message a link, and gives sequences without a drafter one.
 
-    def drafts(self, sequence: SpeculativeSequence) -> Drafts:
-        """What to verify after the committed tokens: the part of the last proposal that still fits."""
-        proposal = sequence.proposal
-        if proposal is None:
-            return Drafts()
-        drafts = _what_fits(proposal, sequence.token_ids)
-        if drafts is None:
-            sequence.proposal = None
-            return Drafts()
-        drafts = drafts.first(sequence.num_speculative_tokens)
-        valid = drafts.below(self._vocab_size)
-        self.stats.num_invalid_token_ids += len(drafts) - len(valid)
-        return valid
-
-    def commit(self, sequence: SpeculativeSequence) -> None:
-        """Tells the drafter, at the next flush, what `sequence` has committed."""
-        if sequence.link is None:
-            return
-        self._links[sequence.link].request.advances[sequence.name] = Advance(
-            sequence.name,
-            sequence.acknowledged,
-            sequence.token_ids[sequence.acknowledged :],
-            sequence.num_speculative_tokens,
-            self.trees.shape(sequence.num_speculative_tokens),
-        )
-        if not sequence.is_late:
-            sequence.awaited_since = self._clock()
-
-    def flush(self) -> None:
-        """Sends what is waiting, one message a link; gives sequences without a drafter one."""
+        `decoding` are the sequences whose next token the next step chooses.
+        """
+        started_at = time.perf_counter()
         self._take_events()  # a link that came up since the last step takes the new sequences at once
-        self._assign()
+        self._rearrange()
+        planned = [s for s in decoding if s.link is not None or s in self._unassigned]
+        self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, len(decoding))
+        for sequence in self._committed:
+            self._advance(sequence)
+        self._committed.clear()
+        if self._links and self._unassigned:
+            self._assign()
         for link, use in self._links.items():
             if use.request:
                 link.send(use.request)
                 use.request = SpeculateRequest()
+        self.stats.seconds += time.perf_counter() - started_at
+
+    def wait(self, sequences: Sequence[SpeculativeSequence]) -> Sequence[SpeculativeSequence]:
+        """Waits until the proposals of `sequences` that are awaited are here, at most the draft timeout each.
+
+        Returns those of them that the next step had better leave out: the others are worth more than the wait.
+        """
+        self._take_events()
+        if self.planner.is_probing:
+            return ()
+        started_at = now = self._clock()
+        timeout = self._config.draft_timeout_ms / 1e3
+        expected = self._expected_from(sequences)
+        awaited = [s for s in sequences if s.depth > 0 and s.is_awaited]
+        if awaited and self._should_go_on_without(sequences, awaited, now):
+            return awaited
+        while awaited:
+            for sequence in awaited:
+                assert sequence.awaited_since is not None
+                if now >= sequence.awaited_since + timeout:
+                    self._give_up(sequence, now)
+            awaited = [s for s in awaited if s.is_awaited]
+            if awaited:
+                deadline = min(s.awaited_since for s in awaited if s.awaited_since is not None) + timeout
+                self._take_events(deadline - now)
+                now = self._clock()
+                awaited = [s for s in awaited if s.is_awaited]
+            self._learn_waits(expected, {s.link for s in awaited}, now - started_at)
+        self._learn_waits(expected, set(), 0.0)
+        return ()
+
+    def _should_go_on_without(
+        self, sequences: Sequence[SpeculativeSequence], awaited: Sequence[SpeculativeSequence], now: float
+    ) -> bool:
+        if len(awaited) == len(sequences):
+            return False
+        batches = Counter(s.link for s in awaited)
+        to_wait = 0.0
+        for sequence in awaited:
+            assert sequence.link is not None
+            assert sequence.awaited_since is not None
+            costs = self._links[sequence.link].costs
+            takes = costs.proposal_seconds(sequence.depth, batches[sequence.link])
+            to_wait = max(to_wait, sequence.awaited_since + takes - now)
+        ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
+        return self.planner.should_go_on_without(ready, awaited, to_wait)
+
+    def _learn_waits(
+        self, expected: dict[DraftLink, tuple[int, int]], still_awaited: set[DraftLink | None], waited: float
+    ) -> None:
+        """The proposals of the links of `expected` that are not awaited any more took so long; takes them out."""
+        for link in expected.keys() - still_awaited:
+            depth, batch = expected.pop(link)
+            if link in self._links:
+                self._links[link].costs.observe_wait(waited, depth, batch)
+
+    def _give_up(self, sequence: SpeculativeSequence, now: float) -> None:
+        """No step waits for the proposal any more that `sequence` is owed."""
+        sequence.is_late = True
+        self.stats.num_late_rounds += 1
+        if sequence.link is not None:
+            use = self._links[sequence.link]
+            use.late_since = use.late_since or now
+
+    def drafts(self, sequence: SpeculativeSequence) -> Drafts:
+        """What to verify after the committed tokens: the part of the last proposal that still fits."""
+        started_at = time.perf_counter()
+        drafts = self._fitting_drafts(sequence)
+        self.stats.depths[sequence.depth] += 1
+        if not drafts:
+            self.stats.plain_decodes[self._why_plain(sequence)] += 1
+        self.stats.seconds += time.perf_counter() - started_at
+        return drafts
+
+    def _why_plain(self, sequence: SpeculativeSequence) -> str:
+        if sequence.num_speculative_tokens == 0:
+            return "asked"
+        if self.planner.is_probing:
+            return "probe"
+        if sequence.depth == 0:
+            return "does_not_pay"
+        if sequence.link is None:
+            return "refused" if sequence.num_refusals else "no_draft_worker"
+        return "late" if sequence.is_late else "no_fitting_draft"
+
+    def _fitting_drafts(self, sequence: SpeculativeSequence) -> Drafts:
+        proposal, depth = sequence.proposal, self.planner.verified_depth(sequence)
+        if proposal is None or depth == 0:
+            return Drafts()
+        drafts = sequence.what_fits(proposal)
+        if drafts is None:
+            sequence.proposal = None
+            return Drafts()
+        drafts = drafts.first(depth)
+        valid = drafts.below(self._vocab_size)
+        self.stats.num_invalid_token_ids += len(drafts) - len(valid)
+        return valid
+
+    def commit(self, sequence: SpeculativeSequence, num_drafts: int = 0, num_accepted: int = 0) -> None:
+        """Tells the drafter, at the next flush, what `sequence` has committed.
+
+        The step verified `num_drafts` drafts, of which the target confirmed the first `num_accepted`.
+        """
+        started_at = time.perf_counter()
+        self.planner.observe_round(sequence, num_drafts, num_accepted)
+        if sequence.is_shadow:
+            self.planner.judge_shadow(sequence)
+        if sequence.link is not None:
+            self._committed[sequence] = None
+        self.stats.seconds += time.perf_counter() - started_at
+
+    def _advance(self, sequence: SpeculativeSequence) -> None:
+        assert sequence.link is not None
+        use = self._links[sequence.link]
+        depth = self.planner.asked_depth(sequence, use.costs)
+        if depth == 0:
+            sequence.awaited_since, sequence.is_late = None, False
+            return
+        use.request.advances[sequence.name] = Advance(
+            sequence.name,
+            sequence.acknowledged,
+            sequence.token_ids[sequence.acknowledged :],
+            depth,
+            None if sequence.is_shadow else self.trees.shape(depth),
+        )
+        if not sequence.is_late:
+            sequence.awaited_since = self._clock()
+
+    def _expected_from(self, sequences: Sequence[SpeculativeSequence]) -> dict[DraftLink, tuple[int, int]]:
+        """The depth and the number of the proposals that each link owes, or has sent already."""
+        expected: dict[DraftLink, tuple[int, int]] = {}
+        for sequence in sequences:
+            if sequence.link is not None and sequence.depth > 0:
+                depth, batch = expected.get(sequence.link, (0, 0))
+                expected[sequence.link] = max(depth, sequence.depth), batch + 1
+        return expected
+
+    def _rearrange(self) -> None:
+        """Takes sequences from draft workers that are silent, or far slower than others."""
+        now, depth = self._clock(), max(1, self.planner.opening_depth)
+        ejected = [s for use in self.spread.to_eject(now) for s in use.sequences.values()]
+        for sequence in [*ejected, *self.spread.to_move(depth, now)]:
+            self._leave_link(sequence)
 
     def _assign(self) -> None:
-        """Opens sequences on the link with the fewest."""
-        if not self._links or not self._unassigned:
-            return
+        """Opens the sequences that want drafts."""
         now = self._clock()
-        for sequence in [s for s in self._unassigned if s.may_open_at <= now]:
-            link, use = min(self._links.items(), key=lambda item: len(item[1].sequences))
-            del self._unassigned[sequence]
-            # A number that was used before could still be spoken of by a reply that is on its way.
-            self._num_openings_ever += 1
-            sequence.name = self._num_openings_ever
-            use.sequences[sequence.name] = sequence
-            use.request.opens[sequence.name] = self._opening(sequence)
-            sequence.link = link
-            sequence.acknowledged = len(sequence.token_ids)
-            sequence.awaited_since, sequence.is_late = now, False
+        for sequence in [s for s in self._unassigned if s.may_open_at <= now and (s.depth > 0 or s.is_shadow)]:
+            use = self.spread.choose(max(1, sequence.depth), now)
+            if use is not None:
+                del self._unassigned[sequence]
+                self._open_on(use, sequence, now)
 
-    def _opening(self, sequence: SpeculativeSequence) -> Open:
-        k = sequence.num_speculative_tokens
+    def _open_on(self, use: LinkUse, sequence: SpeculativeSequence, now: float) -> None:
+        # A number that was used before could still be spoken of by a reply that is on its way.
+        self._num_openings_ever += 1
+        sequence.name = self._num_openings_ever
+        use.sequences[sequence.name] = sequence
+        sequence.link = use.link
+        depth = sequence.depth or self.planner.asked_depth(sequence, use.costs)
+        use.request.opens[sequence.name] = self._opening(sequence, depth)
+        sequence.acknowledged = len(sequence.token_ids)
+        sequence.awaited_since, sequence.is_late = now, False
+
+    def _opening(self, sequence: SpeculativeSequence, depth: int) -> Open:
         return Open(
             sequence.name,
             list(sequence.token_ids),
             sequence.num_prompt_tokens,
             sequence.params,
             sequence.noise_key,
-            k,
-            self._config.window(k),
-            self.trees.shape(k),
+            depth,
+            self._config.granted_window,
+            None if sequence.is_shadow else self.trees.shape(depth),
         )
 
     def _take_events(self, timeout: float = 0.0) -> None:
         for happened in self._pool.poll(timeout):
             if isinstance(happened.event, SpeculateReply):
-                self._take_reply(happened.link, happened.event)
+                self._take_reply(happened.link, happened.event, happened.answer_seconds)
             elif happened.event is LinkState.UP:
-                self._links[happened.link] = _LinkUse()
+                self.spread.add(happened.link)
             else:
-                use = self._links.pop(happened.link, None)
+                use = self.spread.remove(happened.link)
                 for sequence in use.sequences.values() if use is not None else ():
                     self._unassign(sequence)
 
-    def _take_reply(self, link: DraftLink, reply: SpeculateReply) -> None:
+    def _take_reply(self, link: DraftLink, reply: SpeculateReply, answer_seconds: float) -> None:
         use = self._links.get(link)
         if use is None:
             return
+        use.late_since = None
+        if reply.timing is not None:
+            held, step, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
+            use.costs.observe_reply(answer_seconds, held, step, batch)
         for name, proposal in reply.proposals.items():
             sequence = use.sequences.get(name)  # absent: closed meanwhile
             if sequence is not None:
@@ -233,11 +335,11 @@ class Coordinator:
         if proposal.base < sequence.acknowledged or proposal.base > len(sequence.token_ids):
             self.stats.num_stale_proposals += 1
             return
-        window = self._config.window(sequence.num_speculative_tokens)
+        window = self._config.window(sequence.num_speculative_tokens or self._config.max_speculative_tokens)
         self.stats.num_excess_token_ids += max(0, len(proposal.token_ids) - window)
         drafts, is_first = proposal.drafts.first(window), sequence.proposal is None
         proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
-        if _what_fits(proposal, sequence.token_ids) is not None:
+        if sequence.is_shadow or sequence.what_fits(proposal) is not None:
             sequence.proposal = proposal
         else:
             self.stats.num_stale_proposals += 1
@@ -256,9 +358,5 @@ class Coordinator:
         sequence.link = None
         sequence.proposal = None
         sequence.awaited_since, sequence.is_late = None, False
+        self._committed.pop(sequence, None)
         self._unassigned[sequence] = None
-
-
-def _what_fits(proposal: Proposal, committed: Sequence[int]) -> Drafts | None:
-    """What is left of `proposal` after the tokens committed since its base; None when it does not begin with them."""
-    return proposal.drafts.after(committed[proposal.base :])

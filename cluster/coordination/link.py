@@ -44,6 +44,7 @@ class LinkEvent:
 
     link: DraftLink
     event: LinkState | SpeculateReply
+    answer_seconds: float = 0.0  # of a reply: since the last message that was sent
 
 
 @dataclass(slots=True)
@@ -126,9 +127,10 @@ class DraftLink:
         writer = asyncio.create_task(self._write(call, outbox))
         try:
             async for message in call:
-                self._answer_times.append(time.perf_counter() - self._sent_at)
+                answer_seconds = time.perf_counter() - self._sent_at
+                self._answer_times.append(answer_seconds)
                 self.bytes.received += message.ByteSize()
-                self._notify(LinkEvent(self, decode_reply(message)))
+                self._notify(LinkEvent(self, decode_reply(message), answer_seconds))
         finally:
             self._outbox = None
             call.cancel()

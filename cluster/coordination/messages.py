@@ -75,6 +75,15 @@ class SpeculateRequest:
             self.advances.pop(sequence, None)
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What the draft worker's part of an answer took."""
+
+    held_seconds: float  # from the arrival of the link's last request to the reply
+    step_seconds: float  # the last step of the drafter in which the link had a sequence
+    batch: int  # the link's sequences in it
+
+
 @dataclass(slots=True)
 class SpeculateReply:
     """From draft worker to coordinator."""
@@ -82,6 +91,7 @@ class SpeculateReply:
     proposals: dict[int, Proposal] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)  # not held, or a base it was never told
     refused: set[int] = field(default_factory=set)  # no room
+    timing: Timing | None = field(default=None, compare=False)  # no two are the same
 
     def __bool__(self) -> bool:
         return bool(self.proposals or self.lost or self.refused)
@@ -91,3 +101,4 @@ class SpeculateReply:
         self.proposals |= newer.proposals
         self.lost |= newer.lost
         self.refused |= newer.refused
+        self.timing = newer.timing or self.timing

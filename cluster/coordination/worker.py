@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.config import window_of
+from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.coordination.run_ahead import Round, RunAhead, average, runs_ahead
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.telemetry.metrics import StepTime
@@ -21,6 +23,19 @@ Deliver = Callable[[SpeculateReply], None]
 """Takes a reply towards a coordinator; never blocks."""
 
 
+@dataclass(slots=True)
+class _Link:
+    """Where replies go, and what its coordinator is told of the time they took."""
+
+    deliver: Deliver
+    received_at: float = 0.0  # the last request
+    step_seconds: float = 0.0  # the last step that had a sequence of it
+    batch: int = 0  # its sequences in that step
+
+    def timing(self) -> Timing:
+        return Timing(time.perf_counter() - self.received_at, self.step_seconds, self.batch)
+
+
 @dataclass(eq=False, slots=True)
 class _Entry:
     """A sequence and what is owed for it."""
@@ -28,6 +43,7 @@ class _Entry:
     name: int  # its number on its link
     link: int
     sequence: DraftSequence
+    granted_window: int  # how far past the committed tokens it may run, whatever k is
     owes_proposal: bool = True
     sent_at: float = 0.0  # its last proposal
     turnaround: float | None = None  # from a proposal to what was committed after it, on the average
@@ -53,7 +69,7 @@ class DraftWorker:
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
         self._entries: dict[tuple[int, int], _Entry] = {}
-        self._links: dict[int, Deliver] = {}
+        self._links: dict[int, _Link] = {}
         self._num_links_ever = 0
         self._inbox: list[tuple[int, SpeculateRequest | None]] = []  # None: the link is gone
         self._wake = threading.Condition()
@@ -85,11 +101,13 @@ class DraftWorker:
         """A new link, whose replies go to `deliver`. Returns its number."""
         with self._wake:
             self._num_links_ever += 1
-            self._links[self._num_links_ever] = deliver
+            self._links[self._num_links_ever] = _Link(deliver)
             return self._num_links_ever
 
     def receive(self, link: int, request: SpeculateRequest) -> None:
         with self._wake:
+            if link in self._links:
+                self._links[link].received_at = time.perf_counter()
             self._inbox.append((link, request))
             self._wake.notify()
 
@@ -131,7 +149,7 @@ class DraftWorker:
             started_at = time.perf_counter()
             stuck = self._drafter.draft([entry.sequence for entry in batch])
             seconds = time.perf_counter() - started_at
-            self.step_time.add(seconds)
+            self._record_step(batch, seconds)
             if is_ahead:
                 self.run_ahead.time_step(seconds)
             for entry in [entry for entry in batch if entry.sequence in stuck]:
@@ -141,10 +159,18 @@ class DraftWorker:
             self._send(replies)
 
     def _send(self, replies: dict[int, SpeculateReply]) -> None:
-        for link, reply in replies.items():
-            deliver = self._links.get(link)
-            if reply and deliver is not None:
-                deliver(reply)
+        for number, reply in replies.items():
+            link = self._links.get(number)
+            if reply and link is not None:
+                reply.timing = link.timing()
+                link.deliver(reply)
+
+    def _record_step(self, batch: Sequence[_Entry], seconds: float) -> None:
+        self.step_time.add(seconds)
+        for number, count in Counter(entry.link for entry in batch).items():
+            link = self._links.get(number)
+            if link is not None:
+                link.step_seconds, link.batch = seconds, count
 
     def _take_inbox(self) -> list[tuple[int, SpeculateRequest | None]]:
         with self._wake:
@@ -220,10 +246,11 @@ class DraftWorker:
             num_speculative_tokens=opening.num_speculative_tokens,
             window=opening.window,
         )
-        self._want(sequence, opening)
+        entry = _Entry(opening.sequence, link, sequence, opening.window)
+        self._want(entry, opening)
         if not self._drafter.admit(sequence):
             return False
-        self._entries[link, opening.sequence] = _Entry(opening.sequence, link, sequence)
+        self._entries[link, opening.sequence] = entry
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
@@ -239,7 +266,7 @@ class DraftWorker:
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
             self._drafter.rewind(sequence, kept)
-            self._want(sequence, advance)
+            self._want(entry, advance)
             entry.owes_proposal = True
             if outcome is not None:
                 self.run_ahead.count(outcome, is_hit=entry.has_proposal(self._drafter.max_model_len))
@@ -254,8 +281,10 @@ class DraftWorker:
         entry.turnaround = average(entry.turnaround, time.perf_counter() - entry.sent_at)
         return self.run_ahead.observe(sequence, news)
 
-    def _want(self, sequence: DraftSequence, wanted: Open | Advance) -> None:
-        """From now on proposals of `sequence` are to be as `wanted` says."""
+    def _want(self, entry: _Entry, wanted: Open | Advance) -> None:
+        """From now on proposals of its sequence are to be as `wanted` says."""
+        sequence = entry.sequence
+        sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
         sequence.shape = wanted.shape
         sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)

@@ -10,6 +10,7 @@ from cluster.config import Config, DraftConfig, DrafterName, LayerChoice
 from cluster.drafters.base import Drafter
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
+from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.cpu_ops import has_kernels
 from cluster.engine.loader import Progress
 from cluster.engine.model_config import ModelConfig
@@ -46,11 +47,23 @@ def _ngram(config: Config, progress: Progress | None) -> Drafter:
     return NgramDrafter(model.vocab_size, max_model_len, draft.ngram_min, draft.ngram_max)
 
 
+def _simulated(config: Config, progress: Progress | None) -> Drafter:
+    draft, model = config.draft, ModelConfig.from_folder(resolve_model_folder(config.draft_model))
+    return SimulatedDrafter(
+        config.simulation,
+        vocab_size=config.simulation.vocab_size or model.vocab_size,
+        max_model_len=draft.max_model_len or config.target.max_model_len or model.max_position_embeddings,
+        max_num_seqs=draft.max_num_seqs,
+        max_num_batched_tokens=draft.max_num_batched_tokens,
+    )
+
+
 _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None], Drafter]] = {
     "model": _model,
     "ngram": _ngram,
     "self-int4": _self_int4,
     "layer-skip": _layer_skip,
+    "simulated": _simulated,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Below this temperature the noise could not change a choice, and the division would overflow.
 _GREEDY_BELOW = 1e-5
@@ -25,15 +25,18 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over generated tokens
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token ID, added to its logit)
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < _GREEDY_BELOW
+    # Worked out once, as they are asked for in every step.
+    is_greedy: bool = field(init=False, repr=False, compare=False)
+    has_filter: bool = field(init=False, repr=False, compare=False)  # whether any of min-p, top-k and top-p is on
+    has_penalty: bool = field(init=False, repr=False, compare=False)
+    is_shaped: bool = field(init=False, repr=False, compare=False)  # by more than the temperature
 
-    @property
-    def has_filter(self) -> bool:
-        """Whether any of min-p, top-k and top-p is on."""
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-    @property
-    def has_penalty(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+    def __post_init__(self) -> None:
+        is_greedy = self.temperature < _GREEDY_BELOW
+        has_filter = not is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        has_penalty = self.repetition_penalty != 1.0 or any(penalty != 0.0 for penalty in penalties)
+        object.__setattr__(self, "is_greedy", is_greedy)
+        object.__setattr__(self, "has_filter", has_filter)
+        object.__setattr__(self, "has_penalty", has_penalty)
+        object.__setattr__(self, "is_shaped", bool(self.logit_bias) or has_penalty or has_filter)

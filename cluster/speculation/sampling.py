@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cluster.speculation.gumbel_max import MAX_WIDTH, draw, has_kernel, pack_run
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
 
@@ -23,9 +24,9 @@ from cluster.speculation.params import SamplingParams
 class SampleRequest:
     """Consecutive rows of logits that belong to one sequence.
 
-    `token_ids` are the sequence's tokens up to and including the input of the last row: of n rows, row j draws the
-    token at position `len(token_ids) - n + 1 + j`, after all tokens before that position. Drafts under
-    verification are simply its last tokens, which makes penalties right inside a draft.
+    `token_ids` and after them `draft_token_ids`, m tokens together, are the sequence's tokens up to and including the
+    input of the last row: of n rows, row j draws the token at position `m - n + 1 + j`, after all tokens before that
+    position. Drafts under verification are simply the last tokens, which makes penalties right inside a draft.
     """
 
     params: SamplingParams
@@ -33,30 +34,46 @@ class SampleRequest:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     num_rows: int = 1
+    draft_token_ids: Sequence[int] = ()  # apart, so that no context is copied to append them
 
     @property
     def first_position(self) -> int:
-        return len(self.token_ids) - self.num_rows + 1
+        return len(self.token_ids) + len(self.draft_token_ids) - self.num_rows + 1
 
 
 def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
     """The choice of every row. `logits` [num_rows, vocab_size], any float dtype, rows in the order of `requests`."""
-    scores = perturbed_logits(logits, requests)
-    choices: list[int] = scores.argmax(dim=-1).tolist()
+    ids, _ = best_tokens(logits, requests, 1)
+    choices: list[int] = ids.flatten().tolist()
     return choices
 
 
-def best_choices(
-    logits: torch.Tensor, requests: Sequence[SampleRequest], number: int
-) -> list[tuple[list[int], list[float]]]:
-    """For every row the `number` tokens that score best, in their order, and how far each is below the first.
+def best_tokens(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` best tokens of every row: IDs and perturbed scores, [num_rows, width] each, in descending order.
 
-    A row whose filters leave fewer tokens has fewer.
+    The first is the row's choice, the others are what the target chooses most likely where that is wrong: children
+    of a tree's node. Among equals the lowest ID comes first; an ID whose score is -inf means nothing.
     """
-    scores, token_ids = perturbed_logits(logits, requests).topk(min(number, logits.shape[-1]), dim=-1)
+    if has_kernel() and logits.device.type == "cpu" and width <= MAX_WIDTH:
+        return _best_by_kernel(logits, requests, width)
+    scores = perturbed_logits(logits, requests)
+    if width == 1:
+        ids = scores.argmax(dim=-1, keepdim=True)
+        return ids, scores.gather(-1, ids)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    return order[:, :width], ordered[:, :width]
+
+
+def best_choices(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
+) -> list[tuple[list[int], list[float]]]:
+    """As `best_tokens`, with each one's distance from the first; a row whose filters leave fewer tokens has fewer."""
+    ids, scores = best_tokens(logits, requests, min(width, logits.shape[-1]))
     gaps = (scores[:, :1] - scores).tolist()
     best = []
-    for row_tokens, row_gaps in zip(token_ids.tolist(), gaps, strict=True):
+    for row_tokens, row_gaps in zip(ids.tolist(), gaps, strict=True):
         num_left = sum(gap < math.inf for gap in row_gaps)
         best.append((row_tokens[:num_left], row_gaps[:num_left]))
     return best
@@ -68,18 +85,62 @@ def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) ->
     Filtered tokens are -inf. A greedy row is its logits after bias and penalties.
     """
     scores = logits.to(torch.float32, copy=True)
+    _shape(scores, requests)
+    _add_noise(scores, requests)
+    return scores
+
+
+def _best_by_kernel(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows are read where they lie, but for those that are shaped by more than their temperature."""
+    logits = logits.to(torch.float32).contiguous()
+    num_rows, vocab_size = logits.shape
+    row_bytes = vocab_size * logits.itemsize
+    shaped = _shaped_rows(logits, requests)
+    address, shaped_address = logits.data_ptr(), 0 if shaped is None else shaped.data_ptr()
+    runs: list[bytes] = []
+    for request in requests:
+        params, key, num_bytes = request.params, request.noise_key, request.num_rows * row_bytes
+        temperature = 0.0 if params.is_greedy else params.temperature
+        if params.is_shaped:
+            own_address, temperature = shaped_address, 1.0 if temperature else 0.0
+            shaped_address += num_bytes
+        else:
+            own_address = address
+        address += num_bytes
+        runs.append(pack_run(own_address, request.num_rows, key.low, key.high, request.first_position, temperature))
+    assert address == logits.data_ptr() + num_rows * row_bytes, "rows and requests disagree"
+    return draw(b"".join(runs), num_rows, vocab_size, width)
+
+
+def _shaped_rows(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor | None:
+    """Copies of the rows that a request shapes beyond their temperature, shaped; None without any."""
+    shaped_requests: list[SampleRequest] = []
+    rows: list[int] = []
+    start = 0
+    for request in requests:
+        if request.params.is_shaped:
+            shaped_requests.append(request)
+            rows.extend(range(start, start + request.num_rows))
+        start += request.num_rows
+    if not rows:
+        return None
+    scores = logits[rows]
+    _shape(scores, shaped_requests)
+    return scores
+
+
+def _shape(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
+    """Everything but the noise, in place."""
     _bias_and_penalise(scores, requests)
     params = [request.params for request in requests for _ in range(request.num_rows)]
-    if all(row.is_greedy for row in params):
-        return scores
     temperatures = [1.0 if row.is_greedy else row.temperature for row in params]
     if any(temperature != 1.0 for temperature in temperatures):
         scores /= torch.tensor(temperatures, dtype=torch.float32, device=scores.device)[:, None]
     filtered = [i for i, row in enumerate(params) if row.has_filter]
     if filtered:
         scores[filtered] = _filter(scores[filtered], [params[i] for i in filtered])
-    _add_noise(scores, requests)
-    return scores
 
 
 def _bias_and_penalise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
@@ -101,7 +162,7 @@ def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
     """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its own prefix."""
     params, vocab_size, device = request.params, rows.shape[-1], rows.device
     num_prompt, first = request.num_prompt_tokens, request.first_position
-    tokens = torch.tensor(request.token_ids, device=device)
+    tokens = torch.tensor([*request.token_ids, *request.draft_token_ids], device=device)
     seen_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
     seen_in_prompt[tokens[:num_prompt]] = True
     counts = torch.bincount(tokens[num_prompt:first], minlength=vocab_size).to(torch.float32)
@@ -154,6 +215,8 @@ def _add_noise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
             rows.extend(range(start, start + request.num_rows))
             draws.extend((request.noise_key, request.first_position + j) for j in range(request.num_rows))
         start += request.num_rows
+    if not draws:
+        return
     noise = torch.from_numpy(gumbel_noise(draws, scores.shape[-1])).to(scores.device)
     if len(rows) == len(scores):
         scores += noise

@@ -23,7 +23,7 @@ class GenerationRequest:
     noise_key: NoiseKey
     max_tokens: int  # generated tokens in all
     ignore_eos: bool
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None  # None: the controller decides
 
 
 @dataclass(frozen=True, slots=True)

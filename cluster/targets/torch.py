@@ -1,40 +1,23 @@
-"""The PyTorch target: the engine's step loop, and the coordinator that runs the rounds beside it."""
+"""The PyTorch target: a step is a forward pass over the paged KV cache, and sampling under the shared noise."""
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator, SpeculativeSequence
 from cluster.coordination.pool import DraftPool
-from cluster.engine import sequence as engine
+from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
-from cluster.engine.scheduler import ScheduledSequence, Scheduler
-from cluster.errors import InvalidRequestError
-from cluster.speculation.acceptance import accepted_path, count_accepted
+from cluster.engine.scheduler import ScheduledSequence
 from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import SampleRequest, sample
-from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
-from cluster.telemetry.metrics import Reading, StepTime
-
-logger = logging.getLogger(__name__)
+from cluster.targets.base import GenerationRequest
+from cluster.targets.step_loop import StepLoop
 
 
-@dataclass(eq=False, slots=True)
-class _Running:
-    """A request with its state in the engine and in the coordinator, which share one list of tokens."""
-
-    request: GenerationRequest
-    sequence: engine.Sequence
-    speculative: SpeculativeSequence
-
-
-class TorchTarget(Target):
-    """A step: take in requests, wait for proposals, schedule, run, sample, accept, commit, tell, publish."""
+class TorchTarget(StepLoop):
+    """Computes with the PyTorch engine."""
 
     def __init__(
         self,
@@ -47,239 +30,43 @@ class TorchTarget(Target):
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
-        config = runner.model.config
-        self.name = name
-        self.dtype = str(runner.model.dtype).removeprefix("torch.")
-        self.vocab_size = config.vocab_size
-        self.max_model_len = max_model_len
-        self.eos_token_ids = config.eos_token_ids
+        super().__init__(
+            runner.blocks,
+            pool,
+            speculation,
+            name=name,
+            dtype=str(runner.model.dtype).removeprefix("torch."),
+            vocab_size=runner.model.config.vocab_size,
+            eos_token_ids=runner.model.config.eos_token_ids,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
         self._runner = runner
-        self._pool = pool
-        self._coordinator = Coordinator(pool, speculation, config.vocab_size)
-        self._scheduler = Scheduler(runner.blocks, max_num_seqs, max_num_batched_tokens)
-        self._running: dict[str, _Running] = {}
-        self._request_of: dict[engine.Sequence, _Running] = {}
-        self._submitted: list[GenerationRequest] = []
-        self._aborted: set[str] = set()
-        self._wake = threading.Condition()
-        self._stopping = False
-        self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
-        self._wait_seconds = 0.0
-        self._num_committed_tokens = 0
-        self._thread: threading.Thread | None = None
 
-    def start(self, publish: Publish) -> None:
-        self._thread = threading.Thread(target=self._run, args=(publish,), name="target", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    async def run_links(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
-        await self._pool.run(endpoints)
-
-    def submit(self, request: GenerationRequest) -> None:
-        max_len, blocks = request.num_prompt_tokens + request.max_tokens, self._runner.blocks
-        if not self._scheduler.fits(max_len):
-            raise InvalidRequestError(
-                f"the prompt ({request.num_prompt_tokens} tokens) and max_tokens {request.max_tokens} need "
-                f"{blocks.num_blocks_for(max_len)} KV blocks, this worker has {blocks.num_blocks}",
-                param="max_tokens",
-            )
-        with self._wake:
-            self._submitted.append(request)
-            self._wake.notify()
-
-    def abort(self, request_id: str) -> None:
-        with self._wake:
-            self._aborted.add(request_id)
-            self._wake.notify()
-
-    def load(self) -> TargetLoad:
-        return TargetLoad(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting) + len(self._submitted),
-            num_used_blocks=self._runner.blocks.num_used_blocks,
-            num_blocks=self._runner.blocks.num_blocks,
-            num_draft_links=self._pool.num_links_up,
-        )
-
-    def readings(self) -> Iterable[Reading]:
-        def counter(name: str, documentation: str, value: float, **labels: str) -> Reading:
-            return Reading(name, documentation, value, is_counter=True, labels=labels)
-
-        load, stats = self.load(), self._coordinator.stats
-        yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", load.num_running)
-        yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
-        yield counter(
-            "vllm:num_preemptions", "Sequences preempted for want of blocks.", self._scheduler.num_preemptions
-        )
-        yield from self._runner.blocks.readings()
-        yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", load.num_draft_links)
-        for kind, step_time in self._step_times.items():
-            yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
-        yield counter("outrider_proposal_wait_seconds", "Time steps waited for proposals.", self._wait_seconds)
-        yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
-        dropped = "Draft tokens or proposals that were dropped, by reason."
-        yield counter("outrider_proposals_dropped", dropped, stats.num_stale_proposals, reason="stale")
-        yield counter("outrider_proposals_dropped", dropped, stats.num_invalid_token_ids, reason="vocabulary")
-        yield counter("outrider_proposals_dropped", dropped, stats.num_excess_token_ids, reason="excess")
-        yield counter("outrider_late_rounds", "Times a step gave up waiting for a proposal.", stats.num_late_rounds)
-        ended = "Sequences a draft worker would not or could not draft for, by reason."
-        yield counter("outrider_sequences_refused", ended, stats.num_refused, reason="full")
-        yield counter("outrider_sequences_refused", ended, stats.num_lost, reason="lost")
-        size = "Protobuf payload of the links, by direction; kind `open` is the opening of sequences."
-        for link in self._pool.links:
-            if link.round_trip_seconds is not None:
-                yield Reading(
-                    "outrider_link_round_trip_seconds",
-                    "Shortest of a link's last answers.",
-                    link.round_trip_seconds,
-                    labels={"draft": link.address},
-                )
-            for kind, direction, value in (
-                ("open", "sent", link.bytes.opens),
-                ("round", "sent", link.bytes.sent),
-                ("round", "received", link.bytes.received),
-            ):
-                yield counter("outrider_link_bytes", size, value, draft=link.address, kind=kind, direction=direction)
-
-    # The step loop's thread.
-
-    def _run(self, publish: Publish) -> None:
-        try:
-            while not self._stopping:
-                self._step(publish)
-        except BaseException as error:
-            # The process must not look healthy with a dead loop; its main program watches `error`.
-            self.error = error
-            logger.exception("the target's step loop ended")
-
-    def _step(self, publish: Publish) -> None:
-        self._take_commands()
-        for sequence in self._scheduler.admit():
-            self._coordinator.open(self._request_of[sequence].speculative)
-        # One message a link: what the last step committed, and what was admitted since. It goes out before the
-        # target's own prefill, so that the draft's runs beside it.
-        self._coordinator.flush()
-        waiting_since = time.perf_counter()
-        self._coordinator.wait(self._request_of[s].speculative for s in self._scheduler.running if s.can_use_drafts)
-        started_at = time.perf_counter()
-        self._wait_seconds += started_at - waiting_since
-        step = self._scheduler.schedule(
-            lambda sequence: self._coordinator.drafts(self._request_of[sequence].speculative)
-        )
-        if step:
-            publish(self._commit(step, self._verify(step)))
-            kind, seconds = _kind(step), time.perf_counter() - started_at
-            self._step_times[kind].add(seconds)
-            if kind == "verify":
-                self._coordinator.trees.time_verify(seconds)
-        if not self._running:
-            self._coordinator.flush()  # the loop will sleep: finished sequences must not wait to be closed
-
-    def _verify(self, step: Sequence[ScheduledSequence]) -> list[int]:
-        """Runs the step; returns the target's choice for every row that yields one, in order."""
-        logits = self._runner.run([scheduled.segment() for scheduled in step])
+    def _choose(self, step: Sequence[tuple[ScheduledSequence, GenerationRequest]]) -> list[int]:
+        logits = self._runner.run([scheduled.segment() for scheduled, _ in step])
         requests = [
-            request
-            for scheduled in step
+            asked
+            for scheduled, request in step
             if scheduled.yields_choices
-            for request in _sample_requests(scheduled, self._request_of[scheduled.sequence].request)
+            for asked in _sample_requests(scheduled, request)
         ]
         return sample(logits, requests) if requests else []
 
-    def _commit(self, step: Sequence[ScheduledSequence], choices: Sequence[int]) -> list[GenerationOutput]:
-        """Accepts, commits and rolls back every sequence of the step; finished ones are freed."""
-        outputs: list[GenerationOutput] = []
-        start = 0
-        for scheduled in step:
-            sequence = scheduled.sequence
-            if not scheduled.yields_choices:
-                self._scheduler.advance(scheduled)
-                continue
-            own_choices = choices[start : start + scheduled.num_choices]
-            start += scheduled.num_choices
-            chosen = self._accept(scheduled, own_choices)
-            self._coordinator.trees.count(scheduled.drafts, chosen)
-            num_accepted = len(chosen) - 1
-            num_committed = sequence.commit(chosen)
-            # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
-            self._scheduler.advance(scheduled, num_accepted)
-            self._num_committed_tokens += num_committed
-            running = self._request_of[sequence]
-            outputs.append(
-                GenerationOutput(
-                    request_id=running.request.request_id,
-                    token_ids=chosen[:num_committed],
-                    finish_reason=sequence.finish_reason,
-                    num_draft_tokens=len(scheduled.drafts),
-                    num_accepted_tokens=min(num_accepted, num_committed),
-                )
-            )
-            if sequence.finish_reason is None:
-                self._coordinator.commit(running.speculative)
-            else:
-                self._release(running)
-        return outputs
+    def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
+        self._runner.keep(block_table, start, nodes)
 
-    def _accept(self, scheduled: ScheduledSequence, choices: Sequence[int]) -> Sequence[int]:
-        """The tokens that `choices` commit: those of the accepted drafts, and the bonus token.
-
-        The KV of the accepted drafts then follows that of the tokens before them.
-        """
-        drafts, parents, sequence = scheduled.drafts, scheduled.parents, scheduled.sequence
-        if parents is None:
-            return choices[: count_accepted(drafts.token_ids, choices) + 1]
-        path = accepted_path([sequence.token_ids[-1], *drafts.token_ids], parents, choices)
-        self._runner.keep(sequence.block_table, sequence.num_computed_tokens, path)
-        return [choices[node] for node in path]
-
-    def _take_commands(self) -> None:
-        """Requests and aborts that came since the last step; sleeps while there is nothing to do at all."""
-        with self._wake:
-            while not (self._submitted or self._aborted or self._running or self._stopping):
-                self._wake.wait()
-            submitted, self._submitted = self._submitted, []
-            aborted, self._aborted = self._aborted, set()
-        for request in submitted:
-            if request.request_id not in aborted:
-                self._add(request)
-        for request_id in aborted:
-            running = self._running.get(request_id)
-            if running is not None:
-                self._release(running)
-
-    def _add(self, request: GenerationRequest) -> None:
-        token_ids = list(request.token_ids)
-        sequence = engine.Sequence(
-            token_ids=token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_len=request.num_prompt_tokens + request.max_tokens,
-            eos_token_ids=frozenset() if request.ignore_eos else frozenset(self.eos_token_ids),
-            num_speculative_tokens=request.num_speculative_tokens,
-        )
-        speculative = SpeculativeSequence(
-            token_ids=token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            params=request.params,
-            noise_key=request.noise_key,
-            num_speculative_tokens=request.num_speculative_tokens,
-        )
-        running = _Running(request, sequence, speculative)
-        self._running[request.request_id] = running
-        self._request_of[sequence] = running
-        self._scheduler.add(sequence)
-
-    def _release(self, running: _Running) -> None:
-        self._scheduler.remove(running.sequence)
-        self._coordinator.close(running.speculative)
-        del self._running[running.request.request_id]
-        del self._request_of[running.sequence]
+    def _time_step(self, num_rows: int) -> float | None:
+        blocks = self._runner.blocks
+        block_table = blocks.allocate(blocks.num_blocks_for(num_rows))
+        if block_table is None:
+            return None
+        started_at = time.perf_counter()
+        logits = self._runner.run([Segment([0] * num_rows, 0, block_table, num_logits=num_rows)])
+        logits.sum().item()  # a GPU answers before it has computed
+        blocks.free(block_table)
+        return time.perf_counter() - started_at
 
 
 def _sample_requests(scheduled: ScheduledSequence, request: GenerationRequest) -> Iterable[SampleRequest]:
@@ -289,7 +76,8 @@ def _sample_requests(scheduled: ScheduledSequence, request: GenerationRequest) -
         return SampleRequest(
             params=request.params,
             noise_key=request.noise_key,
-            token_ids=[*scheduled.sequence.token_ids, *draft_token_ids],
+            token_ids=scheduled.sequence.token_ids,
+            draft_token_ids=draft_token_ids,
             num_prompt_tokens=request.num_prompt_tokens,
             num_rows=num_rows,
         )
@@ -300,10 +88,3 @@ def _sample_requests(scheduled: ScheduledSequence, request: GenerationRequest) -
     else:
         for node in range(-1, len(token_ids)):
             yield asked([token_ids[i] for i in path_to(node, parents)], 1)
-
-
-def _kind(step: Sequence[ScheduledSequence]) -> str:
-    """What a step was dominated by: the chunk of a prompt, drafts, or neither."""
-    if any(scheduled.num_new_tokens > 1 for scheduled in step):
-        return "prefill"
-    return "verify" if any(scheduled.drafts for scheduled in step) else "decode"

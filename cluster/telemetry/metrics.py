@@ -21,10 +21,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.errors import ConfigurationError
+from protos.speculation.v1 import target_pb2
 
 _FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_INTER_TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
 _LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -70,10 +75,21 @@ class RouterMetrics:
         self.num_drafts = counter("vllm:spec_decode_num_drafts", "Rounds that verified at least one draft token.")
         self.num_draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
         self.num_accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._accepted_per_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their place in the draft.",
+            ["model_name", "position"],
+            registry=registry,
+        )
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "From the request's arrival to its first token.",
             _FIRST_TOKEN_BUCKETS,
+        )
+        self.inter_token_latency = histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two arrivals of tokens of one choice; with speculation several come at once.",
+            _INTER_TOKEN_BUCKETS,
         )
         self.e2e_latency = histogram(
             "vllm:e2e_request_latency_seconds",
@@ -87,6 +103,15 @@ class RouterMetrics:
             ["model_name", "code"],
             registry=registry,
         )
+
+    def count_tokens(self, num_tokens: int, speculation: target_pb2.SpeculationCounts) -> None:
+        """Counts what one step committed for one choice."""
+        self.generation_tokens.inc(num_tokens)
+        self.num_drafts.inc(speculation.num_drafts)
+        self.num_draft_tokens.inc(speculation.num_draft_tokens)
+        self.num_accepted_tokens.inc(speculation.num_accepted_tokens)
+        for position in range(speculation.num_accepted_tokens):
+            self._accepted_per_position.labels(self._model_name, str(position)).inc()
 
     def count_request(self, code: int) -> None:
         """Counts one request that ended with `code`."""

@@ -25,7 +25,7 @@ def run(config: Config) -> int:
         window = config.speculation.window(config.speculation.num_speculative_tokens)
         log_kv_cache(drafter.num_blocks, config.draft, window)
     description = types_pb2.ModelDescription(
-        name=config.draft_model,
+        name="simulated" if config.draft.drafter == "simulated" else config.draft_model,
         tokenizer_fingerprint=Tokenizer(resolve_model_folder(config.draft_model)).fingerprint(),
         vocab_size=drafter.vocab_size,
         max_model_len=drafter.max_model_len,

@@ -10,10 +10,15 @@ from cluster.tokenization import Tokenizer
 
 
 def check_models(config: Config) -> None:
-    """Raises ConfigurationError when a model is missing or unsupported, or the pair's tokenizers differ."""
+    """Raises ConfigurationError when a model is missing or unsupported, or the pair cannot work."""
     target = _fingerprint(config.target.model)
     if config.draft.replicas == 0:
         return
+    if (config.target.engine == "simulated") != (config.draft.drafter == "simulated"):
+        raise ConfigurationError(
+            f"draft.drafter {config.draft.drafter!r} cannot draft for target.engine {config.target.engine!r}: "
+            "either both are simulated or neither is"
+        )
     draft = _fingerprint(config.draft_model)
     if draft != target:
         raise ConfigurationError(

@@ -32,9 +32,9 @@ _SPIN_COUNT = "30000"
 class Child:
     """A program in a process of its own. It ends when the launcher does, however that happens."""
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], module: str = "services.cli") -> None:
         self.name = name
-        self._command = [sys.executable, "-m", "services.cli", *arguments]
+        self._command = [sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._num_restarts = 0

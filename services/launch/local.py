@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from cluster.config import Config
+from cluster.config import Config, SimulationConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from services.launch.checks import check_models
 from services.launch.child import Child
@@ -48,6 +48,18 @@ class Worker(Child):
         super().__init__(pool if worker.replicas == 1 else f"{pool} {index}", arguments)
 
 
+class Proxy(Child):
+    """Delays what goes to and from the draft worker at `draft_address`."""
+
+    def __init__(self, address: str, draft_address: str, simulation: SimulationConfig) -> None:
+        self.address = address
+        arguments = [
+            *("--listen", address, "--to", draft_address),
+            *("--round-trip-ms", str(simulation.round_trip_ms), "--loss", str(simulation.loss)),
+        ]
+        super().__init__("delay proxy", arguments, module="services.launch.delay_proxy")
+
+
 class LocalCluster:
     """A cluster of processes.
 
@@ -63,7 +75,13 @@ class LocalCluster:
         check_models(self.config)
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
         config_file = Path(self._folder.name) / "cluster.yaml"
-        config_file.write_text(yaml.safe_dump(self.config.model_dump(mode="json")), encoding="utf-8")
+        self.proxies = _proxies(self.config)
+        # Targets and the router call the proxies, where there are some; a draft worker listens at its own address.
+        called = self.config
+        if self.proxies:
+            addresses = tuple(proxy.address for proxy in self.proxies)
+            called = called.model_copy(update={"draft": called.draft.model_copy(update={"addresses": addresses})})
+        config_file.write_text(yaml.safe_dump(called.model_dump(mode="json")), encoding="utf-8")
         self.drafts = [Worker(config_file, self.config, "draft", i) for i in range(self.config.draft.replicas)]
         self.targets = [Worker(config_file, self.config, "target", i) for i in range(self.config.target.replicas)]
         self.router = Child("router", ["router", "--config", str(config_file)])
@@ -76,7 +94,7 @@ class LocalCluster:
 
     @property
     def _children(self) -> list[Child]:
-        return [*self.drafts, *self.targets, self.router]
+        return [*self.drafts, *self.proxies, *self.targets, self.router]
 
     def start(self) -> None:
         for child in self._children:
@@ -158,6 +176,8 @@ def serve(config: Config) -> int:
 
 
 def _announce(cluster: LocalCluster, seconds: float) -> None:
+    if cluster.config.target.engine == "simulated":
+        print("\nTarget and draft are simulated: what they generate means nothing.", flush=True)
     print(
         f"""
 Outrider is ready at {cluster.url} after {seconds:.1f} s. Try:
@@ -170,6 +190,8 @@ Outrider is ready at {cluster.url} after {seconds:.1f} s. Try:
 
 
 def _core_shares(config: Config) -> CoreShares:
+    if config.target.engine == "simulated":  # it computes nothing
+        return CoreShares((None,) * config.target.replicas, (None,) * config.draft.replicas)
     return divide_cores(sorted(os.sched_getaffinity(0)), config.target.replicas, config.draft.replicas)
 
 
@@ -201,6 +223,15 @@ def _resolve(config: Config) -> Config:
             "router": config.router.model_copy(update={"port": port}),
         }
     )
+
+
+def _proxies(config: Config) -> list[Proxy]:
+    """One for each draft worker, if the simulation has a network."""
+    drafts = config.draft.addresses
+    if not config.simulation.needs_proxy:
+        return []
+    ports = _free_ports(len(drafts))
+    return [Proxy(f"127.0.0.1:{port}", draft, config.simulation) for port, draft in zip(ports, drafts, strict=True)]
 
 
 def _router_port(config: Config) -> int:

@@ -42,7 +42,7 @@ def create_app(config: Config) -> Starlette:
         raise ConfigurationError("no target to call: set `target.addresses` to [host:port, ...]")
     folder = resolve_model_folder(config.target.model)
     tokenizer = Tokenizer(folder)
-    model_id = served_model_id(config.target.model)
+    model_id = "simulated" if config.target.engine == "simulated" else served_model_id(config.target.model)
     serving = Serving(
         model_id=model_id,
         tokenizer=tokenizer,

@@ -13,6 +13,7 @@ from services.router.chat_template import ChatTemplate
 from services.router.endpoint import Endpoint, Serving
 from services.router.errors import excerpt
 from services.router.protocol import UNSUPPORTED_FIELDS, GenerationRequest, MaxTokens, Piece, Reply
+from services.router.speculation_stats import SpeculationStats
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class ChatReply(Reply):
     chunk_object = "chat.completion.chunk"
 
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
-        return self._with_token_ids(
+        return self._with_extras(
             {
                 "index": index,
                 "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -130,6 +131,7 @@ class ChatReply(Reply):
                 "finish_reason": choice.finish_reason,
             },
             choice.token_ids,
+            choice.speculation,
         )
 
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
@@ -138,7 +140,7 @@ class ChatReply(Reply):
         if piece.text or (self.has_token_ids and piece.token_ids):
             yield self._delta(index, {"content": piece.text}, token_ids=piece.token_ids)
         if piece.finish_reason is not None:
-            yield self._delta(index, {}, finish_reason=piece.finish_reason)
+            yield self._delta(index, {}, finish_reason=piece.finish_reason, speculation=piece.speculation)
 
     def _delta(
         self,
@@ -146,9 +148,10 @@ class ChatReply(Reply):
         delta: dict[str, str],
         token_ids: tuple[int, ...] = (),
         finish_reason: str | None = None,
+        speculation: SpeculationStats | None = None,
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._with_token_ids(choice, token_ids)
+        return self._with_extras(choice, token_ids, speculation)
 
 
 class ChatCompletions(Endpoint[ChatRequest]):

@@ -66,9 +66,10 @@ class CompletionReply(Reply):
     whole_object = chunk_object = "text_completion"
 
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
-        return self._with_token_ids(
+        return self._with_extras(
             {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.finish_reason},
             choice.token_ids,
+            choice.speculation,
         )
 
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:

@@ -104,6 +104,7 @@ class Endpoint(abc.ABC, Generic[R]):
             model=serving.model_id,
             seed=draw_seed() if request.seed is None else request.seed,
             has_token_ids=request.return_token_ids,
+            has_speculation_stats=request.return_speculation_stats,
             include_usage=request.include_usage,
         )
         generate_requests = build_generate_requests(
@@ -143,6 +144,7 @@ async def _whole(answer: _Answer) -> dict[str, Any]:
             text="".join(piece.text for piece in pieces),
             token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
             finish_reason=pieces[-1].finish_reason,
+            speculation=pieces[-1].speculation,
         )
         for pieces in pieces_of
     ]

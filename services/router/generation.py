@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from cluster.errors import InternalError, UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from protos.speculation.v1 import target_pb2
 from services.router.protocol import Piece
+from services.router.speculation_stats import SpeculationStats
 from services.router.stop import StopMatcher, StopStrings
 from services.router.targets import TargetPool
 
@@ -36,20 +38,27 @@ async def generate(
     Ends after a piece with a finish reason or with an OutriderError. Closing it frees the sequence.
     """
     writer = _Writer(tokenizer, stop_strings)
-    has_token = False
+    stats = SpeculationStats()
+    last_token_at: float | None = None
     async with contextlib.aclosing(pool.choose().generate(request)) as replies:
         async for reply in replies:
             if reply.finish_reason not in _FINISH_REASONS:
                 raise UnavailableError("the target worker gave the request up; retry")
-            if reply.token_ids and not has_token:
-                has_token = True
-                if request.choice_index == 0:  # choices of one prompt share it
-                    metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-                metrics.time_to_first_token.observe(time.perf_counter() - arrived_at)
-            _count(reply, metrics)
+            if reply.token_ids:
+                now = time.perf_counter()
+                if last_token_at is not None:
+                    metrics.inter_token_latency.observe(now - last_token_at)
+                else:
+                    metrics.time_to_first_token.observe(now - arrived_at)
+                    if request.choice_index == 0:  # choices of one prompt share it
+                        metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+                last_token_at = now
+            metrics.count_tokens(len(reply.token_ids), reply.speculation)
+            stats.count(reply.speculation)
             piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason])
             if piece.finish_reason is not None:
                 metrics.e2e_latency.observe(time.perf_counter() - arrived_at)
+                piece = replace(piece, speculation=stats)
             yield piece
             if piece.finish_reason is not None:
                 return
@@ -117,10 +126,3 @@ class _Writer:
             if self._matcher.has_stopped:
                 finish_reason = "stop"
         return Piece(text, tuple(token_ids), finish_reason)
-
-
-def _count(reply: target_pb2.GenerateReply, metrics: RouterMetrics) -> None:
-    metrics.generation_tokens.inc(len(reply.token_ids))
-    metrics.num_drafts.inc(reply.speculation.num_drafts)
-    metrics.num_draft_tokens.inc(reply.speculation.num_draft_tokens)
-    metrics.num_accepted_tokens.inc(reply.speculation.num_accepted_tokens)

@@ -26,6 +26,7 @@ from pydantic import (
 
 from cluster.errors import InvalidRequestError
 from services.router.errors import excerpt
+from services.router.speculation_stats import SpeculationStats
 from services.router.stop import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class GenerationRequest(BaseModel, abc.ABC):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_speculation_stats: bool = False
     num_speculative_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_num_speculative_tokens)] = (
         Field(default=None, description='None and "auto": the target decides')
     )
@@ -211,6 +213,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None  # "stop" or "length" on the last piece
+    speculation: SpeculationStats | None = None  # of the whole choice, on the last piece
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,7 @@ class Reply(abc.ABC):
     model: str
     seed: int
     has_token_ids: bool = False  # choices carry the token IDs of their text
+    has_speculation_stats: bool = False  # choices say, at their end, what speculation did
     include_usage: bool = False  # the usage of a streamed answer comes at its end and is null until then
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
@@ -262,8 +266,15 @@ class Reply(abc.ABC):
     @abc.abstractmethod
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]: ...
 
-    def _with_token_ids(self, choice: dict[str, Any], token_ids: Sequence[int]) -> dict[str, Any]:
-        return choice | {"token_ids": list(token_ids)} if self.has_token_ids else choice
+    def _with_extras(
+        self, choice: dict[str, Any], token_ids: Sequence[int], speculation: SpeculationStats | None
+    ) -> dict[str, Any]:
+        """`choice` with what the client asked for beyond OpenAI's fields."""
+        if self.has_token_ids:
+            choice["token_ids"] = list(token_ids)
+        if self.has_speculation_stats and speculation is not None:
+            choice["speculation"] = speculation.to_json()
+        return choice
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

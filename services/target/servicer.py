@@ -125,10 +125,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                 f"model's limit of {self._target.max_model_len} tokens",
                 param="max_tokens",
             )
-        k = self._config.speculation.num_speculative_tokens
-        if request.HasField("num_speculative_tokens"):
-            k = request.num_speculative_tokens
-        if k > self._max_speculative_tokens:
+        k = request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
+        if k is not None and k > self._max_speculative_tokens:
             raise InvalidRequestError(
                 f"num_speculative_tokens {k} exceeds this cluster's limit of {self._max_speculative_tokens}",
                 param="num_speculative_tokens",

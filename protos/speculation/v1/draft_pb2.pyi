@@ -129,7 +129,7 @@ class Open(_message.Message):
     num_speculative_tokens: _builtins.int
     """k: draft tokens owed in each round"""
     window: _builtins.int
-    """how far past the committed tokens the drafter may run"""
+    """how far past the committed tokens the drafter may run; k tokens always"""
     shape: _builtins.int
     """of the tree owed in each round; 0: a chain of k"""
     @_builtins.property
@@ -219,6 +219,7 @@ class SpeculateReply(_message.Message):
     PROPOSALS_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def proposals(self) -> Global___Proposals: ...
     @_builtins.property
@@ -229,20 +230,53 @@ class SpeculateReply(_message.Message):
     def refused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """sequences this worker has no room for"""
 
+    @_builtins.property
+    def timing(self) -> Global___Timing: ...
     def __init__(
         self,
         *,
         proposals: Global___Proposals | None = ...,
         lost: _abc.Iterable[_builtins.int] | None = ...,
         refused: _abc.Iterable[_builtins.int] | None = ...,
+        timing: Global___Timing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["proposals", b"proposals"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["proposals", b"proposals", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "proposals", b"proposals", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "proposals", b"proposals", "refused", b"refused", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculateReply: _TypeAlias = SpeculateReply  # noqa: Y015
+
+@_typing.final
+class Timing(_message.Message):
+    """What the worker's part of the answer took, so that the coordinator can tell it from the network's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_US_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    held_us: _builtins.int
+    """from the arrival of the link's last request to this reply"""
+    step_us: _builtins.int
+    """the last step of the drafter in which the link had a sequence"""
+    batch: _builtins.int
+    """the link's sequences in it"""
+    def __init__(
+        self,
+        *,
+        held_us: _builtins.int = ...,
+        step_us: _builtins.int = ...,
+        batch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "held_us", b"held_us", "step_us", b"step_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
 class Proposals(_message.Message):

@@ -56,7 +56,7 @@ class TargetDescription(_message.Message):
     epoch: _builtins.int
     """differs after every restart of the worker"""
     num_speculative_tokens: _builtins.int
-    """k of a request that names none"""
+    """k of a new request that names none"""
     max_speculative_tokens: _builtins.int
     """the most a request may ask for"""
     num_draft_links: _builtins.int
@@ -111,7 +111,7 @@ class GenerateRequest(_message.Message):
     """generated tokens in all, those of num_generated_tokens included"""
     ignore_eos: _builtins.bool
     num_speculative_tokens: _builtins.int
-    """absent: the worker's default"""
+    """absent: the controller decides"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator, SpeculativeSequence
+from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import LinkEvent, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.sequence import SpeculativeSequence
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -71,7 +72,7 @@ def pool() -> ScriptedPool:
 
 @pytest.fixture
 def coordinator(pool: ScriptedPool) -> Coordinator:
-    config = SpeculationConfig(draft_timeout_ms=TIMEOUT_S * 1000)
+    config = SpeculationConfig(controller="fixed", draft_timeout_ms=TIMEOUT_S * 1000)
     return Coordinator(pool, config, VOCAB_SIZE, pool.clock)
 
 
@@ -142,7 +143,7 @@ def rounds(coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink) -> 
 class TestRounds:
     def test_opens_with_everything_the_drafter_needs(self, rounds: Rounds) -> None:
         name = rounds.sequence.name
-        expected = Open(name, PROMPT, 3, SamplingParams(), NoiseKey(1, 2), K, window=2 * K + 2)
+        expected = Open(name, PROMPT, 3, SamplingParams(), NoiseKey(1, 2), K, window=2 * 16 + 2)
         assert rounds.opening == [SpeculateRequest(opens={name: expected})]
 
     def test_waits_for_the_proposal_and_verifies_it(self, rounds: Rounds, pool: ScriptedPool) -> None:

@@ -1,0 +1,176 @@
+"""A simulated target and its draft workers in this process, with real gRPC streams over loopback between them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from cluster.config import Config
+from cluster.coordination.pool import DraftPool
+from cluster.coordination.worker import DraftWorker
+from cluster.drafters.registry import make_drafter
+from cluster.drafters.simulated import SimulatedDrafter
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.targets.base import GenerationOutput, GenerationRequest
+from cluster.targets.registry import make_target
+from cluster.targets.step_loop import StepLoop
+from protos.speculation.v1 import draft_pb2_grpc, types_pb2
+from services.draft.servicer import DraftServicer
+from services.launch.delay_proxy import DelayProxy
+
+FINGERPRINT = "simulated"
+SIMULATED = ("target.engine=simulated", "draft.drafter=simulated")  # settings
+TIMEOUT_SECONDS = 30.0  # for what takes no time
+_SWITCH_INTERVAL_SECONDS = 0.0005  # as in the worker programs: three threads share the interpreter
+_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class Answer:
+    """What was generated for one request, a part for each step that committed something."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_rounds: int = 0  # that verified drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    is_finished: bool = False
+
+    def take(self, output: GenerationOutput) -> None:
+        self.token_ids.extend(output.token_ids)
+        self.num_rounds += output.num_draft_tokens > 0
+        self.num_draft_tokens += output.num_draft_tokens
+        self.num_accepted_tokens += output.num_accepted_tokens
+        self.is_finished = output.finish_reason is not None
+
+
+class SimulatedCluster:
+    """Runs while entered. `config` has simulated engines; `draft.replicas` says how many draft workers there are."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.target = make_target(config, DraftPool(FINGERPRINT))
+        assert isinstance(self.target, StepLoop)
+        drafters = [make_drafter(config) for _ in range(config.draft.replicas)]
+        self.drafters = [drafter for drafter in drafters if isinstance(drafter, SimulatedDrafter)]
+        self.workers = [DraftWorker(drafter) for drafter in self.drafters]
+        self.answers: dict[str, Answer] = {}
+        self.on_step: Callable[[Sequence[GenerationOutput]], None] | None = None  # from the target's thread
+        self._changed = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="links", daemon=True)
+        self._servers: list[grpc.aio.Server] = []
+        self._proxies: list[DelayProxy] = []
+
+    def __enter__(self) -> SimulatedCluster:
+        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        self._thread.start()
+        for worker in self.workers:
+            worker.start()
+        addresses = self._wait_for(self._serve())
+        self._links = asyncio.run_coroutine_threadsafe(self.target.run_links(_only(addresses)), self._loop)
+        self.target.start(self._publish)
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while self.target.load().num_draft_links < len(addresses):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the links to the draft workers do not come up")
+            time.sleep(0.01)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.target.stop()
+        self._links.cancel()
+        self._wait_for(self._end())
+        for worker in self.workers:
+            worker.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def submit(self, max_tokens: int, *, num_speculative_tokens: int | None = None, prompt_len: int = 32) -> str:
+        """Starts a request; its number among all of this process's is its seed. Returns its name."""
+        seed = next(_numbers)
+        name = f"request {seed}"
+        prompt = [(seed * 31 + place) % self.target.vocab_size for place in range(prompt_len)]
+        self.answers[name] = Answer()
+        self.target.submit(
+            GenerationRequest(
+                request_id=name,
+                token_ids=prompt,
+                num_prompt_tokens=prompt_len,
+                params=SamplingParams(),
+                noise_key=NoiseKey.derive(seed, 0),
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                num_speculative_tokens=num_speculative_tokens,
+            )
+        )
+        return name
+
+    def abort(self, name: str) -> None:
+        self.target.abort(name)
+        self.answers.pop(name, None)
+
+    def wait(self, names: Sequence[str], timeout: float) -> None:
+        """Until the requests `names` are finished."""
+
+        def is_done() -> bool:
+            return self.target.error is not None or all(self.answers[name].is_finished for name in names)
+
+        with self._changed:
+            if not self._changed.wait_for(is_done, timeout):
+                raise TimeoutError(f"not finished after {timeout:.0f} s")
+        if self.target.error is not None:
+            raise self.target.error
+
+    def _publish(self, outputs: Sequence[GenerationOutput]) -> None:
+        if self.on_step is not None:
+            self.on_step(outputs)
+        with self._changed:
+            for output in outputs:
+                answer = self.answers.get(output.request_id)
+                if answer is not None:
+                    answer.take(output)
+            self._changed.notify()
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_SECONDS)
+
+    async def _serve(self) -> list[str]:
+        """Starts the draft workers' servers, and their proxies if the simulation has a network."""
+        addresses = []
+        simulation = self._config.simulation
+        for worker, drafter in zip(self.workers, self.drafters, strict=True):
+            server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+            model = types_pb2.ModelDescription(name="simulated", tokenizer_fingerprint=FINGERPRINT)
+            draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(worker, drafter, model), server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            self._servers.append(server)
+            if simulation.needs_proxy:
+                proxy = DelayProxy("127.0.0.1", port, simulation.round_trip_ms / 1e3, simulation.loss)
+                self._proxies.append(proxy)
+                port = await proxy.start()
+            addresses.append(f"127.0.0.1:{port}")
+        return addresses
+
+    async def _end(self) -> None:
+        for proxy in self._proxies:
+            await proxy.stop()
+        for server in self._servers:
+            await server.stop(None)
+
+
+async def _only(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
+    yield addresses

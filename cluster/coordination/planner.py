@@ -1,0 +1,180 @@
+"""Decides each sequence's depth, and keeps what the decision rests on up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.link import DraftLink
+from cluster.coordination.sequence import SpeculativeSequence
+from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
+from cluster.speculation.costs import LearnedCurve, LinkCosts
+from cluster.speculation.depth import Candidate, make_controller
+
+_STEPS_A_PLAN = 4  # depths change slowly, and choosing them takes as long as some hundred other lines
+_SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
+_MAX_SHADOWS = 2
+_SHADOW_DEPTH = 3
+_SHADOW_SHARE = 0.005  # of the time, for which a shadow may keep its draft worker busy
+_SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
+_WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
+_PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
+
+
+class DepthPlanner:
+    """The controller with its inputs. Belongs to the engine's thread.
+
+    What is never tried is never known: while speculation goes on, a step in some seconds decodes plainly, to see
+    what that takes by now. While it is off, a few *shadows* are still drafted for, seldom; their proposals are
+    compared with what is decoded plainly, and one of them in some seconds is verified, to see what rows cost.
+    """
+
+    def __init__(self, config: SpeculationConfig, max_rows: int, clock: Callable[[], float]) -> None:
+        self.verify_seconds = LearnedCurve(max_rows)
+        self._config = config
+        self._clock = clock
+        self._max_depth = config.max_speculative_tokens
+        self._controller = make_controller(
+            config.controller,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_speculative_tokens=config.max_speculative_tokens,
+            verify=self.verify_seconds,
+            max_wait_seconds=config.draft_timeout_ms / 1e3,
+        )
+        self._is_learning = config.controller == "goodput"
+        self._rates: dict[float, PositionRates] = {}  # by temperature
+        self.opening_depth = config.num_speculative_tokens  # of a new sequence
+        self._num_steps_to_plan = 0
+        self._shadows: dict[SpeculativeSequence, float] = {}  # and when each may be drafted for again
+        self._probe_at = clock() + _PROBE_SECONDS
+        self.is_probing = False  # this step is of the other kind
+
+    def open(self, sequence: SpeculativeSequence) -> None:
+        """`sequence` takes part from now on."""
+        if sequence.acceptance is None:
+            temperature = round(4 * sequence.params.temperature) / 4
+            shared = self._rates.setdefault(temperature, PositionRates(self._max_depth))
+            sequence.acceptance = SequenceAcceptance(shared)
+        if sequence.num_speculative_tokens is None:
+            sequence.depth = self.opening_depth
+        else:
+            sequence.depth = min(sequence.num_speculative_tokens, self._max_depth)
+
+    def close(self, sequence: SpeculativeSequence) -> None:
+        self._shadows.pop(sequence, None)
+        sequence.is_shadow = False
+
+    def plan(
+        self, decoding: Sequence[SpeculativeSequence], costs_of: Mapping[DraftLink, LinkCosts], num_rows: int
+    ) -> None:
+        """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
+
+        Called once a step; most calls change nothing.
+        """
+        self._choose_probe()
+        self._num_steps_to_plan -= 1
+        if self._num_steps_to_plan > 0 or not decoding or (self._is_learning and not self.verify_seconds.is_known):
+            return
+        self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
+        any_link = next(iter(costs_of.values()), None)
+        candidates = []
+        for sequence in decoding:
+            assert sequence.acceptance is not None
+            link = any_link if sequence.link is None else costs_of[sequence.link]
+            fixed = sequence.num_speculative_tokens
+            candidates.append(Candidate(sequence.acceptance, self._max_depth, link, fixed))
+        depths = self._controller.choose(candidates, num_rows)
+        for sequence, candidate, depth in zip(decoding, candidates, depths, strict=True):
+            sequence.depth = depth
+            sequence.expected_tokens = 1.0 + sum(candidate.acceptance.survival()[:depth])
+        chosen = [depth for s, depth in zip(decoding, depths, strict=True) if s.num_speculative_tokens is None]
+        if chosen:
+            self.opening_depth = max(chosen)
+        if any(depths):
+            for sequence in tuple(self._shadows):
+                self.close(sequence)
+        elif self._is_learning:
+            self._appoint_shadows(decoding)
+
+    def asked_depth(self, sequence: SpeculativeSequence, costs: LinkCosts) -> int:
+        """How many draft tokens to ask for now that `sequence` has committed; 0: leave its drafter in peace."""
+        if not sequence.is_shadow or sequence.proposal is not None or self._clock() < self._shadows[sequence]:
+            return sequence.useful_depth
+        pause = _SHADOW_SECONDS
+        if costs.is_known:
+            pause = costs.proposal_seconds(_SHADOW_DEPTH, 1) / _SHADOW_SHARE
+        self._shadows[sequence] = self._clock() + pause
+        return _SHADOW_DEPTH
+
+    def verified_depth(self, sequence: SpeculativeSequence) -> int:
+        """How many of the draft tokens of `sequence` that are there this step verifies."""
+        if sequence.is_shadow:
+            return _SHADOW_DEPTH if self.is_probing else 0
+        return 0 if self.is_probing else sequence.depth
+
+    def observe_round(self, sequence: SpeculativeSequence, num_drafts: int, num_accepted: int) -> None:
+        """A step verified `num_drafts` drafts of `sequence` and confirmed the first `num_accepted`."""
+        if not num_drafts or sequence.acceptance is None:
+            return
+        sequence.acceptance.observe(num_drafts, num_accepted)
+        self._controller.observe(num_drafts, num_accepted)
+        if sequence.is_shadow:
+            self._probe_at = self._clock() + _PROBE_SECONDS
+
+    def judge_shadow(self, sequence: SpeculativeSequence) -> None:
+        """Compares a shadow's proposal with the tokens committed since, as soon as they decide about all of it."""
+        proposal = sequence.proposal
+        if proposal is None or sequence.acceptance is None:
+            return
+        since = sequence.token_ids[proposal.base :]
+        num_accepted = 0
+        for draft, token in zip(proposal.token_ids, since, strict=False):
+            if draft != token:
+                break
+            num_accepted += 1
+        if num_accepted < min(len(since), len(proposal.token_ids)) or len(since) >= len(proposal.token_ids):
+            sequence.acceptance.observe(len(proposal.token_ids), num_accepted)
+            sequence.proposal = None
+
+    def should_go_on_without(
+        self,
+        ready: Sequence[SpeculativeSequence],
+        awaited: Sequence[SpeculativeSequence],
+        seconds_to_wait: float,
+    ) -> bool:
+        """Whether the next step should be of `ready` alone, while the proposals of `awaited` are on their way.
+
+        They then come while the target computes, and two cohorts alternate. The other choice is to wait and run all
+        in one step; what decides is the tokens committed a second.
+        """
+        if not self._is_learning or not ready or not self.verify_seconds.is_known:
+            return False
+        rows_ready = sum(1 + self.verified_depth(s) for s in ready)
+        rows_awaited = sum(1 + s.depth for s in awaited)
+        own, both = self.verify_seconds.at(np.array([rows_ready, rows_ready + rows_awaited]))
+        if seconds_to_wait < _WORTH_A_SPLIT * own:
+            return False
+        tokens_ready = sum(s.expected_tokens for s in ready)
+        tokens = tokens_ready + sum(s.expected_tokens for s in awaited)
+        return bool(tokens_ready / own > tokens / (both + seconds_to_wait))
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
+        self.verify_seconds.observe(num_rows, seconds)
+
+    def _choose_probe(self) -> None:
+        now = self._clock()
+        self.is_probing = self._is_learning and now >= self._probe_at
+        if self.is_probing and not self._shadows:  # with shadows it goes on until one has a proposal to verify
+            self._probe_at = now + _PROBE_SECONDS
+
+    def _appoint_shadows(self, decoding: Sequence[SpeculativeSequence]) -> None:
+        """Sequences that are open already come first: opening one costs its draft worker a prefill."""
+        for sequence in sorted(decoding, key=lambda s: s.link is None):
+            if len(self._shadows) >= _MAX_SHADOWS:
+                return
+            if sequence.num_speculative_tokens is None and sequence not in self._shadows:
+                self._shadows[sequence] = 0.0
+                sequence.is_shadow = True

@@ -1,0 +1,51 @@
+"""What the coordinator keeps of one sequence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.coordination.link import DraftLink
+from cluster.coordination.messages import Proposal
+from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.drafts import Drafts
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class SpeculativeSequence:
+    """`token_ids` is the engine's own list of committed tokens."""
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    noise_key: NoiseKey
+    num_speculative_tokens: int | None  # what its request asked for; None: the controller decides
+    max_len: int = sys.maxsize  # prompt and generated tokens at most
+    depth: int = 0  # draft tokens wanted in the next round
+    expected_tokens: float = 1.0  # what a round of that depth commits on the average
+    acceptance: SequenceAcceptance | None = None  # while it is open
+    name: int = 0  # its number on the wire, a new one each time it is opened
+    link: DraftLink | None = None
+    acknowledged: int = 0  # committed length the drafter is known to have been told
+    proposal: Proposal | None = None
+    awaited_since: float | None = None  # when the proposal that is awaited was asked for
+    is_late: bool = False  # a step has stopped waiting for it
+    num_refusals: int = 0
+    may_open_at: float = 0.0
+    is_shadow: bool = False  # drafted for while nothing is speculated on, to see what would be confirmed
+
+    @property
+    def useful_depth(self) -> int:
+        """`depth`, as far as so many drafts could be committed: the bonus token takes the last place."""
+        return max(0, min(self.depth, self.max_len - len(self.token_ids) - 1))
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.awaited_since is not None and not self.is_late
+
+    def what_fits(self, proposal: Proposal) -> Drafts | None:
+        """What is left of `proposal` after the tokens committed since its base; None unless it begins with them."""
+        return proposal.drafts.after(self.token_ids[proposal.base :])

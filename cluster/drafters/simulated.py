@@ -1,0 +1,107 @@
+"""A drafter without a model, for load, fault and planning runs: right as often as it is told to be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from cluster.config import SimulationConfig
+from cluster.drafters.base import Drafter, DraftSequence
+from cluster.engine.simulation import StepCurve, sleep_until, token_at, uniform_at
+
+
+class SimulatedDrafter(Drafter):
+    """Knows what the simulated target will choose, and proposes something else with a set probability.
+
+    Whether it is right depends on the noise key and the position, and where the configured acceptance is not one number
+    on the place in the proposal or the time as well; so runs agree. A step takes a time by the rows in it: one a
+    sequence, and those of a prompt chunk. It has room for `max_num_seqs` sequences.
+    """
+
+    dtype = "simulated"
+    num_blocks = num_used_blocks = 0  # there is no KV cache
+
+    def __init__(
+        self,
+        simulation: SimulationConfig,
+        vocab_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.acceptance = AcceptanceSchedule(simulation, clock)
+        self.num_steps = 0
+        self._curve = StepCurve(simulation.draft_step_ms)
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._uncomputed: dict[DraftSequence, int] = {}  # tokens of the prompt
+
+    def admit(self, sequence: DraftSequence) -> bool:
+        if len(self._uncomputed) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
+            return False
+        self.acceptance.start()
+        self._uncomputed[sequence] = len(sequence.token_ids)
+        return True
+
+    def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+        started_at = time.perf_counter()
+        budget = self._max_num_batched_tokens
+        for sequence in sequences:
+            if budget == 0:
+                break
+            budget -= self._extend(sequence, budget)
+        sleep_until(started_at + self._curve.at(self._max_num_batched_tokens - budget))
+        self.num_steps += 1
+        return []
+
+    def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
+        """Nothing was computed."""
+
+    def release(self, sequence: DraftSequence) -> None:
+        del self._uncomputed[sequence]
+
+    def _extend(self, sequence: DraftSequence, budget: int) -> int:
+        """Returns the rows that `sequence` takes of `budget`."""
+        rows = min(self._uncomputed[sequence], budget)
+        self._uncomputed[sequence] -= rows
+        if self._uncomputed[sequence]:
+            return rows
+        nodes = (sequence.to_extend or [sequence.tip])[: max(1, budget)]
+        for node in nodes:
+            sequence.extend(node, [self._choice(sequence, sequence.depth(node))], [0.0])
+        return max(rows, len(nodes))
+
+    def _choice(self, sequence: DraftSequence, place: int) -> int:
+        """The draft at `place` of the proposal, counted from 0."""
+        key, position = sequence.noise_key, sequence.num_committed + place
+        token = token_at(key, position, self.vocab_size)
+        if uniform_at(key, position) < self.acceptance.at(place):
+            return token
+        return (token + 1) % self.vocab_size
+
+
+class AcceptanceSchedule:
+    """How often drafts are right: by their place in a proposal, or from some second on by that second's number."""
+
+    def __init__(self, simulation: SimulationConfig, clock: Callable[[], float]) -> None:
+        numbers = simulation.acceptance
+        self._by_place = (numbers,) if isinstance(numbers, float) else numbers
+        self._schedule = simulation.acceptance_schedule
+        self._clock = clock
+        self._started_at: float | None = None
+
+    def start(self) -> None:
+        """The clock of the schedule starts with the first sequence."""
+        if self._started_at is None:
+            self._started_at = self._clock()
+
+    def at(self, place: int) -> float:
+        if self._schedule and self._started_at is not None:
+            elapsed = self._clock() - self._started_at
+            begun = [acceptance for second, acceptance in self._schedule if second <= elapsed]
+            if begun:
+                return begun[-1]
+        return self._by_place[min(place, len(self._by_place) - 1)]

@@ -1,0 +1,67 @@
+"""What simulated engines share: tokens that are a hash, and steps that take a set time and compute nothing.
+
+They stand in for models in load, fault and planning runs. All else is real: scheduler, blocks, rounds, wire.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from cluster.speculation.noise import NoiseKey
+
+_MASK = 2**64 - 1
+_PR_SET_TIMERSLACK = 29
+_TIMER_SLACK_NS = 1
+_prepared = threading.local()
+
+
+def token_at(key: NoiseKey, position: int, vocab_size: int) -> int:
+    """The token that the simulated target chooses at `position`, whatever comes before it."""
+    return _hash(key.low ^ position) % vocab_size
+
+
+def uniform_at(key: NoiseKey, position: int) -> float:
+    """A number in [0, 1), independent of the token."""
+    return _hash(key.high ^ ~position & _MASK) / 2**64
+
+
+def _hash(number: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _MASK
+    return number ^ number >> 31
+
+
+class StepCurve:
+    """Seconds of a step over a count: linear between points (count, milliseconds), flat before the first, and beyond
+    the last along the last slope."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        self._counts = [count for count, _ in points]
+        self._seconds = [ms / 1e3 for _, ms in points]
+
+    def at(self, count: int) -> float:
+        counts, seconds = self._counts, self._seconds
+        if count <= counts[0] or len(counts) == 1:
+            return seconds[0]
+        right = min(bisect.bisect_left(counts, count), len(counts) - 1)
+        slope = (seconds[right] - seconds[right - 1]) / (counts[right] - counts[right - 1])
+        return seconds[right - 1] + slope * (count - counts[right - 1])
+
+
+def sleep_until(deadline: float) -> None:
+    """Sleeps until `time.perf_counter()` reads `deadline`; on Linux some 10 µs longer, without spinning."""
+    if not getattr(_prepared, "is_done", False):
+        _prepared.is_done = True
+        if sys.platform == "linux":
+            # The kernel lets a thread sleep 50 µs longer than it asked for, to wake several at once.
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _TIMER_SLACK_NS)
+    seconds = deadline - time.perf_counter()
+    if seconds > 0:
+        time.sleep(seconds)

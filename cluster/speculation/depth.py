@@ -1,0 +1,164 @@
+"""How deep to speculate: how many draft tokens each sequence gets in the next round.
+
+A controller is asked once a step, for all sequences together, because they share the step's time. A new one is a
+class with `choose` and `observe`, and a line in `make_controller`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.costs import LearnedCurve, LinkCosts
+
+ControllerName = Literal["goodput", "threshold", "fixed"]
+
+_DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+_MIN_GAIN = 1.01  # speculation must promise so much more than none: estimates are not better than that
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that may be drafted for in the next step."""
+
+    acceptance: SequenceAcceptance
+    max_depth: int
+    link: LinkCosts | None  # of the draft worker that has it; None: any
+    fixed_depth: int | None = None  # what its request asked for
+
+
+class DepthController(Protocol):
+    def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
+        """Draft tokens for each of `candidates` in a step that has `num_rows` rows without them."""
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """One sequence's round."""
+
+
+class FixedController:
+    """Always `num_speculative_tokens`."""
+
+    def __init__(self, num_speculative_tokens: int) -> None:
+        self._num_speculative_tokens = num_speculative_tokens
+
+    def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
+        return [
+            min(self._num_speculative_tokens if c.fixed_depth is None else c.fixed_depth, c.max_depth)
+            for c in candidates
+        ]
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """Nothing changes its mind."""
+
+
+class ThresholdController:
+    """One depth for all, moved by the mean acceptance of the last rounds.
+
+    Over 0.9 it grows by one, over 0.8 it stays, over 0.6 it shrinks by one (while it is over 3), and else by two.
+    The window of 100 rounds begins anew after every change, so that a depth is judged by its own rounds.
+    """
+
+    _WINDOW = 100
+    _MIN_ROUNDS = 10
+
+    def __init__(self, num_speculative_tokens: int, maximum: int) -> None:
+        self._depth = num_speculative_tokens
+        self._maximum = maximum
+        self._rounds: deque[tuple[int, int]] = deque(maxlen=self._WINDOW)
+
+    def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
+        return [min(self._depth if c.fixed_depth is None else c.fixed_depth, c.max_depth) for c in candidates]
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        self._rounds.append((num_drafts, num_accepted))
+        if len(self._rounds) < self._MIN_ROUNDS:
+            return
+        acceptance = sum(accepted for _, accepted in self._rounds) / sum(drafts for drafts, _ in self._rounds)
+        if acceptance > 0.9:
+            change = 1
+        elif acceptance > 0.8:
+            change = 0
+        elif acceptance > 0.6:
+            change = -1 if self._depth > 3 else 0
+        else:
+            change = -2
+        depth = min(max(1, self._depth + change), self._maximum)
+        if depth != self._depth:
+            self._depth = depth
+            self._rounds.clear()
+
+
+class GoodputController:
+    """Expected committed tokens over the time of the step, for the step as a whole.
+
+    A draft token is worth the probability that it is committed and costs what it adds to the step: rows to verify,
+    and time to wait for it. Tokens are taken by their worth, the best first, as far as the ratio of all worth to all
+    time grows. The wait depends on the deepest sequence of a link, so this is done under several limits of depth.
+    """
+
+    def __init__(self, verify: LearnedCurve, max_wait_seconds: float) -> None:
+        self._verify = verify
+        self._max_wait_seconds = max_wait_seconds
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """It learns from each sequence's acceptance."""
+
+    def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
+        depths = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
+        free = [i for i, c in enumerate(candidates) if c.fixed_depth is None and c.max_depth > 0]
+        if free:
+            own = self._choose([candidates[i] for i in free], num_rows + sum(depths))
+            for index, depth in zip(free, own, strict=True):
+                depths[index] = int(depth)
+        return depths
+
+    def _choose(self, candidates: Sequence[Candidate], num_rows: int) -> Sequence[int]:
+        worth = np.array([c.acceptance.survival() for c in candidates])
+        depth_of = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
+        allowed = depth_of <= np.array([c.max_depth for c in candidates])[:, None]
+        # Stable, and worth never rises with depth: a sequence's tokens come in the order of their depth.
+        order = np.argsort(np.where(allowed, -worth, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
+        worth, depth_of = worth.ravel()[order], depth_of.ravel()[order]
+        sequence_of = order // allowed.shape[1]
+        links = {id(c.link): c.link for c in candidates if c.link is not None and c.link.is_known}
+        link_of = np.array([id(c.link) for c in candidates])[sequence_of]
+        deepest = int(depth_of.max(initial=0))
+        limits = np.array([*(limit for limit in _DEPTH_LIMITS if limit < deepest), deepest])[:, None]
+        taken = depth_of <= limits  # [limits, tokens], and so is everything from here on
+        num_taken = np.cumsum(taken, axis=1)
+        wait = np.zeros(taken.shape)
+        for key, link in links.items():
+            on_link = taken & (link_of == key)
+            reached = np.maximum.accumulate(np.where(on_link, depth_of, 0), axis=1)
+            batch = np.cumsum(on_link & (depth_of == 1), axis=1)
+            wait = np.maximum(wait, link.wait_seconds(reached, batch))
+        step_seconds = self._verify.at(num_rows + np.arange(len(order) + 1.0))
+        rates = (num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)) / (step_seconds[num_taken] + wait)
+        rates = np.where(wait <= self._max_wait_seconds, rates, 0.0)
+        limit, last = np.unravel_index(rates.argmax(), rates.shape)
+        if rates[limit, last] <= _MIN_GAIN * num_rows / step_seconds[0]:
+            return [0] * len(candidates)
+        best = order[: last + 1][taken[limit, : last + 1]]
+        counts: list[int] = np.bincount(best // allowed.shape[1], minlength=len(candidates)).tolist()
+        return counts
+
+
+def make_controller(
+    name: ControllerName,
+    *,
+    num_speculative_tokens: int,
+    max_speculative_tokens: int,
+    verify: LearnedCurve,
+    max_wait_seconds: float,
+) -> DepthController:
+    """The controller of that name; `verify` and `max_wait_seconds` are what `goodput` reckons with."""
+    if name == "fixed":
+        return FixedController(num_speculative_tokens)
+    if name == "threshold":
+        return ThresholdController(num_speculative_tokens, max_speculative_tokens)
+    return GoodputController(verify, max_wait_seconds)

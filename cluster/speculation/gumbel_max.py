@@ -1,0 +1,50 @@
+"""The largest of `x + g` in every row, on a CPU with AVX-512: the choices that computing all of `g` would give.
+
+A kernel of our own (`kernels/`) finds by an upper bound of the noise the few tokens that can win, and computes the
+noise of those alone. It runs on the calling thread: 64 rows of 4,096 tokens take 0.3 ms, little beside a step of as
+many rows.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+try:
+    from cluster.speculation import _sampling
+except ImportError:  # no C compiler when the package was installed
+    _sampling = None  # type: ignore[assignment]
+
+MAX_WIDTH = 16  # as in sampling.h
+
+
+_RUN = struct.Struct("qqQQQd")
+
+
+def has_kernel() -> bool:
+    """Whether the kernel was built and runs on this processor."""
+    return _sampling is not None and _sampling.is_supported()
+
+
+def pack_run(
+    logits: int, num_rows: int, key_low: int, key_high: int, first_position: int, temperature: float, /
+) -> bytes:
+    """Rows that draw at consecutive positions under one key, as a Run of `sampling.h`.
+
+    `logits` is the address of float32 [num_rows, vocab_size]; at temperature 0 there is no noise.
+    """
+    return _RUN.pack(logits, num_rows, key_low, key_high, first_position, temperature)
+
+
+def draw(runs: bytes, num_rows: int, vocab_size: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best `width` IDs of every row, int64, and their scores, float32, both [num_rows, width].
+
+    Best first; among equals the lowest ID first. Where a row has fewer scores above -inf, the rest are -inf and
+    their IDs mean nothing, except that the first ID of a row without any is 0.
+    """
+    assert 0 < width <= min(vocab_size, MAX_WIDTH)
+    ids = torch.empty(num_rows, width, dtype=torch.int64)
+    scores = torch.empty(num_rows, width)
+    _sampling.draw(runs, vocab_size, width, ids.data_ptr(), scores.data_ptr())
+    return ids, scores

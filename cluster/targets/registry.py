@@ -1,0 +1,74 @@
+"""Every target engine there is, by the name it has in the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cluster.config import Config, EngineName
+from cluster.coordination.pool import DraftPool
+from cluster.engine.blocks import BlockManager
+from cluster.engine.invariance import check_invariance
+from cluster.engine.kv_cache import block_bytes
+from cluster.engine.loader import Progress
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.runner import ModelRunner, kv_cache_budget
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from cluster.targets.base import Target
+from cluster.targets.simulated import SimulatedTarget
+from cluster.targets.torch import TorchTarget
+
+
+def make_target(config: Config, pool: DraftPool, progress: Progress | None = None) -> Target:
+    """The engine that `config` names, its model loaded, with a coordinator that uses `pool`.
+
+    Raises ConfigurationError.
+    """
+    target = config.target
+    if target.max_num_batched_tokens < target.max_num_seqs:
+        raise ConfigurationError(
+            f"target.max_num_batched_tokens {target.max_num_batched_tokens} is less than "
+            f"target.max_num_seqs {target.max_num_seqs}: every sequence needs a token in every step"
+        )
+    return _ENGINES[target.engine](config, pool, progress)
+
+
+def _torch(config: Config, pool: DraftPool, progress: Progress | None) -> Target:
+    target = config.target
+    runner = ModelRunner.from_config(target, dtype_on_cpu=torch.bfloat16, progress=progress)
+    if target.numerics == "invariant":
+        check_invariance(runner)
+    return TorchTarget(
+        target.model,
+        runner,
+        pool,
+        config.speculation,
+        max_model_len=runner.model.config.resolve_max_model_len(target.max_model_len),
+        max_num_seqs=target.max_num_seqs,
+        max_num_batched_tokens=target.max_num_batched_tokens,
+    )
+
+
+def _simulated(config: Config, pool: DraftPool, progress: Progress | None) -> Target:
+    """With as many KV blocks as the model would have in bfloat16. No weights are read."""
+    target = config.target
+    model = ModelConfig.from_folder(resolve_model_folder(target.model))
+    num_blocks = kv_cache_budget(target, torch.device("cpu")) // block_bytes(model, target.block_size, torch.bfloat16)
+    return SimulatedTarget(
+        config.simulation,
+        BlockManager(num_blocks, target.block_size, enable_prefix_caching=target.enable_prefix_caching),
+        pool,
+        config.speculation,
+        vocab_size=config.simulation.vocab_size or model.vocab_size,
+        max_model_len=target.max_model_len or model.max_position_embeddings,
+        max_num_seqs=target.max_num_seqs,
+        max_num_batched_tokens=target.max_num_batched_tokens,
+    )
+
+
+_ENGINES: dict[EngineName, Callable[[Config, DraftPool, Progress | None], Target]] = {
+    "torch": _torch,
+    "simulated": _simulated,
+}

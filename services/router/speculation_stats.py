@@ -1,0 +1,39 @@
+"""What speculation did for one choice, for a client that asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from protos.speculation.v1 import target_pb2
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    num_drafts: int = 0  # rounds that verified at least one draft token
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)  # rounds by the number of drafts they accepted
+
+    def count(self, counts: target_pb2.SpeculationCounts) -> None:
+        """Takes in what one step did."""
+        if not counts.num_drafts:
+            return
+        self.num_drafts += counts.num_drafts
+        self.num_draft_tokens += counts.num_draft_tokens
+        self.num_accepted_tokens += counts.num_accepted_tokens
+        missing = counts.num_accepted_tokens + 1 - len(self.acceptance_histogram)
+        self.acceptance_histogram.extend([0] * missing)
+        self.acceptance_histogram[counts.num_accepted_tokens] += 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Rates are null for a choice that nothing was drafted for."""
+        has_drafts = self.num_drafts > 0
+        return {
+            "mean_acceptance_length": 1 + self.num_accepted_tokens / self.num_drafts if has_drafts else None,
+            "draft_acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens if has_drafts else None,
+            "acceptance_histogram": self.acceptance_histogram,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+        }

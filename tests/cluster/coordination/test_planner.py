@@ -1,0 +1,192 @@
+"""Depths follow what was measured, and what is not tried any more is still looked at now and then."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.messages import Proposal
+from cluster.coordination.planner import DepthPlanner
+from cluster.coordination.sequence import SpeculativeSequence
+from cluster.speculation.costs import LinkCosts
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+NUM_STEPS_TO_A_PLAN = 8  # at most, for a few sequences
+ROWS = (1, 2, 4, 8, 16, 32)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """A planner, the sequences it plans for, and how long their steps take."""
+
+    def __init__(self, num_sequences: int = 2, **config: object) -> None:
+        self.clock = Clock()
+        self.planner = DepthPlanner(SpeculationConfig.model_validate(config), 64, self.clock)
+        self.costs = LinkCosts(64)
+        self.costs.observe_reply(0.002, 0.0015, 0.0003, 1)
+        self.sequences = [new_sequence() for _ in range(num_sequences)]
+        for sequence in self.sequences:
+            self.planner.open(sequence)
+
+    def rows_cost(self, seconds_a_row: float, repeats: int = 60) -> None:
+        for _ in range(repeats):
+            for rows in ROWS:
+                self.planner.observe_step(rows, 0.020 + seconds_a_row * rows)
+
+    def accepts(self, num_accepted: int, rounds: int = 60) -> None:
+        """Of four drafts a round."""
+        for _ in range(rounds):
+            for sequence in self.sequences:
+                self.planner.observe_round(sequence, 4, num_accepted)
+
+    def step(self, seconds: float = 0.02) -> None:
+        self.clock.now += seconds
+        self.planner.plan(self.sequences, {}, len(self.sequences))
+
+    def steps(self, number: int = NUM_STEPS_TO_A_PLAN) -> None:
+        for _ in range(number):
+            self.step()
+
+    @property
+    def depths(self) -> list[int]:
+        return [sequence.depth for sequence in self.sequences]
+
+    @property
+    def shadows(self) -> list[SpeculativeSequence]:
+        return [sequence for sequence in self.sequences if sequence.is_shadow]
+
+
+def new_sequence(k: int | None = None) -> SpeculativeSequence:
+    return SpeculativeSequence([1, 2, 3], 3, SamplingParams(), NoiseKey(1, 2), k)
+
+
+@pytest.fixture
+def off() -> Engine:
+    """Speculation does not pay."""
+    engine = Engine(num_sequences=4)
+    engine.rows_cost(0.02)
+    engine.accepts(0)
+    engine.steps()
+    assert engine.depths == [0] * 4
+    return engine
+
+
+def test_it_begins_with_the_configured_depth() -> None:
+    engine = Engine(num_speculative_tokens=3)
+    engine.step()
+    assert engine.depths == [3, 3]
+
+
+def test_a_request_has_what_it_asked_for() -> None:
+    engine = Engine()
+    engine.rows_cost(0.0)
+    engine.sequences = [new_sequence(2), new_sequence()]
+    for sequence in engine.sequences:
+        engine.planner.open(sequence)
+    engine.steps()
+    assert engine.depths[0] == 2
+
+
+def test_cheap_rows_and_good_drafts_go_deep() -> None:
+    engine = Engine()
+    engine.rows_cost(0.0001)
+    engine.accepts(4)
+    engine.steps()
+    assert min(engine.depths) > 4
+
+
+def test_new_sequences_begin_where_the_others_are(off: Engine) -> None:
+    newcomer = new_sequence()
+    off.planner.open(newcomer)
+    assert newcomer.depth == 0
+
+
+def test_a_step_in_some_seconds_is_plain() -> None:
+    engine = Engine()
+    engine.rows_cost(0.0001)
+    engine.accepts(4)
+    engine.steps()
+    plain = 0
+    for _ in range(1000):  # 20 s
+        engine.step()
+        plain += engine.planner.verified_depth(engine.sequences[0]) == 0
+    assert 3 <= plain <= 10
+
+
+def test_fixed_depths_are_never_probed() -> None:
+    engine = Engine(controller="fixed")
+    for _ in range(1000):
+        engine.step()
+        assert engine.planner.verified_depth(engine.sequences[0]) == 4
+
+
+def test_while_it_is_off_a_few_shadows_are_drafted_for(off: Engine) -> None:
+    assert len(off.shadows) == 2
+    for sequence in off.sequences:
+        assert (off.planner.asked_depth(sequence, off.costs) > 0) == sequence.is_shadow
+
+
+def test_a_shadow_is_drafted_for_seldom(off: Engine) -> None:
+    (shadow, _) = off.shadows
+    asked = 0
+    for _ in range(1000):  # 20 s
+        off.step()
+        asked += off.planner.asked_depth(shadow, off.costs) > 0
+    # A proposal of 3 tokens takes about 1.4 ms, and may be 0.5 % of the time.
+    assert 40 <= asked <= 100
+
+
+def test_a_shadow_that_would_be_confirmed_switches_it_on_again(off: Engine) -> None:
+    off.rows_cost(0.0001, repeats=200)  # other sequences have gone
+    off.steps()
+    before = off.depths
+    for _ in range(40):
+        for shadow in off.shadows:
+            base = len(shadow.token_ids)
+            shadow.proposal = Proposal(1, base, [7, 8, 9])
+            for token in (7, 8, 9):
+                shadow.token_ids.append(token)  # type: ignore[attr-defined]
+                off.planner.judge_shadow(shadow)
+            assert shadow.proposal is None
+    off.steps()
+    assert sum(off.depths) > sum(before)
+    assert off.shadows == []
+
+
+def test_a_shadow_is_judged_as_soon_as_a_token_differs(off: Engine) -> None:
+    (shadow, _) = off.shadows
+    shadow.proposal = Proposal(1, 3, [7, 8, 9])
+    shadow.token_ids.append(7)  # type: ignore[attr-defined]
+    off.planner.judge_shadow(shadow)
+    assert shadow.proposal is not None
+    shadow.token_ids.append(1)  # type: ignore[attr-defined]
+    off.planner.judge_shadow(shadow)
+    assert shadow.proposal is None
+
+
+def test_a_shadow_is_verified_now_and_then(off: Engine) -> None:
+    """Else nobody would know any more what a row costs."""
+    (shadow, _) = off.shadows
+    off.clock.now += 10.0
+    off.step()
+    assert off.planner.verified_depth(shadow) > 0
+    off.planner.observe_round(shadow, 3, 1)
+    off.step()
+    assert off.planner.verified_depth(shadow) == 0
+
+
+def test_a_closed_shadow_has_a_successor(off: Engine) -> None:
+    (shadow, _) = off.shadows
+    off.planner.close(shadow)
+    off.sequences.remove(shadow)
+    off.steps()
+    assert len(off.shadows) == 2
+    assert shadow not in off.shadows

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import SimulationConfig
+from cluster.drafters.base import DraftSequence
+from cluster.drafters.simulated import SimulatedDrafter
+from cluster.engine.simulation import token_at
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+VOCAB_SIZE = 1000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_drafter(clock: Clock | None = None, max_num_seqs: int = 4, **simulation: object) -> SimulatedDrafter:
+    config = SimulationConfig(draft_step_ms=((1, 0.0),), **simulation)
+    return SimulatedDrafter(config, VOCAB_SIZE, 4096, max_num_seqs, 64, clock or Clock())
+
+
+def new_sequence(seed: int = 0, prompt_len: int = 8) -> DraftSequence:
+    key = NoiseKey.derive(seed, 0)
+    return DraftSequence(list(range(prompt_len)), prompt_len, SamplingParams(), key, 4, 64)
+
+
+def test_of_100_000_drafts_as_many_are_right_as_configured():
+    """With a correct drafter this fails by chance once in 15,000 times: four standard deviations."""
+    drafter, num_right = new_drafter(acceptance=0.75), 0
+    for seed in range(2000):
+        sequence = new_sequence(seed)
+        assert drafter.admit(sequence)
+        for _ in range(50):
+            drafter.draft([sequence])
+        num_right += sum(
+            token == token_at(sequence.noise_key, position, VOCAB_SIZE)
+            for position, token in enumerate(sequence.token_ids[8:], start=8)
+        )
+        drafter.release(sequence)
+    assert num_right == pytest.approx(75_000, abs=4 * (100_000 * 0.75 * 0.25) ** 0.5)
+
+
+def test_reruns_agree():
+    texts = []
+    for _ in range(2):
+        drafter, sequence = new_drafter(acceptance=(0.9, 0.5)), new_sequence()
+        drafter.admit(sequence)
+        for _ in range(40):
+            drafter.draft([sequence])
+        texts.append(sequence.token_ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("place", "acceptance"), [(0, 0.9), (1, 0.5), (2, 0.1), (9, 0.1)])
+def test_acceptance_by_place_goes_on_with_the_last(place, acceptance):
+    assert new_drafter(acceptance=(0.9, 0.5, 0.1)).acceptance.at(place) == acceptance
+
+
+def test_a_schedule_starts_with_the_first_sequence():
+    clock = Clock()
+    drafter = new_drafter(clock, acceptance=0.9, acceptance_schedule=((20, 0.3), (40, 0.8)))
+    clock.now = 100.0
+    assert drafter.acceptance.at(0) == 0.9
+    drafter.admit(new_sequence())
+    for seconds, acceptance in ((100, 0.9), (119, 0.9), (121, 0.3), (139, 0.3), (141, 0.8), (1000, 0.8)):
+        clock.now = seconds
+        assert drafter.acceptance.at(0) == acceptance
+
+
+def test_a_long_prompt_takes_several_steps():
+    drafter, sequence = new_drafter(), new_sequence(prompt_len=130)
+    drafter.admit(sequence)
+    for num_drafted in (0, 0, 1, 2):
+        drafter.draft([sequence])
+        assert sequence.num_drafted == num_drafted
+
+
+def test_there_is_room_for_so_many_sequences():
+    drafter, sequences = new_drafter(max_num_seqs=2), [new_sequence(seed) for seed in range(3)]
+    assert [drafter.admit(sequence) for sequence in sequences] == [True, True, False]
+    drafter.release(sequences[0])
+    assert drafter.admit(sequences[2])

@@ -1,0 +1,77 @@
+"""Step times are learned where steps were seen, and follow sensibly where none were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cluster.speculation.costs import LearnedCurve, LinkCosts
+
+
+def curve_of(points: dict[int, float], repeats: int = 50) -> LearnedCurve:
+    curve = LearnedCurve(256)
+    for _ in range(repeats):
+        for count, seconds in points.items():
+            curve.observe(count, seconds)
+    return curve
+
+
+def test_points_are_met() -> None:
+    curve = curve_of({1: 0.020, 4: 0.024, 16: 0.050, 64: 0.180})
+    assert curve.at(np.array([1, 4, 16, 64])) == pytest.approx([0.020, 0.024, 0.050, 0.180], rel=0.05)
+
+
+def test_between_the_knots_both_learn() -> None:
+    curve = curve_of({5: 0.030})
+    assert float(curve.at(5)) == pytest.approx(0.030, rel=0.05)
+
+
+def test_it_never_falls() -> None:
+    curve = curve_of({8: 0.030, 16: 0.020, 32: 0.040})
+    values = curve.at(np.arange(1, 257))
+    assert (np.diff(values) >= 0).all()
+
+
+def test_beyond_what_was_seen_the_last_slope_goes_on() -> None:
+    curve = curve_of({1: 0.010, 64: 0.064, 128: 0.128})
+    assert float(curve.at(256)) == pytest.approx(0.256, rel=0.1)
+
+
+def test_it_follows_a_change() -> None:
+    curve = curve_of({4: 0.020})
+    for _ in range(40):
+        curve.observe(4, 0.040)
+    assert float(curve.at(4)) == pytest.approx(0.040, rel=0.05)
+
+
+def test_one_slow_step_moves_it_little() -> None:
+    curve = curve_of({4: 0.020})
+    curve.observe(4, 2.0)
+    assert float(curve.at(4)) < 0.030
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert not LearnedCurve(64).is_known
+
+
+def link(round_trip: float, step: float, repeats: int = 50) -> LinkCosts:
+    costs = LinkCosts(64)
+    for _ in range(repeats):
+        costs.observe_reply(round_trip + 4 * step, 4 * step, step, 1)
+    return costs
+
+
+def test_a_proposal_takes_the_round_trip_and_its_steps() -> None:
+    assert link(0.010, 0.002).proposal_seconds(5, 1) == pytest.approx(0.020, rel=0.05)
+
+
+def test_no_depth_no_wait() -> None:
+    assert link(0.010, 0.002).wait_seconds(np.array([0, 5]), np.array([0, 1]))[0] == 0.0
+
+
+def test_what_runs_ahead_is_not_waited_for() -> None:
+    costs = link(0.010, 0.002)
+    for _ in range(100):
+        costs.observe_wait(0.0, 5, 1)
+    assert costs.wait_seconds(np.array([5]), np.array([1]))[0] < 0.001
+    assert costs.proposal_seconds(5, 1) == pytest.approx(0.020, rel=0.05)

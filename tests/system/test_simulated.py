@@ -1,0 +1,33 @@
+"""A cluster with simulated engines and a simulated network, as the launcher starts it."""
+
+from __future__ import annotations
+
+import httpx
+
+from cluster.config import load_config
+from services.launch.local import LocalCluster
+
+SETTINGS = (
+    "target.engine=simulated",
+    "draft.drafter=simulated",
+    "simulation.round_trip_ms=10",
+    "simulation.target_step_ms=[[1, 20]]",
+    "simulation.acceptance=0.9",
+    "router.port=0",
+)
+
+
+def test_it_serves_and_speculates_through_the_delay() -> None:
+    with LocalCluster(load_config(None, SETTINGS)) as cluster:
+        cluster.wait_ready(timeout=60)
+
+        def generate(k: int | str) -> str:
+            body = {"prompt": "x", "seed": 5, "max_tokens": 60, "num_speculative_tokens": k}
+            response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+            assert response.json()["model"] == "simulated"
+            return str(response.json()["choices"][0]["text"])
+
+        assert generate(0) == generate(4) != ""
+        metrics = httpx.get(cluster.targets[0].metrics_url, timeout=10).text
+    (round_trip,) = [line for line in metrics.splitlines() if line.startswith("outrider_link_round_trip_seconds{")]
+    assert float(round_trip.rpartition(" ")[2]) >= 0.01
