@@ -45,12 +45,15 @@ class _Entry:
     sequence: DraftSequence
     granted_window: int  # how far past the committed tokens it may run, whatever k is
     owes_proposal: bool = True
+    lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
     sent_at: float = 0.0  # its last proposal
     turnaround: float | None = None  # from a proposal to what was committed after it, on the average
 
     def has_proposal(self, max_model_len: int) -> bool:
         """Whether the proposal that is owed is complete, or as much as it can become."""
-        return self.sequence.is_exhausted or not self.sequence.missing(max_model_len)
+        if self.lacks is None:
+            self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
+        return not self.lacks
 
     def proposal(self) -> Proposal:
         drafts = self.sequence.proposal()
@@ -152,6 +155,8 @@ class DraftWorker:
             self._record_step(batch, seconds)
             if is_ahead:
                 self.run_ahead.time_step(seconds)
+            for entry in batch:
+                entry.lacks = None
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)
@@ -184,7 +189,7 @@ class DraftWorker:
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
         for entry in urgent:
-            entry.sequence.to_extend = entry.sequence.missing(limit)
+            entry.sequence.to_extend = entry.lacks or []
         self._idle_seconds = 0.0
         return urgent
 
@@ -267,7 +272,7 @@ class DraftWorker:
         if kept is not None:
             self._drafter.rewind(sequence, kept)
             self._want(entry, advance)
-            entry.owes_proposal = True
+            entry.owes_proposal, entry.lacks = True, None
             if outcome is not None:
                 self.run_ahead.count(outcome, is_hit=entry.has_proposal(self._drafter.max_model_len))
         return True

@@ -47,6 +47,8 @@ class Drafts:
     def after(self, token_ids: Sequence[int]) -> Drafts | None:
         """What is left when `token_ids` have been committed; None when it does not begin with them."""
         num_committed = len(token_ids)
+        if num_committed == 0:
+            return self
         if self.parents is None:
             if list(self.token_ids[:num_committed]) != list(token_ids):
                 return None
