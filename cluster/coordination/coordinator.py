@@ -336,9 +336,12 @@ class Coordinator:
             self.stats.num_stale_proposals += 1
             return
         window = self._config.window(sequence.num_speculative_tokens or self._config.max_speculative_tokens)
-        self.stats.num_excess_token_ids += max(0, len(proposal.token_ids) - window)
-        drafts, is_first = proposal.drafts.first(window), sequence.proposal is None
-        proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
+        num_excess = len(proposal.token_ids) - window
+        if num_excess > 0:
+            self.stats.num_excess_token_ids += num_excess
+            drafts = proposal.drafts.first(window)
+            proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
+        is_first = sequence.proposal is None
         if sequence.is_shadow or sequence.what_fits(proposal) is not None:
             sequence.proposal = proposal
         else:
@@ -346,8 +349,8 @@ class Coordinator:
         sequence.acknowledged = proposal.base
         sequence.num_refusals = 0
         if proposal.base == len(sequence.token_ids):
-            if sequence.awaited_since is not None and drafts and not is_first:
-                self.trees.time_draft(self._clock() - sequence.awaited_since, drafts.depth)
+            if self.trees.may_branch and sequence.awaited_since is not None and proposal.token_ids and not is_first:
+                self.trees.time_draft(self._clock() - sequence.awaited_since, proposal.drafts.depth)
             sequence.awaited_since = None
         elif sequence.is_late:
             # The drafter lives but trails behind: what it was told since gets a budget of its own.

@@ -17,6 +17,8 @@ from cluster.telemetry.metrics import StepTime
 
 logger = logging.getLogger(__name__)
 
+_BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
+
 Deliver = Callable[[SpeculateReply], None]
 """Takes a reply towards a coordinator; never blocks."""
 
@@ -43,12 +45,15 @@ class _Entry:
     sequence: DraftSequence
     granted_window: int  # how far past the committed tokens it may run, whatever k is
     owes_proposal: bool = True
+    lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
     sent_at: float = 0.0  # its last proposal
     turnaround: float | None = None  # from a proposal to what was committed after it, on the average
 
     def has_proposal(self, max_model_len: int) -> bool:
         """Whether the proposal that is owed is complete, or as much as it can become."""
-        return self.sequence.is_exhausted or not self.sequence.missing(max_model_len)
+        if self.lacks is None:
+            self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
+        return not self.lacks
 
     def proposal(self) -> Proposal:
         drafts = self.sequence.proposal()
@@ -150,6 +155,8 @@ class DraftWorker:
             self._record_step(batch, seconds)
             if is_ahead:
                 self.run_ahead.time_step(seconds)
+            for entry in batch:
+                entry.lacks = None
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)
@@ -182,14 +189,15 @@ class DraftWorker:
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
         for entry in urgent:
-            entry.sequence.to_extend = entry.sequence.missing(limit)
+            entry.sequence.to_extend = entry.lacks or []
         self._idle_seconds = 0.0
         return urgent
 
     def _batch_ahead(self) -> list[_Entry]:
         """The sequences that may run ahead; none while a target is about to answer."""
         entries = self._entries.values()
-        nodes = self.run_ahead.nodes([entry.sequence for entry in entries], self._drafter.max_model_len)
+        sequences, limit = [entry.sequence for entry in entries], self._drafter.max_model_len
+        nodes = self.run_ahead.nodes(sequences, limit, may_branch=self._may_branch)
         if not nodes:
             self._idle_seconds = None
             return []
@@ -200,6 +208,11 @@ class DraftWorker:
         for sequence, to_extend in nodes.items():
             sequence.to_extend = to_extend
         return [entry for entry in entries if entry.sequence in nodes]
+
+    @property
+    def _may_branch(self) -> bool:
+        """Whether branches leave blocks enough to those that only want to go on."""
+        return self._drafter.num_used_blocks < _BRANCHING_SHARE * self._drafter.num_blocks
 
     def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
         limit = self._drafter.max_model_len
@@ -259,7 +272,7 @@ class DraftWorker:
         if kept is not None:
             self._drafter.rewind(sequence, kept)
             self._want(entry, advance)
-            entry.owes_proposal = True
+            entry.owes_proposal, entry.lacks = True, None
             if outcome is not None:
                 self.run_ahead.count(outcome, is_hit=entry.has_proposal(self._drafter.max_model_len))
         return True
@@ -279,7 +292,7 @@ class DraftWorker:
         sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
         sequence.shape = wanted.shape
-        sequence.width = self.run_ahead.width(sequence)
+        sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)
 
     def _knows(self, token_ids: Sequence[int]) -> bool:
         """Whether the draft has all these tokens: a target may have more, with the same tokenizer."""

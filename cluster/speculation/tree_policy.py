@@ -39,9 +39,13 @@ class TreePolicy:
         self._shapes: dict[int, Shape | None] = {}
         self._renew_at = 0.0
 
+    @property
+    def may_branch(self) -> bool:
+        return self._width > 1
+
     def shape(self, num_nodes: int) -> Shape | None:
         """The best tree of `num_nodes` nodes; None when it is the chain."""
-        if self._width == 1 or num_nodes < 2:
+        if num_nodes < 2 or not self.may_branch:
             return None
         now = self._clock()
         if now >= self._renew_at:
@@ -70,7 +74,7 @@ class TreePolicy:
 
         A chain says something about the first rank only: what is known of the others stays.
         """
-        if self._width == 1 or not drafts:
+        if not drafts or not self.may_branch:
             return
         self._num_tried *= _DECAY
         self._num_hits *= _DECAY

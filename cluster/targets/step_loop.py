@@ -251,7 +251,7 @@ class StepLoop(Target):
                 )
             )
             if sequence.finish_reason is None:
-                self._coordinator.commit(running.speculative, scheduled.drafts.depth, num_accepted)
+                self._coordinator.commit(running.speculative, *scheduled.drafts.main_path_outcome(chosen))
             else:
                 self._release(running)
         return outputs

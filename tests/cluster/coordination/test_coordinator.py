@@ -374,7 +374,7 @@ class TestTrees:
         return rounds.coordinator.drafts(rounds.sequence)
 
     def test_is_verified_up_to_k_nodes(self, rounds: Rounds) -> None:
-        assert self.verified(rounds) == Drafts([4, 5, 6, 7], [-1, 0, 0, 1])
+        assert self.verified(rounds) == Drafts((4, 5, 6, 7), (-1, 0, 0, 1))
 
     @pytest.mark.parametrize(
         ("committed", "drafts"),
