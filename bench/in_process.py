@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import sys
 import threading
@@ -10,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -33,6 +34,8 @@ SIMULATED = ("target.engine=simulated", "draft.drafter=simulated")  # settings
 TIMEOUT_SECONDS = 30.0  # for what takes no time
 _SWITCH_INTERVAL_SECONDS = 0.0005  # as in the worker programs: three threads share the interpreter
 _numbers = itertools.count()
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(slots=True)
@@ -66,18 +69,17 @@ class SimulatedCluster:
         self.answers: dict[str, Answer] = {}
         self.on_step: Callable[[Sequence[GenerationOutput]], None] | None = None  # from the target's thread
         self._changed = threading.Condition()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="links", daemon=True)
+        self._links = _BackgroundLoop()
+        self._draft_side = _BackgroundLoop()
         self._servers: list[grpc.aio.Server] = []
         self._proxies: list[DelayProxy] = []
 
     def __enter__(self) -> SimulatedCluster:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-        self._thread.start()
         for worker in self.workers:
             worker.start()
-        addresses = self._wait_for(self._serve())
-        self._links = asyncio.run_coroutine_threadsafe(self.target.run_links(_only(addresses)), self._loop)
+        addresses = self._draft_side.run(self._serve())
+        self._following = self._links.start(self.target.run_links(_only(addresses)))
         self.target.start(self._publish)
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while self.target.load().num_draft_links < len(addresses):
@@ -90,13 +92,16 @@ class SimulatedCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.target.stop()
-        self._links.cancel()
-        self._wait_for(self._end())
+        self._following.cancel()
+        self._draft_side.run(self._end())
         for worker in self.workers:
             worker.stop()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._links.stop()
+        self._draft_side.stop()
+
+    def links_cpu_seconds(self) -> float:
+        """Processor time of the thread in which the target's links are."""
+        return self._links.cpu_seconds()
 
     def submit(self, max_tokens: int, *, num_speculative_tokens: int | None = None, prompt_len: int = 32) -> str:
         """Starts a request; its number among all of this process's is its seed. Returns its name."""
@@ -144,9 +149,6 @@ class SimulatedCluster:
                     answer.take(output)
             self._changed.notify()
 
-    def _wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_SECONDS)
-
     async def _serve(self) -> list[str]:
         """Starts the draft workers' servers, and their proxies if the simulation has a network."""
         addresses = []
@@ -170,6 +172,30 @@ class SimulatedCluster:
             await proxy.stop()
         for server in self._servers:
             await server.stop(None)
+
+
+class _BackgroundLoop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(TIMEOUT_SECONDS)
+
+    def cpu_seconds(self) -> float:
+        assert self._thread.ident is not None
+        return float(time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)))
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 async def _only(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:

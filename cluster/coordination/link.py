@@ -48,12 +48,13 @@ class LinkEvent:
 
 
 @dataclass(slots=True)
-class LinkBytes:
-    """Protobuf payload over a link's whole life."""
+class LinkTraffic:
+    """Protobuf payload over a link's whole life, and the processor's time to make and read it."""
 
-    opens: int = 0  # sent, for opening sequences
-    sent: int = 0  # all else that was sent
-    received: int = 0
+    opens: int = 0  # bytes sent, for opening sequences
+    sent: int = 0  # bytes of all else that was sent
+    received: int = 0  # bytes
+    codec_seconds: float = 0.0  # of the links' thread; with handing replies over to the engine's
 
 
 class DraftLink:
@@ -61,7 +62,7 @@ class DraftLink:
 
     def __init__(self, address: str, tokenizer_fingerprint: str, notify: Callable[[LinkEvent], None]) -> None:
         self.address = address
-        self.bytes = LinkBytes()
+        self.traffic = LinkTraffic()
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._notify = notify
         self._outbox: Outbox[SpeculateRequest] | None = None  # while the stream is up
@@ -129,8 +130,10 @@ class DraftLink:
             async for message in call:
                 answer_seconds = time.perf_counter() - self._sent_at
                 self._answer_times.append(answer_seconds)
-                self.bytes.received += message.ByteSize()
+                started_at = time.thread_time()
+                self.traffic.received += message.ByteSize()
                 self._notify(LinkEvent(self, decode_reply(message), answer_seconds))
+                self.traffic.codec_seconds += time.thread_time() - started_at
         finally:
             self._outbox = None
             call.cancel()
@@ -145,10 +148,13 @@ class DraftLink:
         outbox: Outbox[SpeculateRequest],
     ) -> None:
         while True:
-            message = encode_request(await outbox.take())
+            request = await outbox.take()
+            started_at = time.thread_time()
+            message = encode_request(request)
             num_bytes = message.ByteSize()
             num_open_bytes = sum(entry.ByteSize() for entry in message.open)
-            self.bytes.opens += num_open_bytes
-            self.bytes.sent += num_bytes - num_open_bytes
+            self.traffic.opens += num_open_bytes
+            self.traffic.sent += num_bytes - num_open_bytes
+            self.traffic.codec_seconds += time.thread_time() - started_at
             self._sent_at = time.perf_counter()
             await call.write(message)

@@ -175,11 +175,13 @@ class StepLoop(Target):
                     labels={"draft": link.address},
                 )
             for kind, direction, value in (
-                ("open", "sent", link.bytes.opens),
-                ("round", "sent", link.bytes.sent),
-                ("round", "received", link.bytes.received),
+                ("open", "sent", link.traffic.opens),
+                ("round", "sent", link.traffic.sent),
+                ("round", "received", link.traffic.received),
             ):
                 yield counter("outrider_link_bytes", size, value, draft=link.address, kind=kind, direction=direction)
+            codec = "Processor time to make and read the links' messages."
+            yield counter("outrider_link_codec_seconds", codec, link.traffic.codec_seconds, draft=link.address)
 
     # The step loop's thread.
 
