@@ -109,7 +109,11 @@ class SpeculationConfig(_Section):
         description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
         "acceptance rate; fixed, num_speculative_tokens",
     )
-    acceptance: Literal["coupled"] = "coupled"
+    acceptance: Literal["coupled", "greedy"] = Field(
+        "coupled",
+        description="coupled: the draft sees the target's noise. greedy, for comparison: it proposes its likeliest "
+        "token, as engines do that have nothing but token IDs",
+    )
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,
         description="tokens past the committed ones that a drafter may go at most; within that it goes 2k+2 far. "
@@ -124,6 +128,9 @@ class SpeculationConfig(_Section):
         1,
         description="children of a draft token at most: with more than 1 the k drafts of a round are the tree that the "
         "measured acceptance makes best, which may be a chain",
+    )
+    tune_draft_temperature: bool = Field(
+        True, description="search, while it works, for the draft temperature that is accepted most often"
     )
     draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
         50.0, description="how long a step waits for a proposal before it decodes plainly"

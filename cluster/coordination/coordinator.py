@@ -283,11 +283,12 @@ class Coordinator:
         sequence.awaited_since, sequence.is_late = now, False
 
     def _opening(self, sequence: SpeculativeSequence, depth: int) -> Open:
+        is_greedy = self._config.acceptance == "greedy"
         return Open(
             sequence.name,
             list(sequence.token_ids),
             sequence.num_prompt_tokens,
-            sequence.params,
+            replace(sequence.params, temperature=0.0) if is_greedy else sequence.params,
             sequence.noise_key,
             depth,
             self._config.granted_window,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from cluster.config import window_of
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.coordination.run_ahead import Round, RunAhead, average, runs_ahead
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.telemetry.metrics import StepTime
+from cluster.speculation.draft_temperature import DraftTemperature, factor_of
+from cluster.speculation.params import SamplingParams
+from cluster.telemetry.metrics import Reading, StepTime
+
+_ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may change
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,9 @@ class _Entry:
     link: int
     sequence: DraftSequence
     granted_window: int  # how far past the committed tokens it may run, whatever k is
+    target_params: SamplingParams  # what the drafter samples with differs from it by the temperature
+    exponent: int = 0  # of that difference
+    num_rounds: int = 0  # that were drafted with it
     owes_proposal: bool = True
     lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
     sent_at: float = 0.0  # its last proposal
@@ -68,9 +75,11 @@ class DraftWorker:
     became complete, one message a link. With nothing to do the thread sleeps.
     """
 
-    def __init__(self, drafter: Drafter, run_ahead_branches: int = 0) -> None:
+    def __init__(self, drafter: Drafter, run_ahead_branches: int = 0, *, tunes_temperature: bool = False) -> None:
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
+        self._is_tuning = tunes_temperature
+        self._temperatures: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # by the targets'
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._links: dict[int, _Link] = {}
         self._num_links_ever = 0
@@ -97,6 +106,13 @@ class DraftWorker:
     @property
     def num_sequences(self) -> int:
         return len(self._entries)
+
+    def temperature_readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        what = "By how much drafts are sampled warmer than their target, by the target's temperature."
+        for temperature, search in tuple(self._temperatures.items()):
+            labels = {"temperature": f"{temperature:g}"}
+            yield Reading("outrider_draft_temperature_factor", what, factor_of(search.best), labels=labels)
 
     # Called from the links' threads.
 
@@ -251,7 +267,7 @@ class DraftWorker:
             num_speculative_tokens=opening.num_speculative_tokens,
             window=opening.window,
         )
-        entry = _Entry(opening.sequence, link, sequence, opening.window)
+        entry = _Entry(opening.sequence, link, sequence, opening.window, opening.params)
         self._want(entry, opening)
         if not self._drafter.admit(sequence):
             return False
@@ -267,7 +283,10 @@ class DraftWorker:
         if sequence.is_behind(advance.base) or not self._knows(advance.token_ids):
             self._release(entry)
             return False
-        outcome = None if entry.owes_proposal else self._outcome(entry, advance)
+        outcome = None
+        if not entry.owes_proposal:
+            outcome = self._outcome(entry, advance)
+            self._tune(entry, advance)
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
             self._drafter.rewind(sequence, kept)
@@ -285,6 +304,23 @@ class DraftWorker:
             return None
         entry.turnaround = average(entry.turnaround, time.perf_counter() - entry.sent_at)
         return self.run_ahead.observe(sequence, news)
+
+    def _tune(self, entry: _Entry, advance: Advance) -> None:
+        """Learns from the outcome of a proposal, before `advance` is taken in, at which temperature to draft."""
+        sequence, params = entry.sequence, entry.target_params
+        if params.is_greedy or not self._is_tuning:
+            return
+        news = advance.token_ids[sequence.num_committed - advance.base :]
+        drafts = sequence.draft_token_ids[: sequence.proposal_depth]
+        pairs = list(zip(drafts, news, strict=False))
+        num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
+        search = self._temperatures[round(params.temperature, 2)]
+        search.observe(entry.exponent, min(num_accepted + 1, len(pairs)), num_accepted)
+        entry.num_rounds += 1
+        if entry.num_rounds >= _ROUNDS_A_TEMPERATURE:
+            entry.num_rounds, entry.exponent = 0, search.next_exponent()
+            temperature = params.temperature * factor_of(entry.exponent)
+            sequence.params = replace(params, temperature=temperature)
 
     def _want(self, entry: _Entry, wanted: Open | Advance) -> None:
         """From now on proposals of its sequence are to be as `wanted` says."""
