@@ -89,6 +89,8 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
         message.timing.held_us = _microseconds(reply.timing.held_seconds)
         message.timing.step_us = _microseconds(reply.timing.step_seconds)
         message.timing.batch = reply.timing.batch
+    if reply.credit is not None:
+        message.credit.num_tokens = reply.credit
     if reply.proposals:
         proposals = reply.proposals.values()
         message.proposals.CopyFrom(
@@ -120,6 +122,7 @@ def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
         lost=set(message.lost),
         refused=set(message.refused),
         timing=_decode_timing(message.timing) if message.HasField("timing") else None,
+        credit=message.credit.num_tokens if message.HasField("credit") else None,
     )
 
 

@@ -43,6 +43,7 @@ class CoordinatorStats:
     num_excess_token_ids: int = 0  # drafts beyond the window they were granted
     num_refused: int = 0
     num_lost: int = 0
+    num_without_credit: int = 0  # times that no draft worker had room for a sequence
     depths: Counter[int] = field(default_factory=Counter)  # of a sequence in a step, by what was wanted
     plain_decodes: Counter[str] = field(default_factory=Counter)  # of a sequence in a step, by reason
     seconds: float = 0.0  # spent here by the engine's thread, waiting for proposals apart
@@ -96,6 +97,7 @@ class Coordinator:
         if sequence.link is not None:
             use = self._links[sequence.link]
             del use.sequences[sequence.name]
+            use.credit = None  # its room is free, but how much that is only the worker knows
             use.request.merge(SpeculateRequest(closes={sequence.name}))
         self._unassign(sequence)
 
@@ -107,7 +109,8 @@ class Coordinator:
         started_at = time.perf_counter()
         self._take_events()  # a link that came up since the last step takes the new sequences at once
         self._rearrange()
-        planned = [s for s in decoding if s.link is not None or s in self._unassigned]
+        now = self._clock()
+        planned = [s for s in decoding if s.link is not None or (s in self._unassigned and s.may_open_at <= now)]
         self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, len(decoding))
         for sequence in self._committed:
             self._advance(sequence)
@@ -266,10 +269,16 @@ class Coordinator:
         """Opens the sequences that want drafts."""
         now = self._clock()
         for sequence in [s for s in self._unassigned if s.may_open_at <= now and (s.depth > 0 or s.is_shadow)]:
-            use = self.spread.choose(max(1, sequence.depth), now)
-            if use is not None:
-                del self._unassigned[sequence]
-                self._open_on(use, sequence, now)
+            num_tokens = len(sequence.token_ids) + self._config.window(sequence.depth)
+            use = self.spread.choose(max(1, sequence.depth), num_tokens, now)
+            if use is None:
+                sequence.may_open_at = now + _REOPEN_SECONDS
+                self.stats.num_without_credit += 1
+                continue
+            del self._unassigned[sequence]
+            if use.credit is not None:
+                use.credit -= num_tokens
+            self._open_on(use, sequence, now)
 
     def _open_on(self, use: LinkUse, sequence: SpeculativeSequence, now: float) -> None:
         # A number that was used before could still be spoken of by a reply that is on its way.
@@ -311,6 +320,7 @@ class Coordinator:
         if use is None:
             return
         use.late_since = None
+        use.credit = reply.credit
         if reply.timing is not None:
             held, step, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
             use.costs.observe_reply(answer_seconds, held, step, batch)

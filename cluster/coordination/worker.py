@@ -184,6 +184,7 @@ class DraftWorker:
             link = self._links.get(number)
             if reply and link is not None:
                 reply.timing = link.timing()
+                reply.credit = self._drafter.free_tokens
                 link.deliver(reply)
 
     def _record_step(self, batch: Sequence[_Entry], seconds: float) -> None:

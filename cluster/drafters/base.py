@@ -219,6 +219,11 @@ class Drafter(ABC):
     def num_used_blocks(self) -> int:
         """Blocks of the KV cache in use."""
 
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens of new sequences that there is room for; None: as many as one likes."""
+        return None
+
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:
         """Makes room for `sequence`; False, changing nothing, when there is none or it cannot be drafted for."""

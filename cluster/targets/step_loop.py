@@ -165,6 +165,11 @@ class StepLoop(Target):
         ended = "Sequences a draft worker would not or could not draft for, by reason."
         yield counter("outrider_sequences_refused", ended, stats.num_refused, reason="full")
         yield counter("outrider_sequences_refused", ended, stats.num_lost, reason="lost")
+        yield counter("outrider_sequences_refused", ended, stats.num_without_credit, reason="no_credit")
+        spread = self._coordinator.spread
+        yield counter("outrider_ejections", "Draft workers that were ejected for silence.", spread.num_ejections)
+        moved = "Sequences that were moved from a slow draft worker to another."
+        yield counter("outrider_sequences_moved", moved, spread.num_moves)
         size = "Protobuf payload of the links, by direction; kind `open` is the opening of sequences."
         for link in self._pool.links:
             if link.round_trip_seconds is not None:
