@@ -13,7 +13,7 @@ from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptan
 from cluster.speculation.costs import LearnedCurve, LinkCosts
 from cluster.speculation.depth import Candidate, make_controller
 
-_STEPS_A_PLAN = 4  # depths change slowly, and choosing them takes as long as some hundred other lines
+_STEPS_A_PLAN = 8  # depths change slowly, and choosing them takes as long as some hundred other lines
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
 _MAX_SHADOWS = 2
 _SHADOW_DEPTH = 3
@@ -44,6 +44,7 @@ class DepthPlanner:
             max_wait_seconds=config.draft_timeout_ms / 1e3,
         )
         self._is_learning = config.controller == "goodput"
+        self._counts_rounds = config.controller == "threshold"
         self._rates: dict[float, PositionRates] = {}  # by temperature
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._num_steps_to_plan = 0
@@ -66,12 +67,17 @@ class DepthPlanner:
         self._shadows.pop(sequence, None)
         sequence.is_shadow = False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call of `plan` may change depths."""
+        return self._num_steps_to_plan <= 1
+
     def plan(
         self, decoding: Sequence[SpeculativeSequence], costs_of: Mapping[DraftLink, LinkCosts], num_rows: int
     ) -> None:
         """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
 
-        Called once a step; most calls change nothing.
+        Called once a step; most calls change nothing (`is_due`).
         """
         self._choose_probe()
         self._num_steps_to_plan -= 1
@@ -115,11 +121,12 @@ class DepthPlanner:
         return 0 if self.is_probing else sequence.depth
 
     def observe_round(self, sequence: SpeculativeSequence, num_drafts: int, num_accepted: int) -> None:
-        """A step verified `num_drafts` drafts of `sequence` and confirmed the first `num_accepted`."""
-        if not num_drafts or sequence.acceptance is None:
+        """A step verified `num_drafts` drafts of `sequence`, at least one, and confirmed the first `num_accepted`."""
+        if sequence.acceptance is None:
             return
         sequence.acceptance.observe(num_drafts, num_accepted)
-        self._controller.observe(num_drafts, num_accepted)
+        if self._counts_rounds:
+            self._controller.observe(num_drafts, num_accepted)
         if sequence.is_shadow:
             self._probe_at = self._clock() + _PROBE_SECONDS
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.acceptance_model import SequenceAcceptance, survivals
 from cluster.speculation.costs import LearnedCurve, LinkCosts
 
 ControllerName = Literal["goodput", "threshold", "fixed"]
@@ -22,7 +22,7 @@ _DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _MIN_GAIN = 1.01  # speculation must promise so much more than none: estimates are not better than that
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """A sequence that may be drafted for in the next step."""
 
@@ -118,7 +118,7 @@ class GoodputController:
         return depths
 
     def _choose(self, candidates: Sequence[Candidate], num_rows: int) -> Sequence[int]:
-        worth = np.array([c.acceptance.survival() for c in candidates])
+        worth = survivals([c.acceptance for c in candidates])
         depth_of = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
         allowed = depth_of <= np.array([c.max_depth for c in candidates])[:, None]
         # Stable, and worth never rises with depth: a sequence's tokens come in the order of their depth.
