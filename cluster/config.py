@@ -109,11 +109,15 @@ class SpeculationConfig(_Section):
         description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
         "acceptance rate; fixed, num_speculative_tokens",
     )
-    acceptance: Literal["coupled"] = "coupled"
+    acceptance: Literal["coupled", "greedy"] = Field(
+        "coupled",
+        description="coupled: the draft sees the target's noise. greedy, for comparison: it proposes its likeliest "
+        "token, as engines do that have nothing but token IDs",
+    )
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="window in tokens past the committed ones; default 2k+2, or k where the launcher finds that draft "
-        "and target share cores",
+        description="tokens past the committed ones that a drafter may go at most; within that it goes 2k+2 far. "
+        "0: no further than k, which is the default where the launcher finds that draft and target share cores",
     )
     run_ahead_branches: Annotated[int, Field(ge=0, le=8)] | None = Field(
         None,
@@ -124,6 +128,9 @@ class SpeculationConfig(_Section):
         1,
         description="children of a draft token at most: with more than 1 the k drafts of a round are the tree that the "
         "measured acceptance makes best, which may be a chain",
+    )
+    tune_draft_temperature: bool = Field(
+        True, description="search, while it works, for the draft temperature that is accepted most often"
     )
     draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
         50.0, description="how long a step waits for a proposal before it decodes plainly"
@@ -144,9 +151,19 @@ class SpeculationConfig(_Section):
 
     def window(self, num_speculative_tokens: int) -> int:
         """How far past the committed tokens a drafter may run for a sequence with this k."""
-        if self.max_run_ahead is None:
-            return 2 * num_speculative_tokens + 2
-        return max(self.max_run_ahead, num_speculative_tokens)
+        return window_of(num_speculative_tokens, self.granted_window)
+
+    @property
+    def granted_window(self) -> int:
+        """How far it may run at most, whatever k is; a proposal of k tokens is always allowed."""
+        if self.max_run_ahead is not None:
+            return self.max_run_ahead
+        return 2 * self.max_speculative_tokens + 2
+
+
+def window_of(num_speculative_tokens: int, granted: int) -> int:
+    """2k+2, as far as it is granted, and k in any case: the next proposal and the bonus tokens of two rounds."""
+    return max(num_speculative_tokens, min(granted, 2 * num_speculative_tokens + 2))
 
 
 def _ascending(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:

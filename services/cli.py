@@ -47,7 +47,10 @@ _SERVE_OPTIONS = (
         "--num-speculative-tokens",
         "K",
         ("speculation.num_speculative_tokens",),
-        "draft tokens a round; 0 starts no draft worker and gives the target every core",
+        "draft tokens a round, at first; 0 starts no draft worker and gives the target every core",
+    ),
+    _ServeOption(
+        "--controller", "C", ("speculation.controller",), "who chooses k: goodput (default), threshold or fixed"
     ),
     _ServeOption("--dtype", "TYPE", ("target.dtype", "draft.dtype"), "auto, float32 or bfloat16, for target and draft"),
     _ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
-from cluster.speculation.drafts import Drafts, chain, is_chain
+from cluster.speculation.drafts import chain, is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree import Shape
@@ -86,6 +86,8 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
         message.timing.held_us = _microseconds(reply.timing.held_seconds)
         message.timing.step_us = _microseconds(reply.timing.step_seconds)
         message.timing.batch = reply.timing.batch
+    if reply.credit is not None:
+        message.credit.num_tokens = reply.credit
     if reply.proposals:
         proposals = reply.proposals.values()
         message.proposals.CopyFrom(
@@ -94,7 +96,7 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
                 bases=[entry.base for entry in proposals],
                 lengths=[len(entry.token_ids) for entry in proposals],
                 token_ids=[token for entry in proposals for token in entry.token_ids],
-                parents=_encode_parents([entry.drafts for entry in proposals]),
+                parents=_encode_parents(proposals),
             )
         )
     return message
@@ -115,6 +117,7 @@ def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
         lost=set(message.lost),
         refused=set(message.refused),
         timing=_decode_timing(message.timing) if message.HasField("timing") else None,
+        credit=message.credit.num_tokens if message.HasField("credit") else None,
     )
 
 
@@ -162,24 +165,22 @@ def _microseconds(seconds: float) -> int:
     return min(round(seconds * 1e6), 2**32 - 1)
 
 
-def _encode_parents(proposals: Sequence[Drafts]) -> list[int]:
+def _encode_parents(proposals: Collection[Proposal]) -> list[int]:
     """The column of parents: none when all proposals are chains."""
-    if all(drafts.parents is None for drafts in proposals):
+    if all(entry.parents is None for entry in proposals):
         return []
     return [
         parent + 1
-        for drafts in proposals
-        for parent in (chain(len(drafts)) if drafts.parents is None else drafts.parents)
+        for entry in proposals
+        for parent in (chain(len(entry.token_ids)) if entry.parents is None else entry.parents)
     ]
 
 
-def _decode_parents(column: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int] | None]:
+def _decode_parents(column: Sequence[int], lengths: Sequence[int]) -> Sequence[list[int] | None]:
     if not column:
-        yield from (None for _ in lengths)
-        return
-    for entry in _split(column, lengths):
-        parents = _decode_tree(entry)
-        yield None if is_chain(parents) else parents
+        return [None] * len(lengths)
+    trees = [_decode_tree(entry) for entry in _split(column, lengths)]
+    return [None if is_chain(parents) else parents for parents in trees]
 
 
 def _decode_tree(numbers: Sequence[int]) -> list[int]:

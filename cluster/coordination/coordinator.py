@@ -47,6 +47,7 @@ class CoordinatorStats:
     num_excess_token_ids: int = 0  # drafts beyond the window they were granted
     num_refused: int = 0
     num_lost: int = 0
+    num_without_credit: int = 0  # times that no draft worker had room for a sequence
     depths: Counter[int] = field(default_factory=Counter)  # of a sequence in a step, by what was wanted
     plain_decodes: Counter[str] = field(default_factory=Counter)  # of a sequence in a step, by reason
     seconds: float = 0.0  # of the processor, spent here by the engine's thread
@@ -112,6 +113,7 @@ class Coordinator:
         if sequence.link is not None:
             use = self._links[sequence.link]
             del use.sequences[sequence.name]
+            use.credit = None  # its room is free, but how much that is only the worker knows
             use.request.merge(SpeculateRequest(closes={sequence.name}))
         self._unassign(sequence)
 
@@ -125,7 +127,8 @@ class Coordinator:
         self._rearrange()
         planned: Sequence[SpeculativeSequence] = ()
         if self.planner.is_due(len(decoding)):
-            planned = [s for s in decoding if s.link is not None or s in self._unassigned]
+            now = self._clock()
+            planned = [s for s in decoding if s.link is not None or (s in self._unassigned and s.may_open_at <= now)]
         self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, len(decoding))
         self._advance_committed()
         if self._links and self._unassigned:
@@ -136,19 +139,24 @@ class Coordinator:
                 use.request = SpeculateRequest()
         self.stats.seconds += time.thread_time() - started_at
 
-    def wait(self, sequences: Sequence[SpeculativeSequence]) -> None:
-        """Waits until the proposals of `sequences` that are awaited are here, at most the draft timeout each."""
+    def wait(self, sequences: Sequence[SpeculativeSequence]) -> Sequence[SpeculativeSequence]:
+        """Waits until the proposals of `sequences` that are awaited are here, at most the draft timeout each.
+
+        Returns those of them that the next step had better leave out: the others are worth more than the wait.
+        """
         started_at = time.thread_time()
         self._take_events()
-        if not self.planner.is_probing:
-            self._wait(sequences)
+        held_back = () if self.planner.is_probing else self._wait(sequences)
         self.stats.seconds += time.thread_time() - started_at
+        return held_back
 
-    def _wait(self, sequences: Sequence[SpeculativeSequence]) -> None:
+    def _wait(self, sequences: Sequence[SpeculativeSequence]) -> Sequence[SpeculativeSequence]:
         started_at = now = self._clock()
         timeout = self._config.draft_timeout_ms / 1e3
         expected = self._expected_from(sequences)
         awaited = [s for s in sequences if s.awaited_since is not None and not s.is_late and s.depth > 0]
+        if awaited and self._should_go_on_without(sequences, awaited, now):
+            return awaited
         while awaited:
             for sequence in awaited:
                 assert sequence.awaited_since is not None
@@ -160,14 +168,34 @@ class Coordinator:
                 self._take_events(deadline - now)
                 now = self._clock()
                 awaited = [s for s in awaited if s.is_awaited]
-            still_awaited = {s.link for s in awaited}
-            for link in expected.keys() - still_awaited:
-                depth, batch = expected.pop(link)
-                if link in self._links:
-                    self._links[link].costs.observe_wait(now - started_at, depth, batch)
-        for link, (depth, batch) in expected.items():
+            self._learn_waits(expected, {s.link for s in awaited}, now - started_at)
+        self._learn_waits(expected, set(), 0.0)
+        return ()
+
+    def _should_go_on_without(
+        self, sequences: Sequence[SpeculativeSequence], awaited: Sequence[SpeculativeSequence], now: float
+    ) -> bool:
+        if len(awaited) == len(sequences):
+            return False
+        batches = Counter(s.link for s in awaited)
+        to_wait = 0.0
+        for sequence in awaited:
+            assert sequence.link is not None
+            assert sequence.awaited_since is not None
+            costs = self._links[sequence.link].costs
+            takes = costs.proposal_seconds(sequence.depth, batches[sequence.link])
+            to_wait = max(to_wait, sequence.awaited_since + takes - now)
+        ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
+        return self.planner.should_go_on_without(ready, awaited, to_wait)
+
+    def _learn_waits(
+        self, expected: dict[DraftLink, tuple[int, int]], still_awaited: set[DraftLink | None], waited: float
+    ) -> None:
+        """The proposals of the links of `expected` that are not awaited any more took so long; takes them out."""
+        for link in expected.keys() - still_awaited:
+            depth, batch = expected.pop(link)
             if link in self._links:
-                self._links[link].costs.observe_wait(0.0, depth, batch)
+                self._links[link].costs.observe_wait(waited, depth, batch)
 
     def _give_up(self, sequence: SpeculativeSequence, now: float) -> None:
         """No step waits for the proposal any more that `sequence` is owed."""
@@ -220,13 +248,12 @@ class Coordinator:
     def commit(self, rounds: Sequence[Round]) -> None:
         """Takes in what a step committed, of which drafters are told at the next flush."""
         started_at = time.thread_time()
-        observe_round, has_trees = self.planner.observe_round, self.trees.is_used
+        observe_round, has_trees = self.planner.observe_round, self.trees.may_branch
         for sequence, drafts, chosen in rounds:
             if drafts.token_ids:
                 if has_trees:
                     self.trees.count(drafts, chosen)
-                depth = len(drafts.token_ids) if drafts.parents is None else drafts.depth
-                observe_round(sequence, depth, len(chosen) - 1)
+                observe_round(sequence, *drafts.main_path_outcome(chosen))
             if sequence.is_shadow:
                 self.planner.judge_shadow(sequence)
             if sequence.link is not None:
@@ -236,17 +263,17 @@ class Coordinator:
     def observe_step(self, num_rows: int, seconds: float, *, has_drafts: bool) -> None:
         """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
         started_at = time.thread_time()
-        if has_drafts and self.trees.is_used:
+        if has_drafts and self.trees.may_branch:
             self.trees.time_verify(seconds)
         self.planner.observe_step(num_rows, seconds)
         self.stats.seconds += time.thread_time() - started_at
 
     def _advance_committed(self) -> None:
         """Asks for the next proposals of the sequences that have committed."""
-        now, has_trees = self._clock(), self.trees.is_used
+        now, has_trees = self._clock(), self.trees.may_branch
         for sequence in self._committed:
             assert sequence.link is not None
-            use, depth = self._links[sequence.link], sequence.depth
+            use, depth = self._links[sequence.link], sequence.useful_depth
             if sequence.is_shadow:
                 depth = self.planner.asked_depth(sequence, use.costs)
             if depth == 0:
@@ -281,10 +308,16 @@ class Coordinator:
         """Opens the sequences that want drafts."""
         now = self._clock()
         for sequence in [s for s in self._unassigned if s.may_open_at <= now and (s.depth > 0 or s.is_shadow)]:
-            use = self.spread.choose(max(1, sequence.depth), now)
-            if use is not None:
-                del self._unassigned[sequence]
-                self._open_on(use, sequence, now)
+            num_tokens = len(sequence.token_ids) + self._config.window(sequence.depth)
+            use = self.spread.choose(max(1, sequence.depth), num_tokens, now)
+            if use is None:
+                sequence.may_open_at = now + _REOPEN_SECONDS
+                self.stats.num_without_credit += 1
+                continue
+            del self._unassigned[sequence]
+            if use.credit is not None:
+                use.credit -= num_tokens
+            self._open_on(use, sequence, now)
 
     def _open_on(self, use: LinkUse, sequence: SpeculativeSequence, now: float) -> None:
         # A number that was used before could still be spoken of by a reply that is on its way.
@@ -298,14 +331,15 @@ class Coordinator:
         sequence.awaited_since, sequence.is_late = now, False
 
     def _opening(self, sequence: SpeculativeSequence, depth: int) -> Open:
+        is_greedy = self._config.acceptance == "greedy"
         return Open(
             sequence.name,
             list(sequence.token_ids),
             sequence.num_prompt_tokens,
-            sequence.params,
+            replace(sequence.params, temperature=0.0) if is_greedy else sequence.params,
             sequence.noise_key,
             depth,
-            self._config.window(depth),
+            self._config.granted_window,
             None if sequence.is_shadow else self.trees.shape(depth),
         )
 
@@ -325,6 +359,7 @@ class Coordinator:
         if use is None:
             return
         use.late_since = None
+        use.credit = reply.credit
         if reply.timing is not None:
             held, step, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
             use.costs.observe_reply(answer_seconds, held, step, batch)
@@ -365,7 +400,7 @@ class Coordinator:
         sequence.acknowledged = base
         sequence.num_refusals = 0
         if base == num_tokens:
-            if self.trees.is_used and sequence.awaited_since is not None and proposal.token_ids and not is_first:
+            if self.trees.may_branch and sequence.awaited_since is not None and proposal.token_ids and not is_first:
                 self.trees.time_draft(now - sequence.awaited_since, proposal.drafts.depth)
             sequence.awaited_since = None
         elif sequence.is_late:

@@ -92,6 +92,7 @@ class SpeculateReply:
     lost: set[int] = field(default_factory=set)  # not held, or a base it was never told
     refused: set[int] = field(default_factory=set)  # no room
     timing: Timing | None = field(default=None, compare=False)  # no two are the same
+    credit: int | None = field(default=None, compare=False)  # tokens of new sequences there is room for; None: any
 
     def __bool__(self) -> bool:
         return bool(self.proposals or self.lost or self.refused)
@@ -102,3 +103,4 @@ class SpeculateReply:
         self.lost |= newer.lost
         self.refused |= newer.refused
         self.timing = newer.timing or self.timing
+        self.credit = newer.credit

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import SpeculativeSequence
@@ -18,6 +20,7 @@ _SHADOW_DEPTH = 3
 _SHADOW_SHARE = 0.005  # of the time, for which a shadow may keep its draft worker busy
 _SHADOW_WEIGHT = 4  # rounds that one of a shadow stands for: so few must outweigh what was counted while all had some
 _SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
+_WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
 _PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
 
 
@@ -95,8 +98,9 @@ class DepthPlanner:
             fixed = sequence.num_speculative_tokens
             candidates.append(Candidate(sequence.acceptance, self._max_depth, link, fixed))
         depths = self._controller.choose(candidates, num_rows)
-        for sequence, depth in zip(decoding, depths, strict=True):
+        for sequence, candidate, depth in zip(decoding, candidates, depths, strict=True):
             sequence.depth = depth
+            sequence.expected_tokens = 1.0 + sum(candidate.acceptance.survival()[:depth])
         chosen = [depth for s, depth in zip(decoding, depths, strict=True) if s.num_speculative_tokens is None]
         if chosen:
             self.opening_depth = max(chosen)
@@ -109,7 +113,7 @@ class DepthPlanner:
     def asked_depth(self, sequence: SpeculativeSequence, costs: LinkCosts) -> int:
         """How many draft tokens to ask for now that `sequence` has committed; 0: leave its drafter in peace."""
         if not sequence.is_shadow or sequence.proposal is not None or self._clock() < self._shadows[sequence]:
-            return sequence.depth
+            return sequence.useful_depth
         pause = _SHADOW_SECONDS
         if costs.is_known:
             pause = costs.proposal_seconds(_SHADOW_DEPTH, 1) / _SHADOW_SHARE
@@ -147,6 +151,28 @@ class DepthPlanner:
             for _ in range(_SHADOW_WEIGHT):
                 sequence.acceptance.observe(len(proposal.token_ids), num_accepted)
             sequence.proposal = None
+
+    def should_go_on_without(
+        self,
+        ready: Sequence[SpeculativeSequence],
+        awaited: Sequence[SpeculativeSequence],
+        seconds_to_wait: float,
+    ) -> bool:
+        """Whether the next step should be of `ready` alone, while the proposals of `awaited` are on their way.
+
+        They then come while the target computes, and two cohorts alternate. The other choice is to wait and run all
+        in one step; what decides is the tokens committed a second.
+        """
+        if not self._is_learning or not ready or not self.verify_seconds.is_known:
+            return False
+        rows_ready = sum(1 + self.verified_depth(s) for s in ready)
+        rows_awaited = sum(1 + s.depth for s in awaited)
+        own, both = self.verify_seconds.at(np.array([rows_ready, rows_ready + rows_awaited]))
+        if seconds_to_wait < _WORTH_A_SPLIT * own:
+            return False
+        tokens_ready = sum(s.expected_tokens for s in ready)
+        tokens = tokens_ready + sum(s.expected_tokens for s in awaited)
+        return bool(tokens_ready / own > tokens / (both + seconds_to_wait))
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""

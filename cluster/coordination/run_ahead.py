@@ -48,19 +48,21 @@ class RunAhead:
         self._left = [1.0] * _NUM_POSITIONS
         self._step_seconds: float | None = None
 
-    def width(self, sequence: DraftSequence) -> int:
+    def width(self, sequence: DraftSequence, *, may_branch: bool) -> int:
         """The children that a node of `sequence` needs."""
         own = 1 if sequence.shape is None else width_of(sequence.shape)
-        return max(own, 2) if self._num_branches and runs_ahead(sequence) else own
+        return max(own, 2) if may_branch and self._num_branches and runs_ahead(sequence) else own
 
-    def nodes(self, sequences: Sequence[DraftSequence], max_model_len: int) -> dict[DraftSequence, list[int]]:
+    def nodes(
+        self, sequences: Sequence[DraftSequence], max_model_len: int, *, may_branch: bool = True
+    ) -> dict[DraftSequence, list[int]]:
         """The nodes to extend in the next step: the main paths, then branches while there is room for their rows.
 
         Without the sequences for which there is nothing to do.
         """
         wanted = {sequence: _main_nodes(sequence, max_model_len) for sequence in sequences if not sequence.is_exhausted}
         room = _MAX_ROWS - sum(map(len, wanted.values()))
-        if self._num_branches:
+        if may_branch and self._num_branches:
             for sequence, nodes in wanted.items():
                 branches = self._branch_nodes(sequence, max_model_len)[: max(room, 0)]
                 nodes.extend(node for node in branches if node not in nodes)

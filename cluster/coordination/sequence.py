@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,9 @@ class SpeculativeSequence:
     params: SamplingParams
     noise_key: NoiseKey
     num_speculative_tokens: int | None  # what its request asked for; None: the controller decides
+    max_len: int = sys.maxsize  # prompt and generated tokens at most
     depth: int = 0  # draft tokens wanted in the next round
+    expected_tokens: float = 1.0  # what a round of that depth commits on the average
     acceptance: SequenceAcceptance | None = None  # while it is open
     window: int = 0  # how far past the committed tokens proposals may go
     name: int = 0  # its number on the wire, a new one each time it is opened
@@ -34,6 +37,11 @@ class SpeculativeSequence:
     num_refusals: int = 0
     may_open_at: float = 0.0
     is_shadow: bool = False  # drafted for while nothing is speculated on, to see what would be confirmed
+
+    @property
+    def useful_depth(self) -> int:
+        """`depth`, as far as so many drafts could be committed: the bonus token takes the last place."""
+        return max(0, min(self.depth, self.max_len - len(self.token_ids) - 1))
 
     @property
     def is_awaited(self) -> bool:

@@ -34,6 +34,7 @@ class LinkUse:
     late_since: float | None = None  # when a proposal was late, and nothing has come since
     num_ejections: int = 0
     ejected_until: float = 0.0
+    credit: int | None = None  # tokens of new sequences there is room for, as far as is known
 
     def proposal_seconds(self, depth: int, num_more: int = 0) -> float:
         """What a proposal takes here when it has `num_more` sequences more. Something must be known."""
@@ -58,9 +59,10 @@ class Spread:
     def remove(self, link: DraftLink) -> LinkUse | None:
         return self.uses.pop(link, None)
 
-    def choose(self, depth: int, now: float) -> LinkUse | None:
-        """Where a sequence should be opened; None while no link is up."""
-        candidates = [use for use in self.uses.values() if use.ejected_until <= now] or list(self.uses.values())
+    def choose(self, depth: int, num_tokens: int, now: float) -> LinkUse | None:
+        """Where a sequence of `num_tokens` tokens should be opened; None while no link that is up has room for it."""
+        with_room = [use for use in self.uses.values() if use.credit is None or use.credit >= num_tokens]
+        candidates = [use for use in with_room if use.ejected_until <= now] or with_room
         if not candidates:
             return None
         seconds = {use: use.proposal_seconds(depth, 1) for use in candidates if use.costs.is_known}

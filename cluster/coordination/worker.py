@@ -5,16 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from cluster.config import window_of
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.coordination.run_ahead import Round, RunAhead, average, runs_ahead
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.telemetry.metrics import StepTime
+from cluster.speculation.draft_temperature import DraftTemperature, factor_of
+from cluster.speculation.params import SamplingParams
+from cluster.telemetry.metrics import Reading, StepTime
+
+_ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may change
 
 logger = logging.getLogger(__name__)
+
+_BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
 
 Deliver = Callable[[SpeculateReply], None]
 """Takes a reply towards a coordinator; never blocks."""
@@ -40,13 +47,20 @@ class _Entry:
     name: int  # its number on its link
     link: int
     sequence: DraftSequence
+    granted_window: int  # how far past the committed tokens it may run, whatever k is
+    target_params: SamplingParams  # what the drafter samples with differs from it by the temperature
+    exponent: int = 0  # of that difference
+    num_rounds: int = 0  # that were drafted with it
     owes_proposal: bool = True
+    lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
     sent_at: float = 0.0  # its last proposal
     turnaround: float | None = None  # from a proposal to what was committed after it, on the average
 
     def has_proposal(self, max_model_len: int) -> bool:
         """Whether the proposal that is owed is complete, or as much as it can become."""
-        return self.sequence.is_exhausted or not self.sequence.missing(max_model_len)
+        if self.lacks is None:
+            self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
+        return not self.lacks
 
     def proposal(self) -> Proposal:
         drafts = self.sequence.proposal()
@@ -61,9 +75,11 @@ class DraftWorker:
     became complete, one message a link. With nothing to do the thread sleeps.
     """
 
-    def __init__(self, drafter: Drafter, run_ahead_branches: int = 0) -> None:
+    def __init__(self, drafter: Drafter, run_ahead_branches: int = 0, *, tunes_temperature: bool = False) -> None:
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
+        self._is_tuning = tunes_temperature
+        self._temperatures: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # by the targets'
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._links: dict[int, _Link] = {}
         self._num_links_ever = 0
@@ -90,6 +106,13 @@ class DraftWorker:
     @property
     def num_sequences(self) -> int:
         return len(self._entries)
+
+    def temperature_readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        what = "By how much drafts are sampled warmer than their target, by the target's temperature."
+        for temperature, search in tuple(self._temperatures.items()):
+            labels = {"temperature": f"{temperature:g}"}
+            yield Reading("outrider_draft_temperature_factor", what, factor_of(search.best), labels=labels)
 
     # Called from the links' threads.
 
@@ -148,6 +171,8 @@ class DraftWorker:
             self._record_step(batch, seconds)
             if is_ahead:
                 self.run_ahead.time_step(seconds)
+            for entry in batch:
+                entry.lacks = None
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)
@@ -159,6 +184,7 @@ class DraftWorker:
             link = self._links.get(number)
             if reply and link is not None:
                 reply.timing = link.timing()
+                reply.credit = self._drafter.free_tokens
                 link.deliver(reply)
 
     def _record_step(self, batch: Sequence[_Entry], seconds: float) -> None:
@@ -180,14 +206,15 @@ class DraftWorker:
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
         for entry in urgent:
-            entry.sequence.to_extend = entry.sequence.missing(limit)
+            entry.sequence.to_extend = entry.lacks or []
         self._idle_seconds = 0.0
         return urgent
 
     def _batch_ahead(self) -> list[_Entry]:
         """The sequences that may run ahead; none while a target is about to answer."""
         entries = self._entries.values()
-        nodes = self.run_ahead.nodes([entry.sequence for entry in entries], self._drafter.max_model_len)
+        sequences, limit = [entry.sequence for entry in entries], self._drafter.max_model_len
+        nodes = self.run_ahead.nodes(sequences, limit, may_branch=self._may_branch)
         if not nodes:
             self._idle_seconds = None
             return []
@@ -198,6 +225,11 @@ class DraftWorker:
         for sequence, to_extend in nodes.items():
             sequence.to_extend = to_extend
         return [entry for entry in entries if entry.sequence in nodes]
+
+    @property
+    def _may_branch(self) -> bool:
+        """Whether branches leave blocks enough to those that only want to go on."""
+        return self._drafter.num_used_blocks < _BRANCHING_SHARE * self._drafter.num_blocks
 
     def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
         limit = self._drafter.max_model_len
@@ -236,10 +268,11 @@ class DraftWorker:
             num_speculative_tokens=opening.num_speculative_tokens,
             window=opening.window,
         )
-        self._want(sequence, opening)
+        entry = _Entry(opening.sequence, link, sequence, opening.window, opening.params)
+        self._want(entry, opening)
         if not self._drafter.admit(sequence):
             return False
-        self._entries[link, opening.sequence] = _Entry(opening.sequence, link, sequence)
+        self._entries[link, opening.sequence] = entry
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
@@ -251,12 +284,15 @@ class DraftWorker:
         if sequence.is_behind(advance.base) or not self._knows(advance.token_ids):
             self._release(entry)
             return False
-        outcome = None if entry.owes_proposal else self._outcome(entry, advance)
+        outcome = None
+        if not entry.owes_proposal:
+            outcome = self._outcome(entry, advance)
+            self._tune(entry, advance)
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
             self._drafter.rewind(sequence, kept)
-            self._want(sequence, advance)
-            entry.owes_proposal = True
+            self._want(entry, advance)
+            entry.owes_proposal, entry.lacks = True, None
             if outcome is not None:
                 self.run_ahead.count(outcome, is_hit=entry.has_proposal(self._drafter.max_model_len))
         return True
@@ -270,11 +306,30 @@ class DraftWorker:
         entry.turnaround = average(entry.turnaround, time.perf_counter() - entry.sent_at)
         return self.run_ahead.observe(sequence, news)
 
-    def _want(self, sequence: DraftSequence, wanted: Open | Advance) -> None:
-        """From now on proposals of `sequence` are to be as `wanted` says."""
+    def _tune(self, entry: _Entry, advance: Advance) -> None:
+        """Learns from the outcome of a proposal, before `advance` is taken in, at which temperature to draft."""
+        sequence, params = entry.sequence, entry.target_params
+        if params.is_greedy or not self._is_tuning:
+            return
+        news = advance.token_ids[sequence.num_committed - advance.base :]
+        drafts = sequence.draft_token_ids[: sequence.proposal_depth]
+        pairs = list(zip(drafts, news, strict=False))
+        num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
+        search = self._temperatures[round(params.temperature, 2)]
+        search.observe(entry.exponent, min(num_accepted + 1, len(pairs)), num_accepted)
+        entry.num_rounds += 1
+        if entry.num_rounds >= _ROUNDS_A_TEMPERATURE:
+            entry.num_rounds, entry.exponent = 0, search.next_exponent()
+            temperature = params.temperature * factor_of(entry.exponent)
+            sequence.params = replace(params, temperature=temperature)
+
+    def _want(self, entry: _Entry, wanted: Open | Advance) -> None:
+        """From now on proposals of its sequence are to be as `wanted` says."""
+        sequence = entry.sequence
+        sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
         sequence.shape = wanted.shape
-        sequence.width = self.run_ahead.width(sequence)
+        sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)
 
     def _knows(self, token_ids: Sequence[int]) -> bool:
         """Whether the draft has all these tokens: a target may have more, with the same tokenizer."""

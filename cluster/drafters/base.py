@@ -107,7 +107,7 @@ class DraftSequence:
         With `root`: the proposal that will be owed when `root` is the last committed token.
         """
         if self.shape is None:
-            end = self._end(root)
+            end = self.tip if root < 0 else self._end(root)
             nodes = [end] if self.depth(end) - self.depth(root) < self.num_speculative_tokens else []
         else:
             found = self._find(self.shape, root)
@@ -117,8 +117,6 @@ class DraftSequence:
 
     def _end(self, node: int) -> int:
         """The end of the path from likeliest child to likeliest child that begins at `node`."""
-        if node == -1:
-            return self.tip
         while children := self.children(node):
             node = children[0]
         return node
@@ -220,6 +218,11 @@ class Drafter(ABC):
     @abstractmethod
     def num_used_blocks(self) -> int:
         """Blocks of the KV cache in use."""
+
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens of new sequences that there is room for; None: as many as one likes."""
+        return None
 
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:

@@ -44,6 +44,12 @@ class ModelDrafter(Drafter):
     def num_used_blocks(self) -> int:
         return self._runner.blocks.num_used_blocks
 
+    @property
+    def free_tokens(self) -> int:
+        if len(self._caches) >= self._max_num_seqs:
+            return 0
+        return self._runner.blocks.num_available_blocks * self._runner.blocks.block_size
+
     def readings(self) -> Iterable[Reading]:
         return self._runner.blocks.readings()
 

@@ -103,14 +103,17 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def schedule(self, drafts_of: Callable[[Sequence], Drafts]) -> list[ScheduledSequence]:
+    def schedule(
+        self, drafts_of: Callable[[Sequence], Drafts], is_held_back: Callable[[Sequence], bool] = lambda _: False
+    ) -> list[ScheduledSequence]:
         """The next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
         `drafts_of` gives the drafts that are there for a sequence. While prompts wait, drafts get at most half
-        of what the budget leaves, so that a busy step cannot starve prefill.
+        of what the budget leaves, so that a busy step cannot starve prefill. Decoding sequences that are held back
+        take no part.
         """
         may_grow = self._make_room()
-        decoding = [s for s in self.running if not s.is_prefilling]
+        decoding = [s for s in self.running if not s.is_prefilling and not is_held_back(s)]
         prefilling = [s for s in self.running if s.is_prefilling]
         budget = self._max_num_batched_tokens - len(decoding)
         draft_budget = budget // 2 if prefilling else budget

@@ -40,10 +40,6 @@ class Sequence:
         """Drafts beyond this could not be committed: the bonus token takes the last place."""
         return max(0, min(self.num_speculative_tokens, self.max_len - len(self.token_ids) - 1))
 
-    @property
-    def can_use_drafts(self) -> bool:
-        return not self.is_prefilling and self.max_useful_drafts > 0
-
     def commit(self, token_ids: Tokens[int]) -> int:
         """Appends `token_ids`, at most up to where the sequence ends; returns how many of them were appended."""
         for count, token in enumerate(token_ids, start=1):

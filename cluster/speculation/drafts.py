@@ -47,6 +47,8 @@ class Drafts:
     def after(self, token_ids: Sequence[int]) -> Drafts | None:
         """What is left when `token_ids` have been committed; None when it does not begin with them."""
         num_committed = len(token_ids)
+        if num_committed == 0:
+            return self
         if self.parents is None:
             if list(self.token_ids[:num_committed]) != list(token_ids):
                 return None
@@ -55,6 +57,22 @@ class Drafts:
         if node is None:
             return None
         return self._below(node)
+
+    def main_path_outcome(self, chosen: Sequence[int]) -> tuple[int, int]:
+        """What a chain would have been worth: the tokens on the main path, from first child to first child, and how
+        many of them begin the tokens `chosen` by the target, the last of which is the bonus token."""
+        if self.parents is None:
+            return len(self), len(chosen) - 1
+        first_child: dict[int, int] = {}
+        for node, parent in enumerate(self.parents):
+            first_child.setdefault(parent, node)
+        length, num_accepted, node = 0, 0, -1
+        while node in first_child:
+            node = first_child[node]
+            if num_accepted == length < len(chosen) and self.token_ids[node] == chosen[length]:
+                num_accepted += 1
+            length += 1
+        return length, num_accepted
 
     def _walk(self, token_ids: Sequence[int]) -> int | None:
         """The node that `token_ids` lead to."""

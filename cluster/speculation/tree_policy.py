@@ -40,13 +40,13 @@ class TreePolicy:
         self._renew_at = 0.0
 
     @property
-    def is_used(self) -> bool:
+    def may_branch(self) -> bool:
         """Whether there are trees, and something to measure."""
         return self._width > 1
 
     def shape(self, num_nodes: int) -> Shape | None:
         """The best tree of `num_nodes` nodes; None when it is the chain."""
-        if self._width == 1 or num_nodes < 2:
+        if num_nodes < 2 or not self.may_branch:
             return None
         now = self._clock()
         if now >= self._renew_at:
@@ -75,7 +75,7 @@ class TreePolicy:
 
         A chain says something about the first rank only: what is known of the others stays.
         """
-        if self._width == 1 or not drafts:
+        if not drafts or not self.may_branch:
             return
         self._num_tried *= _DECAY
         self._num_hits *= _DECAY

@@ -165,6 +165,11 @@ class StepLoop(Target):
         ended = "Sequences a draft worker would not or could not draft for, by reason."
         yield counter("outrider_sequences_refused", ended, stats.num_refused, reason="full")
         yield counter("outrider_sequences_refused", ended, stats.num_lost, reason="lost")
+        yield counter("outrider_sequences_refused", ended, stats.num_without_credit, reason="no_credit")
+        spread = self._coordinator.spread
+        yield counter("outrider_ejections", "Draft workers that were ejected for silence.", spread.num_ejections)
+        moved = "Sequences that were moved from a slow draft worker to another."
+        yield counter("outrider_sequences_moved", moved, spread.num_moves)
         size = "Protobuf payload of the links, by direction; kind `open` is the opening of sequences."
         for link in self._pool.links:
             if link.round_trip_seconds is not None:
@@ -206,11 +211,14 @@ class StepLoop(Target):
         # target's own prefill, so that the draft's runs beside it.
         self._coordinator.flush(decoding)
         waiting_since = time.perf_counter()
-        self._coordinator.wait([own for s, own in zip(sequences, decoding, strict=True) if s.max_useful_drafts > 0])
+        held_back = set(self._coordinator.wait(decoding))
         started_at = time.perf_counter()
         self._wait_seconds += started_at - waiting_since
+        if held_back:
+            sequences = [s for s in sequences if self._request_of[s].speculative not in held_back]
+            decoding = [self._request_of[s].speculative for s in sequences]
         drafts = dict(zip(sequences, self._coordinator.drafts(decoding), strict=True))
-        step = self._scheduler.schedule(drafts.__getitem__)
+        step = self._scheduler.schedule(drafts.__getitem__, lambda sequence: sequence not in drafts)
         if step:
             choices = self._choose([(scheduled, self._request_of[scheduled.sequence].request) for scheduled in step])
             publish(self._commit(step, choices))
@@ -303,6 +311,7 @@ class StepLoop(Target):
             params=request.params,
             noise_key=request.noise_key,
             num_speculative_tokens=request.num_speculative_tokens,
+            max_len=sequence.max_len,
         )
         running = _Running(request, sequence, speculative)
         self._running[request.request_id] = running

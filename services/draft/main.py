@@ -35,7 +35,11 @@ def run(config: Config) -> int:
 
 
 async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelDescription) -> int:
-    worker = DraftWorker(drafter, config.speculation.num_run_ahead_branches)
+    worker = DraftWorker(
+        drafter,
+        config.speculation.num_run_ahead_branches,
+        tunes_temperature=config.speculation.tune_draft_temperature,
+    )
     if config.draft.metrics_port is not None:
         serve_metrics(WorkerMetrics(lambda: _readings(worker, drafter)).registry, config.draft.metrics_port)
     worker.start()
@@ -55,4 +59,5 @@ def _readings(worker: DraftWorker, drafter: Drafter) -> Iterable[Reading]:
     yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", worker.num_sequences)
     yield from drafter.readings()
     yield from worker.run_ahead.readings()
+    yield from worker.temperature_readings()
     yield from worker.step_time.readings("outrider_draft_step", "Steps of the drafter")

@@ -120,3 +120,19 @@ def test_same_bits_in_bfloat16_with_every_drafter(cases: list[Case], drafter: st
         invariant.wait_ready(READY_TIMEOUT_SECONDS)
         expected = complete_all(invariant.url, cases, num_speculative_tokens=0)
         assert complete_all(invariant.url, cases, concurrency=5, num_speculative_tokens=4) == expected
+
+
+@pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators are refused in this mode")
+def test_same_bits_in_bfloat16_with_trees_and_branches(cases: list[Case]) -> None:
+    config = cluster_config(
+        "target.dtype=bfloat16",
+        "target.numerics=invariant",
+        "speculation.tree_width=4",
+        "speculation.max_run_ahead=30",
+        "speculation.run_ahead_branches=2",
+    )
+    with LocalCluster(config) as invariant:
+        invariant.wait_ready(READY_TIMEOUT_SECONDS)
+        expected = complete_all(invariant.url, cases, num_speculative_tokens=0)
+        for k in (4, 12):
+            assert complete_all(invariant.url, cases, concurrency=5, num_speculative_tokens=k) == expected

@@ -129,7 +129,7 @@ class Open(_message.Message):
     num_speculative_tokens: _builtins.int
     """k: draft tokens owed in each round"""
     window: _builtins.int
-    """how far past the committed tokens the drafter may run"""
+    """how far past the committed tokens the drafter may run; k tokens always"""
     shape: _builtins.int
     """of the tree owed in each round; 0: a chain of k"""
     @_builtins.property
@@ -220,6 +220,7 @@ class SpeculateReply(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def proposals(self) -> Global___Proposals: ...
     @_builtins.property
@@ -232,6 +233,10 @@ class SpeculateReply(_message.Message):
 
     @_builtins.property
     def timing(self) -> Global___Timing: ...
+    @_builtins.property
+    def credit(self) -> Global___Credit:
+        """absent: the worker keeps nothing that takes room"""
+
     def __init__(
         self,
         *,
@@ -239,10 +244,11 @@ class SpeculateReply(_message.Message):
         lost: _abc.Iterable[_builtins.int] | None = ...,
         refused: _abc.Iterable[_builtins.int] | None = ...,
         timing: Global___Timing | None = ...,
+        credit: Global___Credit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["proposals", b"proposals", "timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "proposals", b"proposals", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "proposals", b"proposals", "refused", b"refused", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "lost", b"lost", "proposals", b"proposals", "refused", b"refused", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -277,6 +283,27 @@ class Timing(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timing: _TypeAlias = Timing  # noqa: Y015
+
+@_typing.final
+class Credit(_message.Message):
+    """How many tokens of new sequences the worker has room for. An open beyond that would be refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class Proposals(_message.Message):

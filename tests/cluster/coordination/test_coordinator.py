@@ -143,7 +143,7 @@ def rounds(coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink) -> 
 class TestRounds:
     def test_opens_with_everything_the_drafter_needs(self, rounds: Rounds) -> None:
         name = rounds.sequence.name
-        expected = Open(name, PROMPT, 3, SamplingParams(), NoiseKey(1, 2), K, window=2 * K + 2)
+        expected = Open(name, PROMPT, 3, SamplingParams(), NoiseKey(1, 2), K, window=2 * 16 + 2)
         assert rounds.opening == [SpeculateRequest(opens={name: expected})]
 
     def test_waits_for_the_proposal_and_verifies_it(self, rounds: Rounds, pool: ScriptedPool) -> None:
@@ -580,3 +580,20 @@ class TestMessages:
             for sequence in sequences:
                 coordinator.close(sequence)
         assert len(set(names)) == len(names) == 12
+
+
+def test_nothing_is_opened_beyond_a_workers_credit(
+    coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink, rounds: Rounds
+) -> None:
+    name = rounds.sequence.name
+    pool.happens(link, SpeculateReply(proposals={name: Proposal(name, 3, [7])}, credit=5))
+    newcomer = new_sequence()
+    coordinator.open(newcomer)
+    coordinator.flush()
+    assert link.take_sent() == []
+    assert coordinator.stats.num_without_credit == 1
+    coordinator.close(rounds.sequence)  # makes room, how much is not known
+    pool.now += 1.0
+    coordinator.flush()
+    (request,) = link.take_sent()
+    assert list(request.opens) == [newcomer.name]

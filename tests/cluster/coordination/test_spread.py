@@ -49,14 +49,14 @@ def uses(spread: Spread, count: int) -> list[LinkUse]:
 
 class TestChoice:
     def test_none_while_no_link_is_up(self, spread: Spread) -> None:
-        assert spread.choose(DEPTH, 0.0) is None
+        assert spread.choose(DEPTH, 10, 0.0) is None
 
     def test_alike_workers_share_evenly(self, spread: Spread) -> None:
         own = uses(spread, 3)
         for use in own:
             answers(use, 0.002)
         for _ in range(9):
-            use = spread.choose(DEPTH, 0.0)
+            use = spread.choose(DEPTH, 10, 0.0)
             assert use is not None
             put(use)
         assert [len(use.sequences) for use in own] == [3, 3, 3]
@@ -66,15 +66,25 @@ class TestChoice:
         answers(near, 0.001)
         answers(far, 0.020)
         put(near, 5)
-        assert spread.choose(DEPTH, 0.0) is near
+        assert spread.choose(DEPTH, 10, 0.0) is near
 
     def test_an_unknown_one_gets_its_chance_but_not_everything(self, spread: Spread) -> None:
         known, unknown = uses(spread, 2)
         answers(known, 0.001)
         put(known)
-        assert spread.choose(DEPTH, 0.0) is unknown
+        assert spread.choose(DEPTH, 10, 0.0) is unknown
         put(unknown, 2)
-        assert spread.choose(DEPTH, 0.0) is known
+        assert spread.choose(DEPTH, 10, 0.0) is known
+
+    def test_one_without_room_is_passed_over(self, spread: Spread) -> None:
+        full, other = uses(spread, 2)
+        full.credit = 9
+        put(other, 5)
+        assert spread.choose(DEPTH, 10, 0.0) is other
+        other.credit = 0
+        assert spread.choose(DEPTH, 10, 0.0) is None
+        full.credit = 10
+        assert spread.choose(DEPTH, 10, 0.0) is full
 
 
 class TestEjection:
@@ -83,7 +93,7 @@ class TestEjection:
         silent.late_since = 1.0
         assert spread.to_eject(1.0 + TIMEOUT_S) == []
         assert spread.to_eject(1.0 + SILENT_S) == [silent]
-        assert spread.choose(DEPTH, 1.0 + SILENT_S) is other
+        assert spread.choose(DEPTH, 10, 1.0 + SILENT_S) is other
         assert spread.num_ejections == 1
 
     def test_it_comes_back_after_a_pause_that_grows(self, spread: Spread) -> None:
@@ -96,7 +106,7 @@ class TestEjection:
             now += SILENT_S
             assert spread.to_eject(now) == [silent]
             start = now
-            while spread.choose(DEPTH, now) is not silent:
+            while spread.choose(DEPTH, 10, now) is not silent:
                 now += 0.1
             pauses.append(now - start)
         assert pauses[1] > 1.5 * pauses[0]
@@ -112,7 +122,7 @@ class TestEjection:
         (only,) = uses(spread, 1)
         only.late_since = 0.0
         assert spread.to_eject(100.0) == []
-        assert spread.choose(DEPTH, 100.0) is only
+        assert spread.choose(DEPTH, 10, 100.0) is only
 
 
 class TestMoves:

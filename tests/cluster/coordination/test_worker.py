@@ -27,6 +27,7 @@ class ScriptedDrafter(Drafter):
     """
 
     num_used_blocks = 0
+    num_blocks = 10
 
     def __init__(self) -> None:
         self.max_model_len = 1000
@@ -351,6 +352,14 @@ class TestBranches:
         assert link.reply() == proposal(7, base=3)
         assert drafter.held[0].is_chain
         assert self.hits(worker) == {}
+
+    def test_there_are_none_when_blocks_become_scarce(self, drafter: ScriptedDrafter, link: Link) -> None:
+        drafter.num_used_blocks = 8
+        drafter.let_all()
+        link.open(7)
+        assert link.reply() == proposal(7, base=2)
+        wait_until(lambda: drafter.num_steps_asked == WINDOW)
+        assert drafter.held[0].is_chain
 
     def test_a_tree_is_answered_from_a_branch_too(
         self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link

@@ -67,5 +67,18 @@ def test_a_chain_stays_one(drafts: Drafts) -> None:
     assert drafts.below(7) == drafts.first(9) == drafts
 
 
+@pytest.mark.parametrize(
+    ("chosen", "outcome"),
+    [([1, 3, 5], (2, 2)), ([1, 1, 9, 4], (2, 1)), ([2, 2, 7], (2, 0)), ([1, 5], (2, 1)), ([8], (2, 0))],
+)
+def test_the_outcome_of_the_main_path(chosen: list[int], outcome: tuple[int, int]) -> None:
+    assert TREE.main_path_outcome(chosen) == outcome
+
+
+def test_the_outcome_of_a_chain() -> None:
+    assert Drafts([4, 5, 6]).main_path_outcome([4, 5, 9]) == (3, 2)
+    assert Drafts().main_path_outcome([4]) == (0, 0)
+
+
 def test_depths_count_from_one() -> None:
     assert depths_of(TREE.parents or []) == [1, 1, 2, 2, 2, 3]

@@ -438,7 +438,7 @@ class TestMemory:
         readings = tiny.readings()
         print({name: readings[name] for name in readings if "kv_" in name or "prefix" in name or "preempt" in name})
         refused = [r.value for r in tiny.target.readings() if r.name == "outrider_sequences_refused"]
-        assert refused == [0, 0]  # a preempted sequence takes no more room on its draft than it had
+        assert not any(refused)  # a preempted sequence takes no more room on its draft than it had
         wait_until(lambda: same_draft.drafter.num_used_blocks == 0)
 
     def test_preempted_requests_can_be_aborted(

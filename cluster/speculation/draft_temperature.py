@@ -1,0 +1,75 @@
+"""At which temperature the draft is accepted most often, found while it works.
+
+A draft is not as sure of itself as its target, or surer: what it proposes at the target's temperature is not always
+what the target will most likely choose. A slow search on a grid keeps the best factor: most rounds are drafted with
+it, one in eight with each of its neighbours, and it moves when a neighbour is accepted more often beyond doubt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+_STEP = 1.15
+_MAX_EXPONENT = 5  # factors from 0.5 to 2
+_TURNS = (0, 0, 0, 1, 0, 0, 0, -1)  # where the rounds go, from the best
+_MIN_TESTED = 400
+_DOUBT = 2.6  # standard errors: one move in 200 that should not have been
+_FORGET = 4000  # tests after which older ones count half
+
+
+@dataclass(slots=True)
+class _Count:
+    tested: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.tested
+
+    @property
+    def variance(self) -> float:
+        return max(self.rate * (1.0 - self.rate), 1e-3) / self.tested
+
+
+class DraftTemperature:
+    """The search for one temperature of targets' requests."""
+
+    def __init__(self) -> None:
+        self.best = 0
+        self._turn = 0
+        self._counts: dict[int, _Count] = defaultdict(_Count)
+
+    def next_exponent(self) -> int:
+        """What the next rounds of some sequence are to be drafted with."""
+        self._turn = (self._turn + 1) % len(_TURNS)
+        return max(-_MAX_EXPONENT, min(self.best + _TURNS[self._turn], _MAX_EXPONENT))
+
+    def observe(self, exponent: int, num_tested: int, num_accepted: int) -> None:
+        """Of drafts made with `exponent`, `num_tested` met the target's choice and `num_accepted` equalled it."""
+        if abs(exponent - self.best) > 1:
+            return  # of before the last move
+        count = self._counts[exponent]
+        count.tested += num_tested
+        count.accepted += num_accepted
+        if count.tested > _FORGET:
+            count.tested /= 2
+            count.accepted /= 2
+        self._consider(exponent - 1 if exponent == self.best else exponent)
+        if exponent == self.best:
+            self._consider(exponent + 1)
+
+    def _consider(self, exponent: int) -> None:
+        """Moves to a neighbour that is better beyond doubt."""
+        best, other = self._counts[self.best], self._counts[exponent]
+        if exponent == self.best or min(best.tested, other.tested) < _MIN_TESTED:
+            return
+        if other.rate - best.rate > _DOUBT * math.sqrt(best.variance + other.variance):
+            self.best = exponent
+            self._counts.clear()
+
+
+def factor_of(exponent: int) -> float:
+    """By which the draft's temperature differs from the target's."""
+    return float(_STEP**exponent)

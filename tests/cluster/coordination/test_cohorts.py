@@ -1,0 +1,55 @@
+"""The slowest proposal does not hold up the others when they are worth more than the wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.planner import DepthPlanner
+from cluster.coordination.sequence import SpeculativeSequence
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+STEP_S = 0.020
+
+
+def planner(seconds_a_row: float, controller: str = "goodput") -> DepthPlanner:
+    made = DepthPlanner(SpeculationConfig.model_validate({"controller": controller}), 64, lambda: 0.0)
+    for _ in range(50):
+        for rows in (1, 4, 16, 32):
+            made.observe_step(rows, STEP_S + seconds_a_row * rows)
+    return made
+
+
+def sequences(number: int) -> list[SpeculativeSequence]:
+    made = [SpeculativeSequence([1], 1, SamplingParams(), NoiseKey(1, 2), None) for _ in range(number)]
+    for sequence in made:
+        sequence.depth, sequence.expected_tokens = 4, 3.0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "goes_on"),
+    [(0.001, False), (0.5 * STEP_S, False), (2 * STEP_S, True), (10 * STEP_S, True)],
+)
+def test_a_wait_longer_than_a_step_makes_two_cohorts(wait_s: float, goes_on: bool) -> None:
+    """Where rows cost nothing, half the sequences commit half as much in the same time."""
+    ready, awaited = sequences(2), sequences(2)
+    assert planner(seconds_a_row=0.0).should_go_on_without(ready, awaited, wait_s) is goes_on
+
+
+def test_where_rows_cost_a_wait_shorter_than_a_step_is_enough() -> None:
+    ready, awaited = sequences(2), sequences(2)
+    assert planner(seconds_a_row=0.01).should_go_on_without(ready, awaited, 0.03)  # steps of 0.12 and 0.22
+
+
+def test_one_that_is_ready_does_not_run_without_many() -> None:
+    assert not planner(seconds_a_row=0.0).should_go_on_without(sequences(1), sequences(7), 2 * STEP_S)
+
+
+def test_with_nobody_ready_all_wait() -> None:
+    assert not planner(seconds_a_row=0.0).should_go_on_without([], sequences(2), 10 * STEP_S)
+
+
+def test_a_fixed_depth_waits_for_all() -> None:
+    assert not planner(0.0, "fixed").should_go_on_without(sequences(2), sequences(2), 10 * STEP_S)
