@@ -249,6 +249,7 @@ class Coordinator:
         """Takes in what a step committed, of which drafters are told at the next flush."""
         started_at = time.thread_time()
         observe_round, has_trees = self.planner.observe_round, self.trees.may_branch
+        self.planner.count_tokens(sum(len(chosen) for _, _, chosen in rounds))
         for sequence, drafts, chosen in rounds:
             if drafts.token_ids:
                 if has_trees:

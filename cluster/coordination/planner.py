@@ -10,8 +10,9 @@ from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
+from cluster.speculation.calibration import Calibration
 from cluster.speculation.costs import LearnedCurve, LinkCosts
-from cluster.speculation.depth import Candidate, make_controller
+from cluster.speculation.depth import Candidate, GoodputController, make_controller
 
 _STEPS_A_PLAN = 8  # depths change slowly, and choosing them takes as long as some hundred other lines
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
@@ -21,6 +22,7 @@ _SHADOW_SHARE = 0.005  # of the time, for which a shadow may keep its draft work
 _SHADOW_WEIGHT = 4  # rounds that one of a shadow stands for: so few must outweigh what was counted while all had some
 _SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
 _WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
+_DOUBT = 1.03  # while speculation is off it must promise so much more: estimates are not better than that
 _PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
 
 
@@ -50,6 +52,7 @@ class DepthPlanner:
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._num_steps_to_plan = 0
         self._num_planned_rows = 0
+        self._calibration = Calibration()
         self._shadows: dict[SpeculativeSequence, float] = {}  # and when each may be drafted for again
         self._probe_at = clock() + _PROBE_SECONDS
         self.is_probing = False  # this step is of the other kind
@@ -97,7 +100,9 @@ class DepthPlanner:
             link = any_link if sequence.link is None else costs_of[sequence.link]
             fixed = sequence.num_speculative_tokens
             candidates.append(Candidate(sequence.acceptance, self._max_depth, link, fixed))
+        self._set_min_gain()
         depths = self._controller.choose(candidates, num_rows)
+        self._begin_window(depths, num_rows)
         for sequence, candidate, depth in zip(decoding, candidates, depths, strict=True):
             sequence.depth = depth
             sequence.expected_tokens = 1.0 + sum(candidate.acceptance.survival()[:depth])
@@ -178,9 +183,28 @@ class DepthPlanner:
         """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
         self.verify_seconds.observe(num_rows, seconds)
 
+    def count_tokens(self, num_tokens: int) -> None:
+        """A step committed `num_tokens`, of all sequences."""
+        self._calibration.count(num_tokens)
+
+    def spoil_window(self) -> None:
+        """A step did something else beside, such as prefill."""
+        self._calibration.spoil()
+
+    def _set_min_gain(self) -> None:
+        if isinstance(self._controller, GoodputController):
+            doubt = 1.0 if self.opening_depth > 0 else _DOUBT
+            self._controller.min_gain = doubt * self._calibration.handicap
+
+    def _begin_window(self, depths: Sequence[int], num_rows: int) -> None:
+        rate = self._controller.rate if isinstance(self._controller, GoodputController) else None
+        self._calibration.begin(has_drafts=any(depths), rate=rate or 0.0, num_rows=num_rows, now=self._clock())
+
     def _choose_probe(self) -> None:
         now = self._clock()
         self.is_probing = self._is_learning and now >= self._probe_at
+        if self.is_probing:
+            self._calibration.spoil()
         if self.is_probing and not self._shadows:  # with shadows it goes on until one has a proposal to verify
             self._probe_at = now + _PROBE_SECONDS
 

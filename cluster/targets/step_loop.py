@@ -224,7 +224,9 @@ class StepLoop(Target):
             publish(self._commit(step, choices))
             kind, seconds = _kind(step), time.perf_counter() - started_at
             self._step_times[kind].add(seconds)
-            if kind != "prefill":
+            if kind == "prefill":
+                self._coordinator.planner.spoil_window()
+            else:
                 num_rows = sum(scheduled.num_choices for scheduled in step)
                 self._coordinator.observe_step(num_rows, seconds, has_drafts=kind == "verify")
         if not self._running:
