@@ -117,19 +117,21 @@ class Coordinator:
             use.request.merge(SpeculateRequest(closes={sequence.name}))
         self._unassign(sequence)
 
-    def flush(self, decoding: Sequence[SpeculativeSequence] = ()) -> None:
+    def flush(self, decoding: Sequence[SpeculativeSequence] = (), num_joining: int = 0) -> None:
         """Sends what is waiting, one message a link, and gives sequences without a drafter one.
 
-        `decoding` are the sequences whose next token the next step chooses.
+        `decoding` are the sequences whose next token the next step chooses; `num_joining` more will soon be among
+        them, and depths are chosen for all.
         """
         started_at = time.thread_time()
         self._take_events()  # a link that came up since the last step takes the new sequences at once
         self._rearrange()
         planned: Sequence[SpeculativeSequence] = ()
-        if self.planner.is_due(len(decoding)):
+        num_rows = len(decoding) + num_joining
+        if self.planner.is_due(num_rows):
             now = self._clock()
             planned = [s for s in decoding if s.link is not None or (s in self._unassigned and s.may_open_at <= now)]
-        self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, len(decoding))
+        self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, num_rows)
         self._advance_committed()
         if self._links and self._unassigned:
             self._assign()

@@ -209,7 +209,7 @@ class StepLoop(Target):
         decoding = [self._request_of[s].speculative for s in sequences]
         # One message a link: what the last step committed, and what was admitted since. It goes out before the
         # target's own prefill, so that the draft's runs beside it.
-        self._coordinator.flush(decoding)
+        self._coordinator.flush(decoding, len(self._scheduler.running) - len(decoding))
         waiting_since = time.perf_counter()
         held_back = set(self._coordinator.wait(decoding))
         started_at = time.perf_counter()
