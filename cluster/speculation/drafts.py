@@ -62,7 +62,7 @@ class Drafts:
         """What a chain would have been worth: the tokens on the main path, from first child to first child, and how
         many of them begin the tokens `chosen` by the target, the last of which is the bonus token."""
         if self.parents is None:
-            return len(self), len(chosen) - 1
+            return len(self.token_ids), len(chosen) - 1
         first_child: dict[int, int] = {}
         for node, parent in enumerate(self.parents):
             first_child.setdefault(parent, node)
