@@ -33,7 +33,7 @@ class Worker(Child):
 
     def __init__(self, config_file: Path, config: Config, pool: str, index: int) -> None:
         worker = config.target if pool == "target" else config.draft
-        metrics_port = (worker.metrics_port if index == 0 else None) or _free_ports(1)[0]
+        metrics_port = (worker.metrics_port if index == 0 else None) or free_ports(1)[0]
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         arguments = [
             *(pool, "--config", str(config_file)),
@@ -209,8 +209,8 @@ def _resolve(config: Config) -> Config:
         closed = {"max_run_ahead": 0, "run_ahead_branches": 0}
         unset = {key: value for key, value in closed.items() if getattr(config.speculation, key) is None}
         config = config.model_copy(update={"speculation": config.speculation.model_copy(update=unset)})
-    target_ports = _free_ports(config.target.replicas)
-    draft_ports = _free_ports(config.draft.replicas)
+    target_ports = free_ports(config.target.replicas)
+    draft_ports = free_ports(config.draft.replicas)
     port = _router_port(config)
 
     def addresses(ports: list[int]) -> tuple[str, ...]:
@@ -230,7 +230,7 @@ def _proxies(config: Config) -> list[Proxy]:
     drafts = config.draft.addresses
     if not config.simulation.needs_proxy:
         return []
-    ports = _free_ports(len(drafts))
+    ports = free_ports(len(drafts))
     return [Proxy(f"127.0.0.1:{port}", draft, config.simulation) for port, draft in zip(ports, drafts, strict=True)]
 
 
@@ -249,7 +249,7 @@ def _router_port(config: Config) -> int:
         return int(probe.getsockname()[1])
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens at; all are held until all are chosen, so that they differ."""
     probes = [socket.socket() for _ in range(count)]
     try:
