@@ -4,8 +4,9 @@ Simulated targets publish a token of every sequence ten times a second, and note
 HTTP/1.1 and notes when each chunk comes; it looks at the contents only after the run. From the two follow
 
     lost       streams whose tokens are not all those that the target chose, or that do not end as they should
-    late       from a chunk's publication by the target to its arrival at the client; the whole way: the target's
-               server, the router, and the client's own queue
+    late       from a token's publication by the target to its arrival at the client; the whole way: the target's
+               server, the router, and the client's own queue. A target whose replies are not read puts the tokens of
+               several steps into one chunk
     first      what the way adds to the time to first token: from the request's departure to its arrival at the
                target, and from the first token's publication to its arrival
     CPU        of the router process, for each chunk, while all streams run
@@ -107,10 +108,11 @@ class Result:
     """One number of streams. Times are in milliseconds."""
 
     num_streams: int
-    num_chunks: int = 0
     num_lost: int = 0
-    window_seconds: float = 0.0  # in which all streams ran
-    chunks_per_second: float = 0.0  # in that window, as the rest
+    window_seconds: float = 0.0  # in which all streams ran; the rest is of that time
+    num_chunks: int = 0
+    chunks_per_second: float = 0.0
+    tokens_per_second: float = 0.0
     cpu_us_per_chunk: float = 0.0
     cores: dict[str, float] = field(default_factory=dict)  # in use, by process
     late_ms: dict[str, float] = field(default_factory=dict)  # percentiles
@@ -119,7 +121,8 @@ class Result:
     def __str__(self) -> str:
         cores = self.cores
         return (
-            f"| {self.num_streams} | {self.num_lost} | {self.chunks_per_second:.0f} | {self.cpu_us_per_chunk:.0f} "
+            f"| {self.num_streams} | {self.num_lost} | {self.tokens_per_second:.0f} | {self.chunks_per_second:.0f} "
+            f"| {self.cpu_us_per_chunk:.0f} "
             f"| {cores['router']:.2f} / {cores['targets']:.2f} / {cores['client']:.2f} "
             f"| {self.late_ms['p50']:.1f} / {self.late_ms['p99']:.1f} / {self.late_ms['max']:.1f} "
             f"| {self.first_ms['p50']:.1f} / {self.first_ms['p99']:.1f} |"
@@ -194,9 +197,9 @@ def main() -> None:
     config = load_config(None, [*SETTINGS, f"target.replicas={arguments.targets}", *arguments.overrides])
     print(
         f"{arguments.targets} simulated targets, {CHUNKS_PER_SECOND} chunks a second of each stream\n\n"
-        "| streams | lost | chunks/s | router CPU µs/chunk | cores: router / targets / client "
+        "| streams | lost | tokens/s | chunks/s | router CPU µs/chunk | cores: router / targets / client "
         "| late ms: median / p99 / max | first token, added ms: median / p99 |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |"
     )
     results = []
     for num_streams in arguments.streams:
@@ -226,8 +229,9 @@ def measure(config: Config, num_streams: int, seconds: float) -> Result:
     vocab_size = ModelConfig.from_folder(resolve_model_folder(config.target.model)).vocab_size
     result = Result(num_streams, window_seconds=end - start)
     late, first = _evaluate(result, streams, stamps, vocab_size, start, end)
-    result.chunks_per_second = len(late) / (end - start)
-    result.cpu_us_per_chunk = 1e6 * cpu["router"] / max(len(late), 1)
+    result.chunks_per_second = result.num_chunks / (end - start)
+    result.tokens_per_second = len(late) / (end - start)
+    result.cpu_us_per_chunk = 1e6 * cpu["router"] / max(result.num_chunks, 1)
     result.cores = {name: used / (end - start) for name, used in cpu.items()}
     result.late_ms, result.first_ms = _percentiles(late), _percentiles(first)
     return result
@@ -259,8 +263,8 @@ def _evaluate(
     start: float,
     end: float,
 ) -> tuple[list[float], list[float]]:
-    """Counts chunks and losses into `result`; returns the delays (ms) of the chunks that came between `start` and
-    `end`, and what was added to the time to each stream's first token."""
+    """Counts losses, and the chunks that came between `start` and `end`, into `result`; returns the delays (ms) of
+    these chunks' tokens, and what was added to the time to each stream's first token."""
     late: list[float] = []
     first: list[float] = []
     for stream in streams:
@@ -272,13 +276,17 @@ def _evaluate(
             elif data:
                 arrivals.append(at)
                 events.append(json.loads(data))
-        result.num_chunks += len(events)
         if not has_ended or "choices" not in events[-1] or not stream.is_whole(vocab_size, events):
             result.num_lost += 1
             continue
         came_at, *published = stamps[events[0]["id"]]
-        late += [1e3 * (a - b) for a, b in zip(arrivals, published, strict=True) if start <= a <= end]
         first.append(1e3 * (came_at - stream.sent_at + arrivals[0] - published[0]))
+        for at, event in zip(arrivals, events, strict=True):
+            num_tokens = len(event["choices"][0]["token_ids"])
+            if start <= at <= end:
+                result.num_chunks += 1
+                late += [1e3 * (at - one) for one in published[:num_tokens]]
+            del published[:num_tokens]
     return late, first
 
 
@@ -298,7 +306,9 @@ def _cpu_seconds(pid: int) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.streams", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[100, 300, 1000])
+    parser.add_argument(
+        "--streams", type=lambda text: [int(part) for part in text.split(",")], default=[100, 300, 1000]
+    )
     parser.add_argument("--targets", type=int, default=4, help="simulated target workers")
     parser.add_argument("--seconds", type=float, default=20.0, help="that all streams run")
     parser.add_argument("--out", type=Path, default=Path("bench/results/streams.json"))
