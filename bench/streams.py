@@ -309,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--streams", type=lambda text: [int(part) for part in text.split(",")], default=[100, 300, 1000]
     )
-    parser.add_argument("--targets", type=int, default=4, help="simulated target workers")
+    parser.add_argument("--targets", type=int, default=2, help="simulated target workers")
     parser.add_argument("--seconds", type=float, default=20.0, help="that all streams run")
     parser.add_argument("--out", type=Path, default=Path("bench/results/streams.json"))
     return parser
