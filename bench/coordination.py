@@ -4,6 +4,9 @@ Processor time of a step, by the threads' own clocks: on the engine's thread flu
 itself costs none); on the links' thread making and reading the messages. The rest of that thread is transport (asyncio
 and gRPC) and is shown apart. Bytes are protobuf payload of both directions, opens apart, for a committed token.
 
+Between two steps both threads sleep and others' work takes the caches, so that the same lines are measured once more
+back to back ("alone", `bench.rounds`): the difference is waking threads and filling caches.
+
 Then a draft worker with room for a third of the sequences: that third is to be speculated for, the rest to decode as
 fast as without it.
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 
 from bench.in_process import SIMULATED, SimulatedCluster
 from bench.machine import describe_machine
+from bench.rounds import time_rounds
 from cluster.config import load_config
 
 BASE_MS, SEQUENCE_US = 0.1, 6.0  # the bar, for a step
@@ -45,6 +49,7 @@ SETTINGS = (
     "draft.max_num_batched_tokens=4096",
 )
 WARM_UP_SECONDS = 2.0
+ALONE_STEPS = 200
 FOREVER = 50_000  # tokens
 
 
@@ -58,6 +63,7 @@ class Cost:
     transport_ms: float  # the rest of that thread
     bytes_per_token: float
     mean_drafts: float
+    alone_ms: float  # back to back
 
     @property
     def coordination_ms(self) -> float:
@@ -86,8 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("bench/results/coordination.json"))
     arguments = parser.parse_args(argv)
-    print("| sequences | rounds ms | codec ms | both ms (range) | bar ms | transport ms | bytes/token | k |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| sequences | rounds ms | codec ms | both ms (range) | alone ms (range) | bar ms | transport ms "
+        "| bytes/token | k |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     costs: dict[int, list[Cost]] = {}
     for num_sequences in arguments.sequences:
         costs[num_sequences] = measure(num_sequences, arguments.seconds, arguments.repeats)
@@ -96,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"\nRoom for {third.num_sequences // 3} of {third.num_sequences}: {third.num_speculated} speculated for, at "
         f"{third.speculated_rate:.1f} tokens/s each; the others {third.other_rate:.1f}; without speculation "
-        f"{third.plain_rate:.1f}"
+        f"{third.plain_rate:.1f} (the step is shared, and so is its wait for the drafts of that third)"
     )
     result = {
         "bar": {"base_ms": BASE_MS, "sequence_us": SEQUENCE_US, "bytes_per_token": MAX_BYTES},
@@ -111,15 +120,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(num_sequences: int, seconds: float, repeats: int) -> list[Cost]:
     costs = []
-    with SimulatedCluster(load_config(None, SETTINGS)) as cluster:
+    alone = time_rounds(num_sequences, NUM_DRAFTS, ALONE_STEPS, repeats)
+    with SimulatedCluster(load_config(None, SETTINGS), drafts_apart=True) as cluster:
         for _ in range(num_sequences):
             cluster.submit(FOREVER)
         time.sleep(WARM_UP_SECONDS)
-        for _ in range(repeats):
+        for alone_ms in alone:
             before = _counters(cluster)
             time.sleep(seconds)
             grown = {name: value - before[name] for name, value in _counters(cluster).items()}
-            costs.append(_cost(num_sequences, grown))
+            costs.append(_cost(num_sequences, grown, alone_ms))
     return costs
 
 
@@ -135,7 +145,7 @@ def _counters(cluster: SimulatedCluster) -> Mapping[str, float]:
     return counters
 
 
-def _cost(num_sequences: int, grown: Mapping[str, float]) -> Cost:
+def _cost(num_sequences: int, grown: Mapping[str, float], alone_ms: float) -> Cost:
     num_steps = sum(grown[f"outrider_steps:{kind}"] for kind in ("prefill", "verify", "decode"))
     codec = grown["outrider_link_codec_seconds"]
     return Cost(
@@ -145,6 +155,7 @@ def _cost(num_sequences: int, grown: Mapping[str, float]) -> Cost:
         transport_ms=1e3 * (grown["links"] - codec) / num_steps,
         bytes_per_token=grown["outrider_link_bytes:round"] / grown["outrider_committed_tokens"],
         mean_drafts=grown["drafts"] / grown["rounds"],
+        alone_ms=alone_ms,
     )
 
 
@@ -152,10 +163,11 @@ def _row(costs: Sequence[Cost]) -> str:
     def median(name: str) -> float:
         return float(statistics.median(getattr(cost, name) for cost in costs))
 
-    both = [cost.coordination_ms for cost in costs]
+    both, alone = [cost.coordination_ms for cost in costs], [cost.alone_ms for cost in costs]
     return (
         f"| {costs[0].num_sequences} | {median('rounds_ms'):.3f} | {median('codec_ms'):.3f} "
-        f"| {statistics.median(both):.3f} ({min(both):.3f}-{max(both):.3f}) | {costs[0].bar_ms:.3f} "
+        f"| {statistics.median(both):.3f} ({min(both):.3f}-{max(both):.3f}) "
+        f"| {statistics.median(alone):.3f} ({min(alone):.3f}-{max(alone):.3f}) | {costs[0].bar_ms:.3f} "
         f"| {median('transport_ms'):.3f} | {median('bytes_per_token'):.1f} | {median('mean_drafts'):.1f} |"
     )
 
@@ -165,7 +177,7 @@ def measure_third(num_sequences: int, seconds: float) -> Third:
     settings = [*SETTINGS, f"draft.max_num_seqs={num_sequences // 3}"]
 
     def rates(depth: int | None) -> tuple[list[float], int]:
-        with SimulatedCluster(load_config(None, settings)) as cluster:
+        with SimulatedCluster(load_config(None, settings), drafts_apart=True) as cluster:
             names = [cluster.submit(FOREVER, num_speculative_tokens=depth) for _ in range(num_sequences)]
             time.sleep(WARM_UP_SECONDS)
             before = {name: len(cluster.answers[name].token_ids) for name in names}

@@ -6,30 +6,37 @@ import asyncio
 import concurrent.futures
 import itertools
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
+import yaml
 
 from cluster.config import Config
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.worker import DraftWorker
 from cluster.drafters.registry import make_drafter
 from cluster.drafters.simulated import SimulatedDrafter
+from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest
 from cluster.targets.registry import make_target
 from cluster.targets.step_loop import StepLoop
+from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
+from services.launch.child import Child
 from services.launch.delay_proxy import DelayProxy
+from services.launch.local import free_ports
+from services.worker import keep_garbage_collection_short
 
-FINGERPRINT = "simulated"
 SIMULATED = ("target.engine=simulated", "draft.drafter=simulated")  # settings
 TIMEOUT_SECONDS = 30.0  # for what takes no time
 _SWITCH_INTERVAL_SECONDS = 0.0005  # as in the worker programs: three threads share the interpreter
@@ -57,15 +64,20 @@ class Answer:
 
 
 class SimulatedCluster:
-    """Runs while entered. `config` has simulated engines; `draft.replicas` says how many draft workers there are."""
+    """Runs while entered. `config` has simulated engines; `draft.replicas` says how many draft workers there are.
 
-    def __init__(self, config: Config) -> None:
+    With `drafts_apart` they are programs of their own, as in a real cluster: what this process then spends is the
+    target's.
+    """
+
+    def __init__(self, config: Config, *, drafts_apart: bool = False) -> None:
         self._config = config
-        self.target = make_target(config, DraftPool(FINGERPRINT))
+        self._fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
+        self.target = make_target(config, DraftPool(self._fingerprint))
         assert isinstance(self.target, StepLoop)
-        drafters = [make_drafter(config) for _ in range(config.draft.replicas)]
+        drafters = [make_drafter(config) for _ in range(0 if drafts_apart else config.draft.replicas)]
         self.drafters = [drafter for drafter in drafters if isinstance(drafter, SimulatedDrafter)]
-        self.workers = [DraftWorker(drafter) for drafter in self.drafters]
+        self.workers = [DraftWorker(drafter, config.speculation.num_run_ahead_branches) for drafter in self.drafters]
         self.answers: dict[str, Answer] = {}
         self.on_step: Callable[[Sequence[GenerationOutput]], None] | None = None  # from the target's thread
         self._changed = threading.Condition()
@@ -73,11 +85,25 @@ class SimulatedCluster:
         self._draft_side = _BackgroundLoop()
         self._servers: list[grpc.aio.Server] = []
         self._proxies: list[DelayProxy] = []
+        self._children = self._programs() if drafts_apart else []
+
+    def _programs(self) -> list[_DraftProgram]:
+        children = []
+        for port in free_ports(self._config.draft.replicas):
+            draft = self._config.draft.model_copy(update={"addresses": (f"127.0.0.1:{port}",)})
+            config = self._config.model_copy(update={"draft": draft})
+            with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False) as file:
+                yaml.safe_dump(config.model_dump(mode="json"), file)
+            children.append(_DraftProgram(port, file.name))
+        return children
 
     def __enter__(self) -> SimulatedCluster:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        keep_garbage_collection_short()
         for worker in self.workers:
             worker.start()
+        for child in self._children:
+            child.start()
         addresses = self._draft_side.run(self._serve())
         self._following = self._links.start(self.target.run_links(_only(addresses)))
         self.target.start(self._publish)
@@ -96,6 +122,9 @@ class SimulatedCluster:
         self._draft_side.run(self._end())
         for worker in self.workers:
             worker.stop()
+        for child in self._children:
+            child.terminate()
+            child.wait()
         self._links.stop()
         self._draft_side.stop()
 
@@ -151,27 +180,39 @@ class SimulatedCluster:
 
     async def _serve(self) -> list[str]:
         """Starts the draft workers' servers, and their proxies if the simulation has a network."""
-        addresses = []
+        ports = [child.port for child in self._children]
         simulation = self._config.simulation
         for worker, drafter in zip(self.workers, self.drafters, strict=True):
             server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-            model = types_pb2.ModelDescription(name="simulated", tokenizer_fingerprint=FINGERPRINT)
+            model = types_pb2.ModelDescription(name="simulated", tokenizer_fingerprint=self._fingerprint)
             draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(worker, drafter, model), server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             self._servers.append(server)
-            if simulation.needs_proxy:
+            ports.append(port)
+        if simulation.needs_proxy:
+            for index, port in enumerate(ports):
                 proxy = DelayProxy("127.0.0.1", port, simulation.round_trip_ms / 1e3, simulation.loss)
                 self._proxies.append(proxy)
-                port = await proxy.start()
-            addresses.append(f"127.0.0.1:{port}")
-        return addresses
+                ports[index] = await proxy.start()
+        return [f"127.0.0.1:{port}" for port in ports]
 
     async def _end(self) -> None:
         for proxy in self._proxies:
             await proxy.stop()
         for server in self._servers:
             await server.stop(None)
+
+
+class _DraftProgram(Child):
+    def __init__(self, port: int, config_file: str) -> None:
+        super().__init__("draft", ["draft", "--config", config_file])
+        self.port = port
+        self._config_file = Path(config_file)
+
+    def wait(self) -> None:
+        super().wait()
+        self._config_file.unlink()
 
 
 class _BackgroundLoop:

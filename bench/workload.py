@@ -77,14 +77,14 @@ def run_streams(
 
 
 def read_counters(url: str) -> dict[str, float]:
-    """The numbers of a metrics page by name, summed over their labels; those with a `kind` also as name:kind."""
+    """The numbers of a metrics page by name, summed over their labels; with a `kind` or `k` also as name:kind."""
     counters: dict[str, float] = {}
     for line in httpx.get(url, timeout=10).text.splitlines():
         if line.startswith("#"):
             continue
         name, _, value = line.rpartition(" ")
         name, _, labels = name.partition("{")
-        names = [name, *(f"{name}:{kind}" for kind in re.findall(r'kind="(\w+)"', labels))]
+        names = [name, *(f"{name}:{kind}" for kind in re.findall(r'\b(?:kind|k)="(\w+)"', labels))]
         for name in names:
             counters[name] = counters.get(name, 0.0) + float(value)
     return counters

@@ -40,23 +40,20 @@ def decode_sampling(params: types_pb2.SamplingParams) -> SamplingParams:
 
 
 def encode_request(request: SpeculateRequest) -> draft_pb2.SpeculateRequest:
-    advances = request.advances.values()
+    advances = list(request.advances.values())
     shapes = _ShapeTable()
     message = draft_pb2.SpeculateRequest(
         open=[_encode_open(entry, shapes.number(entry.shape)) for entry in request.opens.values()], close=request.closes
     )
     if advances:
-        numbers = [shapes.number(entry.shape) for entry in advances]
-        message.advance.CopyFrom(
-            draft_pb2.Advance(
-                sequences=request.advances.keys(),
-                bases=[entry.base for entry in advances],
-                lengths=[len(entry.token_ids) for entry in advances],
-                token_ids=[token for entry in advances for token in entry.token_ids],
-                num_speculative_tokens=[entry.num_speculative_tokens for entry in advances],
-                shapes=numbers if any(numbers) else (),
-            )
-        )
+        columns = message.advance
+        columns.sequences.extend(request.advances)
+        columns.bases.extend([entry.base for entry in advances])
+        columns.lengths.extend([len(entry.token_ids) for entry in advances])
+        columns.token_ids.extend([token for entry in advances for token in entry.token_ids])
+        columns.num_speculative_tokens.extend([entry.num_speculative_tokens for entry in advances])
+        if any(entry.shape is not None for entry in advances):
+            columns.shapes.extend([shapes.number(entry.shape) for entry in advances])
     message.shapes.extend(draft_pb2.Shape(parents=[parent + 1 for parent in shape]) for shape in shapes.numbers)
     return message
 
@@ -116,9 +113,7 @@ def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
         strict=True,
     )
     return SpeculateReply(
-        proposals={
-            sequence: Proposal(sequence, base, token_ids, parents) for sequence, base, token_ids, parents in entries
-        },
+        proposals={entry[0]: Proposal(*entry) for entry in entries},
         lost=set(message.lost),
         refused=set(message.refused),
         timing=_decode_timing(message.timing) if message.HasField("timing") else None,
@@ -198,7 +193,7 @@ def _split(token_ids: Sequence[int], lengths: Sequence[int]) -> Iterator[list[in
     """Cuts a flattened column back into its entries."""
     if sum(lengths) != len(token_ids):
         raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(token_ids)} values")
-    start = 0
+    values, start = list(token_ids), 0
     for length in lengths:
-        yield list(token_ids[start : start + length])
+        yield values[start : start + length]
         start += length

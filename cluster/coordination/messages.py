@@ -29,7 +29,7 @@ class Open:
     shape: Shape | None = None  # of the tree that is owed; None: a chain of k
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as is Proposal: made for every sequence in every step, that takes twice the time
 class Advance:
     """Every token committed since `base`, a length the drafter is known to have been told."""
 
@@ -40,7 +40,7 @@ class Advance:
     shape: Shape | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """Draft tokens that follow the first `base` tokens of a sequence; `parents` as in Drafts."""
 

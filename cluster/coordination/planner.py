@@ -10,16 +10,19 @@ from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
+from cluster.speculation.calibration import Calibration
 from cluster.speculation.costs import LearnedCurve, LinkCosts
-from cluster.speculation.depth import Candidate, make_controller
+from cluster.speculation.depth import Candidate, GoodputController, make_controller
 
-_STEPS_A_PLAN = 4  # depths change slowly, and choosing them takes as long as some hundred other lines
+_STEPS_A_PLAN = 8  # depths change slowly, and choosing them takes as long as some hundred other lines
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
 _MAX_SHADOWS = 2
 _SHADOW_DEPTH = 3
 _SHADOW_SHARE = 0.005  # of the time, for which a shadow may keep its draft worker busy
+_SHADOW_WEIGHT = 4  # rounds that one of a shadow stands for: so few must outweigh what was counted while all had some
 _SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
 _WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
+_DOUBT = 1.03  # while speculation is off it must promise so much more: estimates are not better than that
 _PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
 
 
@@ -44,9 +47,12 @@ class DepthPlanner:
             max_wait_seconds=config.draft_timeout_ms / 1e3,
         )
         self._is_learning = config.controller == "goodput"
+        self._counts_rounds = config.controller == "threshold"
         self._rates: dict[float, PositionRates] = {}  # by temperature
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._num_steps_to_plan = 0
+        self._num_planned_rows = 0
+        self._calibration = Calibration()
         self._shadows: dict[SpeculativeSequence, float] = {}  # and when each may be drafted for again
         self._probe_at = clock() + _PROBE_SECONDS
         self.is_probing = False  # this step is of the other kind
@@ -66,18 +72,27 @@ class DepthPlanner:
         self._shadows.pop(sequence, None)
         sequence.is_shadow = False
 
+    def is_due(self, num_rows: int) -> bool:
+        """Whether the next call of `plan` may change depths: after some steps, and when the load is another.
+
+        What pays for one sequence can cost a step of 64 four times its time.
+        """
+        return self._num_steps_to_plan <= 1 or not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
+
     def plan(
         self, decoding: Sequence[SpeculativeSequence], costs_of: Mapping[DraftLink, LinkCosts], num_rows: int
     ) -> None:
         """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
 
-        Called once a step; most calls change nothing.
+        Called once a step; most calls change nothing (`is_due`).
         """
         self._choose_probe()
+        is_due = self.is_due(num_rows)
         self._num_steps_to_plan -= 1
-        if self._num_steps_to_plan > 0 or not decoding or (self._is_learning and not self.verify_seconds.is_known):
+        if not is_due or not decoding or (self._is_learning and not self.verify_seconds.is_known):
             return
         self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
+        self._num_planned_rows = num_rows
         any_link = next(iter(costs_of.values()), None)
         candidates = []
         for sequence in decoding:
@@ -85,7 +100,9 @@ class DepthPlanner:
             link = any_link if sequence.link is None else costs_of[sequence.link]
             fixed = sequence.num_speculative_tokens
             candidates.append(Candidate(sequence.acceptance, self._max_depth, link, fixed))
+        self._set_min_gain()
         depths = self._controller.choose(candidates, num_rows)
+        self._begin_window(depths, num_rows)
         for sequence, candidate, depth in zip(decoding, candidates, depths, strict=True):
             sequence.depth = depth
             sequence.expected_tokens = 1.0 + sum(candidate.acceptance.survival()[:depth])
@@ -115,11 +132,12 @@ class DepthPlanner:
         return 0 if self.is_probing else sequence.depth
 
     def observe_round(self, sequence: SpeculativeSequence, num_drafts: int, num_accepted: int) -> None:
-        """A step verified `num_drafts` drafts of `sequence` and confirmed the first `num_accepted`."""
-        if not num_drafts or sequence.acceptance is None:
+        """A step verified `num_drafts` drafts of `sequence`, at least one, and confirmed the first `num_accepted`."""
+        if sequence.acceptance is None:
             return
         sequence.acceptance.observe(num_drafts, num_accepted)
-        self._controller.observe(num_drafts, num_accepted)
+        if self._counts_rounds:
+            self._controller.observe(num_drafts, num_accepted)
         if sequence.is_shadow:
             self._probe_at = self._clock() + _PROBE_SECONDS
 
@@ -135,7 +153,8 @@ class DepthPlanner:
                 break
             num_accepted += 1
         if num_accepted < min(len(since), len(proposal.token_ids)) or len(since) >= len(proposal.token_ids):
-            sequence.acceptance.observe(len(proposal.token_ids), num_accepted)
+            for _ in range(_SHADOW_WEIGHT):
+                sequence.acceptance.observe(len(proposal.token_ids), num_accepted)
             sequence.proposal = None
 
     def should_go_on_without(
@@ -164,9 +183,28 @@ class DepthPlanner:
         """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
         self.verify_seconds.observe(num_rows, seconds)
 
+    def count_tokens(self, num_tokens: int) -> None:
+        """A step committed `num_tokens`, of all sequences."""
+        self._calibration.count(num_tokens)
+
+    def spoil_window(self) -> None:
+        """A step did something else beside, such as prefill."""
+        self._calibration.spoil()
+
+    def _set_min_gain(self) -> None:
+        if isinstance(self._controller, GoodputController):
+            doubt = 1.0 if self.opening_depth > 0 else _DOUBT
+            self._controller.min_gain = doubt * self._calibration.handicap
+
+    def _begin_window(self, depths: Sequence[int], num_rows: int) -> None:
+        rate = self._controller.rate if isinstance(self._controller, GoodputController) else None
+        self._calibration.begin(has_drafts=any(depths), rate=rate or 0.0, num_rows=num_rows, now=self._clock())
+
     def _choose_probe(self) -> None:
         now = self._clock()
         self.is_probing = self._is_learning and now >= self._probe_at
+        if self.is_probing:
+            self._calibration.spoil()
         if self.is_probing and not self._shadows:  # with shadows it goes on until one has a proposal to verify
             self._probe_at = now + _PROBE_SECONDS
 

@@ -27,6 +27,7 @@ class SpeculativeSequence:
     depth: int = 0  # draft tokens wanted in the next round
     expected_tokens: float = 1.0  # what a round of that depth commits on the average
     acceptance: SequenceAcceptance | None = None  # while it is open
+    window: int = 0  # how far past the committed tokens proposals may go
     name: int = 0  # its number on the wire, a new one each time it is opened
     link: DraftLink | None = None
     acknowledged: int = 0  # committed length the drafter is known to have been told
@@ -48,4 +49,6 @@ class SpeculativeSequence:
 
     def what_fits(self, proposal: Proposal) -> Drafts | None:
         """What is left of `proposal` after the tokens committed since its base; None unless it begins with them."""
+        if proposal.base == len(self.token_ids):  # nearly always
+            return proposal.drafts
         return proposal.drafts.after(self.token_ids[proposal.base :])

@@ -71,16 +71,21 @@ class SimulatedDrafter(Drafter):
             return rows
         nodes = (sequence.to_extend or [sequence.tip])[: max(1, budget)]
         for node in nodes:
-            sequence.extend(node, [self._choice(sequence, sequence.depth(node))], [0.0])
+            choices = self._choices(sequence, sequence.depth(node))
+            sequence.extend(node, choices, [float(rank) for rank in range(len(choices))])
         return max(rows, len(nodes))
 
-    def _choice(self, sequence: DraftSequence, place: int) -> int:
-        """The draft at `place` of the proposal, counted from 0."""
+    def _choices(self, sequence: DraftSequence, place: int) -> list[int]:
+        """The drafts at `place` of the proposal, counted from 0: as many as the sequence is wide, all different.
+
+        When the first is wrong the second is right as often as a first is, and so on.
+        """
         key, position = sequence.noise_key, sequence.num_committed + place
-        token = token_at(key, position, self.vocab_size)
-        if uniform_at(key, position) < self.acceptance.at(place):
-            return token
-        return (token + 1) % self.vocab_size
+        token, acceptance = token_at(key, position, self.vocab_size), self.acceptance.at(place)
+        for rank in range(sequence.width):
+            if uniform_at(key, position, rank) < acceptance:
+                return [(token + other - rank) % self.vocab_size for other in range(sequence.width)]
+        return [(token + 1 + rank) % self.vocab_size for rank in range(sequence.width)]
 
 
 class AcceptanceSchedule:

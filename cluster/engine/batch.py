@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A packed step: int64 tensors on the device."""
+    """A packed step. Its tensors are int64 and on the device."""
 
     token_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens]
@@ -64,6 +64,7 @@ class Batch:
     prefix_lens: torch.Tensor  # [num_segments]: tokens before the segment's own; in a tree, before its first node
     block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's own
     paths: torch.Tensor | None  # [num_tokens, longest path]: nodes, then -1; all -1 in chains; None: no trees
+    max_rows: int  # of a segment
 
 
 def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:
@@ -107,6 +108,7 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
         prefix_lens=on_device([segment.num_computed_tokens for segment in segments]),
         block_tables=on_device(block_tables),
         paths=on_device(_padded(paths)) if any(paths) else None,
+        max_rows=max(len(segment.token_ids) for segment in segments),
     )
 
 

@@ -22,7 +22,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        self.spare_block = num_blocks  # beyond what sequences are given: for rows that only pad a step
+        shape = (config.num_layers, (num_blocks + 1) * block_size, config.num_kv_heads, config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 

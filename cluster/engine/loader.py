@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.config import LayerChoice
 from cluster.engine.cpu_ops import CpuOps
+from cluster.engine.fixed_shape_ops import FixedShapeOps
 from cluster.engine.linear import Linear
 from cluster.engine.model import Decoder
 from cluster.engine.model_config import ModelConfig
@@ -68,6 +69,8 @@ def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> O
     """The fastest operators for the model on its device."""
     if device.type == "cpu" and CpuOps.supports(config, dtype):
         return CpuOps(config, dtype)
+    if device.type == "cuda":
+        return FixedShapeOps(config, dtype, device)
     return TorchOps(config, dtype, device)
 
 

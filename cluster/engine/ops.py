@@ -85,4 +85,8 @@ class TorchOps:
         rotated = to_rotate * self._cos[batch.positions] + turned * self._signed_sin[batch.positions]
         query, keys = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
         kv_cache.write(index, keys, heads[:, -config.num_kv_heads :], batch.slots)
-        return paged_attention(query, kv_cache, index, batch, config.attention_span(index)).flatten(1)
+        return self._attend(query, index, kv_cache, batch).flatten(1)
+
+    def _attend(self, query: torch.Tensor, index: int, kv_cache: KVCache, batch: Batch) -> torch.Tensor:
+        """[num_tokens, num_heads, head_dim], with this step's keys and values in the cache → the same shape."""
+        return paged_attention(query, kv_cache, index, batch, self._config.attention_span(index))

@@ -25,9 +25,9 @@ def token_at(key: NoiseKey, position: int, vocab_size: int) -> int:
     return _hash(key.low ^ position) % vocab_size
 
 
-def uniform_at(key: NoiseKey, position: int) -> float:
-    """A number in [0, 1), independent of the token."""
-    return _hash(key.high ^ ~position & _MASK) / 2**64
+def uniform_at(key: NoiseKey, position: int, rank: int = 0) -> float:
+    """A number in [0, 1), independent of the token and of the numbers of other ranks."""
+    return _hash(key.high ^ position ^ rank << 48) / 2**64
 
 
 def _hash(number: int) -> int:

@@ -6,7 +6,14 @@ A sequence's own history is short, so it only scales what all sequences of its k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
 
 _INITIAL_RATE = 0.7
 _INITIAL_WEIGHT = 4.0  # tests that the position before, or the initial rate, stands for
@@ -14,39 +21,61 @@ _WINDOW = 200.0  # tests of a position that are remembered, about
 _SEQUENCE_WEIGHT = 8.0  # tests that the shared rates stand for in a sequence's own
 _SEQUENCE_WINDOW = 48.0
 _MAX_RATE = 0.995
+_MAX_ROUNDS_TO_RENEW = 64
 
 
 class PositionRates:
-    """How often the draft at position j of a proposal is confirmed when all before it were."""
+    """How often the draft at position j of a proposal is confirmed when all before it were.
+
+    Rounds are counted as they come and made into rates after some dozen: many sequences have a round in every step.
+    """
 
     def __init__(self, max_depth: int) -> None:
+        self.max_depth = max_depth
         self._tested = [0.0] * max_depth
         self._accepted = [0.0] * max_depth
-        self._rates: list[float] | None = None
+        self._rounds: dict[tuple[int, int], int] = {}  # (drafts, accepted) and how often, since the rates were made
+        self._num_rounds_to_renew = 1
+        self._num_rounds_ever = 0
+        self._rates: list[float] = []
+        self.expected: list[float] = []  # confirmed drafts, by how many were tested
+        self._renew()
 
     @property
     def rates(self) -> list[float]:
         """One for each position; a position that was hardly tested is taken to be as good as the one before."""
-        if self._rates is None:
-            before, rates = _INITIAL_RATE, []
-            for tested, accepted in zip(self._tested, self._accepted, strict=True):
-                before = (accepted + _INITIAL_WEIGHT * before) / (tested + _INITIAL_WEIGHT)
-                rates.append(before)
-            self._rates = rates
+        if self._rounds:
+            self._renew()
         return self._rates
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Of `num_drafts` drafts the first `num_accepted` were confirmed, and the next was not, if there was one."""
+        outcome = num_drafts, num_accepted
+        self._rounds[outcome] = self._rounds.get(outcome, 0) + 1
+        self._num_rounds_to_renew -= 1
+        if self._num_rounds_to_renew <= 0:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Takes in the rounds that were counted since the last time."""
         tested, accepted = self._tested, self._accepted
-        for position in range(min(num_accepted + 1, num_drafts, len(tested))):
-            if tested[position] >= _WINDOW:
-                keep = 1.0 - 1.0 / _WINDOW
-                tested[position] *= keep
-                accepted[position] *= keep
-            tested[position] += 1.0
-            if position < num_accepted:
-                accepted[position] += 1.0
-        self._rates = None
+        for (num_drafts, num_accepted), count in self._rounds.items():
+            self._num_rounds_ever += count
+            for position in range(min(num_accepted + 1, num_drafts, len(tested))):
+                tested[position] += count
+                if position < num_accepted:
+                    accepted[position] += count
+                if tested[position] > _WINDOW:
+                    keep = _WINDOW / tested[position]
+                    tested[position] *= keep
+                    accepted[position] *= keep
+        self._rounds.clear()
+        self._num_rounds_to_renew = min(_MAX_ROUNDS_TO_RENEW, 1 + self._num_rounds_ever // 4)
+        before, self._rates = _INITIAL_RATE, []
+        for own_tested, own_accepted in zip(tested, accepted, strict=True):
+            before = (own_accepted + _INITIAL_WEIGHT * before) / (own_tested + _INITIAL_WEIGHT)
+            self._rates.append(before)
+        self.expected = [0.0, *itertools.accumulate(self._rates)]
 
 
 @dataclass(slots=True)
@@ -54,36 +83,37 @@ class SequenceAcceptance:
     """One sequence's acceptance, in proportion to `shared`."""
 
     shared: PositionRates
-    _accepted: float = field(default=_SEQUENCE_WEIGHT)
-    _expected: float = field(default=_SEQUENCE_WEIGHT)
-    _tested: float = 0.0
+    # Of its own drafts, over a window; the weight of the shared rates is apart and does not fade.
+    _accepted: float = 0.0
+    _expected: float = 0.0
 
     @property
     def factor(self) -> float:
         """Confirmed drafts over those that the shared rates would have let one expect."""
-        return self._accepted / self._expected
+        return (_SEQUENCE_WEIGHT + self._accepted) / (_SEQUENCE_WEIGHT + self._expected)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Takes in one round; also teaches the shared rates."""
         if num_drafts == 0:
             return
-        rates = self.shared.rates
-        num_tested = min(num_accepted + 1, num_drafts, len(rates))
-        if self._tested >= _SEQUENCE_WINDOW:
-            keep = 1.0 - num_tested / _SEQUENCE_WINDOW
-            self._tested *= keep
-            # The shared rates' own weight does not fade.
-            self._accepted = _SEQUENCE_WEIGHT + (self._accepted - _SEQUENCE_WEIGHT) * keep
-            self._expected = _SEQUENCE_WEIGHT + (self._expected - _SEQUENCE_WEIGHT) * keep
-        self._tested += num_tested
-        self._accepted += min(num_accepted, num_tested)
-        self._expected += sum(rates[:num_tested])
-        self.shared.observe(num_drafts, num_accepted)
+        shared = self.shared
+        num_tested = min(num_accepted + 1 if num_accepted < num_drafts else num_drafts, shared.max_depth)
+        keep = 1.0 - num_tested / _SEQUENCE_WINDOW if num_tested < _SEQUENCE_WINDOW else 0.0
+        self._accepted = keep * self._accepted + (num_accepted if num_accepted < num_tested else num_tested)
+        self._expected = keep * self._expected + shared.expected[num_tested]
+        shared.observe(num_drafts, num_accepted)
 
     def survival(self) -> list[float]:
         """For each depth, the probability that a draft so deep is committed; never rises."""
-        factor, alive, survival = self.factor, 1.0, []
-        for rate in self.shared.rates:
-            alive *= min(rate * factor, _MAX_RATE)
-            survival.append(alive)
-        return survival
+        own: list[float] = survivals([self])[0].tolist()
+        return own
+
+
+def survivals(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
+    """The survival of each, [sequences, depths]."""
+    shared = list({id(sequence.shared): sequence.shared for sequence in sequences}.values())
+    row_of = {id(rates): row for row, rates in enumerate(shared)}
+    rates = np.array([own.rates for own in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]
+    factors = np.array([sequence.factor for sequence in sequences])
+    alive: FloatArray = np.cumprod(np.minimum(rates * factors[:, None], _MAX_RATE), axis=1)
+    return alive

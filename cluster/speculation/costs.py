@@ -6,6 +6,7 @@ time (the network, and waiting behind other targets) is one number.
 
 from __future__ import annotations
 
+import bisect
 import math
 
 import numpy as np
@@ -32,12 +33,13 @@ class LearnedCurve:
     """
 
     def __init__(self, maximum: int) -> None:
-        self._knots = np.array(_knots(maximum), dtype=np.float64)
-        self._log_seconds = np.full(len(self._knots), np.nan)  # without the common factor
+        # Lists: one number at a time goes in and mostly out, once a step, for which NumPy takes ten times as long.
+        self._knots = _knots(maximum)
+        self._log_seconds: list[float | None] = [None] * len(self._knots)  # without the common factor
         self._log_scale = 0.0
-        self._seen_at = np.zeros(len(self._knots), dtype=np.int64)
+        self._seen_at = [0] * len(self._knots)
         self._num_observations = 0
-        self._filled: FloatArray | None = None
+        self._filled: list[float] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -45,40 +47,62 @@ class LearnedCurve:
 
     def observe(self, count: int, seconds: float) -> None:
         """One step of `count` rows took `seconds`."""
-        index = int(np.searchsorted(self._knots, count, side="right")) - 1
-        index = min(max(index, 0), len(self._knots) - 1)
-        low, high = self._knots[index], self._knots[min(index + 1, len(self._knots) - 1)]
-        share = min(1.0, (count - low) / (high - low)) if high > low else 0.0
-        expected = max(float(self.at(count)), 1e-9) if self.is_known else seconds
+        index, share = self._place(count)
+        expected = max(self.seconds(count), 1e-9) if self.is_known else seconds
         error = math.log(min(max(seconds, 1e-9) / expected, _CLIP))
         self._num_observations += 1
         for knot, weight in ((index, 1.0 - share), (index + 1, share)):
             if weight == 0.0:
                 continue
-            if np.isnan(self._log_seconds[knot]):
+            known = self._log_seconds[knot]
+            if known is None:
                 self._log_seconds[knot] = math.log(expected) + weight * error - self._log_scale
             else:
                 is_stale = self._num_observations - self._seen_at[knot] > _STALE
-                self._log_seconds[knot] += (_STALE_KNOT_RATE if is_stale else _KNOT_RATE) * weight * error
+                self._log_seconds[knot] = known + (_STALE_KNOT_RATE if is_stale else _KNOT_RATE) * weight * error
             self._seen_at[knot] = self._num_observations
         self._log_scale += _SCALE_RATE * error
         self._filled = None
 
+    def seconds(self, count: float) -> float:
+        """At one count. Something must have been observed."""
+        filled = self._fill()
+        index, share = self._place(count)
+        return filled[index] if share == 0.0 else (1.0 - share) * filled[index] + share * filled[index + 1]
+
     def at(self, counts: float | FloatArray | IntArray) -> FloatArray:
         """Seconds at `counts`. Something must have been observed."""
-        if self._filled is None:
-            self._filled = self._fill()
-        return np.asarray(np.interp(counts, self._knots, self._filled))
+        return np.asarray(np.interp(counts, self._knots, self._fill()))
 
-    def _fill(self) -> FloatArray:
-        known = np.flatnonzero(~np.isnan(self._log_seconds))
-        knots = self._knots[known]
-        seconds = np.maximum.accumulate(np.exp(self._log_seconds[known] + self._log_scale))
-        filled: FloatArray = np.interp(self._knots, knots, seconds)
-        beyond = self._knots > knots[-1]
-        if len(knots) > 1:
-            slope = (seconds[-1] - seconds[-2]) / (knots[-1] - knots[-2])
-            filled[beyond] = seconds[-1] + slope * (self._knots[beyond] - knots[-1])
+    def _place(self, count: float) -> tuple[int, float]:
+        """The knot at or below `count`, and how far it is on the way to the next, in [0, 1]; nought at the last."""
+        knots = self._knots
+        index = max(bisect.bisect_right(knots, count) - 1, 0)
+        if index + 1 == len(knots):
+            return index, 0.0
+        return index, max(0.0, (count - knots[index]) / (knots[index + 1] - knots[index]))
+
+    def _fill(self) -> list[float]:
+        """The seconds at all knots."""
+        if self._filled is not None:
+            return self._filled
+        knots, filled = self._knots, [0.0] * len(self._knots)
+        last, slope = -1, 0.0  # the last knot that is known, and the slope to it
+        for index, log_seconds in enumerate(self._log_seconds):
+            if log_seconds is None:
+                continue
+            seconds = math.exp(log_seconds + self._log_scale)
+            if last < 0:
+                filled[:index] = [seconds] * index
+            else:
+                seconds = max(seconds, filled[last])
+                slope = (seconds - filled[last]) / (knots[index] - knots[last])
+                for between in range(last + 1, index):
+                    filled[between] = filled[last] + slope * (knots[between] - knots[last])
+            filled[index], last = seconds, index
+        for beyond in range(last + 1, len(knots)):
+            filled[beyond] = filled[last] + slope * (knots[beyond] - knots[last])
+        self._filled = filled
         return filled
 
 
@@ -118,7 +142,7 @@ class LinkCosts:
 
     def observe_wait(self, waited_seconds: float, depth: int, batch: int) -> None:
         """A step waited `waited_seconds` for proposals of `depth` tokens of `batch` sequences."""
-        expected = float(self._proposal_seconds(depth, batch))
+        expected = self.proposal_seconds(depth, batch)
         if expected > 0.0:
             share = min(waited_seconds / expected, _CLIP)
             self._waited_share += _LINK_LEARNING_RATE * (share - self._waited_share)
@@ -130,8 +154,9 @@ class LinkCosts:
 
     def proposal_seconds(self, depth: int, batch: int) -> float:
         """From asking for a proposal to having it, when nothing was drafted ahead."""
-        return float(self._proposal_seconds(depth, batch))
+        step = self._draft_step.seconds(max(batch, 1)) if self.is_known else 0.0
+        return self.round_trip_seconds + depth * step
 
-    def _proposal_seconds(self, depths: int | IntArray, batches: int | IntArray) -> FloatArray:
+    def _proposal_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
         step = self._draft_step.at(np.maximum(batches, 1)) if self.is_known else 0.0
         return np.asarray(self.round_trip_seconds + depths * step)

@@ -13,16 +13,15 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.acceptance_model import SequenceAcceptance, survivals
 from cluster.speculation.costs import LearnedCurve, LinkCosts
 
 ControllerName = Literal["goodput", "threshold", "fixed"]
 
 _DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-_MIN_GAIN = 1.01  # speculation must promise so much more than none: estimates are not better than that
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """A sequence that may be drafted for in the next step."""
 
@@ -102,6 +101,8 @@ class GoodputController:
     """
 
     def __init__(self, verify: LearnedCurve, max_wait_seconds: float) -> None:
+        self.min_gain = 1.0  # what speculation must promise, in proportion to none
+        self.rate: float | None = None  # tokens a second that the last choice promises; None: it was not all its own
         self._verify = verify
         self._max_wait_seconds = max_wait_seconds
 
@@ -111,14 +112,18 @@ class GoodputController:
     def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
         depths = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
         free = [i for i, c in enumerate(candidates) if c.fixed_depth is None and c.max_depth > 0]
+        self.rate = None
         if free:
-            own = self._choose([candidates[i] for i in free], num_rows + sum(depths))
+            own, rate = self._choose([candidates[i] for i in free], num_rows + sum(depths))
             for index, depth in zip(free, own, strict=True):
                 depths[index] = int(depth)
+            if len(free) == len(candidates):
+                self.rate = rate
         return depths
 
-    def _choose(self, candidates: Sequence[Candidate], num_rows: int) -> Sequence[int]:
-        worth = np.array([c.acceptance.survival() for c in candidates])
+    def _choose(self, candidates: Sequence[Candidate], num_rows: int) -> tuple[Sequence[int], float]:
+        """Depths, and the tokens a second that they promise."""
+        worth = survivals([c.acceptance for c in candidates])
         depth_of = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
         allowed = depth_of <= np.array([c.max_depth for c in candidates])[:, None]
         # Stable, and worth never rises with depth: a sequence's tokens come in the order of their depth.
@@ -141,11 +146,12 @@ class GoodputController:
         rates = (num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)) / (step_seconds[num_taken] + wait)
         rates = np.where(wait <= self._max_wait_seconds, rates, 0.0)
         limit, last = np.unravel_index(rates.argmax(), rates.shape)
-        if rates[limit, last] <= _MIN_GAIN * num_rows / step_seconds[0]:
-            return [0] * len(candidates)
+        plain_rate = num_rows / float(step_seconds[0])
+        if rates[limit, last] <= self.min_gain * plain_rate:
+            return [0] * len(candidates), plain_rate
         best = order[: last + 1][taken[limit, : last + 1]]
         counts: list[int] = np.bincount(best // allowed.shape[1], minlength=len(candidates)).tolist()
-        return counts
+        return counts, float(rates[limit, last])
 
 
 def make_controller(

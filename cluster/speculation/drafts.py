@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for every sequence in every step, that takes twice the time
 class Drafts:
     """Draft tokens after the last committed one.
 

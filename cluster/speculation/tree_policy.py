@@ -41,6 +41,7 @@ class TreePolicy:
 
     @property
     def may_branch(self) -> bool:
+        """Whether there are trees, and something to measure."""
         return self._width > 1
 
     def shape(self, num_nodes: int) -> Shape | None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.coordinator import Coordinator, Round
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.engine import sequence as engine
@@ -208,33 +208,37 @@ class StepLoop(Target):
         self._take_commands()
         for sequence in self._scheduler.admit():
             self._coordinator.open(self._request_of[sequence].speculative)
-        decoding = [self._request_of[s].speculative for s in self._scheduler.running if not s.is_prefilling]
+        sequences = [s for s in self._scheduler.running if not s.is_prefilling]
+        decoding = [self._request_of[s].speculative for s in sequences]
         # One message a link: what the last step committed, and what was admitted since. It goes out before the
         # target's own prefill, so that the draft's runs beside it.
-        self._coordinator.flush(decoding)
+        self._coordinator.flush(decoding, len(self._scheduler.running) - len(decoding))
         waiting_since = time.perf_counter()
         held_back = set(self._coordinator.wait(decoding))
         started_at = time.perf_counter()
         self._wait_seconds += started_at - waiting_since
-        step = self._scheduler.schedule(
-            lambda sequence: self._coordinator.drafts(self._request_of[sequence].speculative),
-            lambda sequence: self._request_of[sequence].speculative in held_back,
-        )
+        if held_back:
+            sequences = [s for s in sequences if self._request_of[s].speculative not in held_back]
+            decoding = [self._request_of[s].speculative for s in sequences]
+        drafts = dict(zip(sequences, self._coordinator.drafts(decoding), strict=True))
+        step = self._scheduler.schedule(drafts.__getitem__, lambda sequence: sequence not in drafts)
         if step:
             choices = self._choose([(scheduled, self._request_of[scheduled.sequence].request) for scheduled in step])
             publish(self._commit(step, choices))
             kind, seconds = _kind(step), time.perf_counter() - started_at
             self._step_times[kind].add(seconds)
-            if kind == "verify":
-                self._coordinator.trees.time_verify(seconds)
-            if kind != "prefill":
-                self._coordinator.planner.observe_step(sum(scheduled.num_choices for scheduled in step), seconds)
+            if kind == "prefill":
+                self._coordinator.planner.spoil_window()
+            else:
+                num_rows = sum(scheduled.num_choices for scheduled in step)
+                self._coordinator.observe_step(num_rows, seconds, has_drafts=kind == "verify")
         if not self._running:
             self._coordinator.flush()  # the loop will sleep: finished sequences must not wait to be closed
 
     def _commit(self, step: Sequence[ScheduledSequence], choices: Sequence[int]) -> list[GenerationOutput]:
         """Accepts, commits and rolls back every sequence of the step; finished ones are freed."""
         outputs: list[GenerationOutput] = []
+        rounds: list[Round] = []
         start = 0
         for scheduled in step:
             sequence = scheduled.sequence
@@ -244,7 +248,6 @@ class StepLoop(Target):
             own_choices = choices[start : start + scheduled.num_choices]
             start += scheduled.num_choices
             chosen = self._accept(scheduled, own_choices)
-            self._coordinator.trees.count(scheduled.drafts, chosen)
             num_accepted = len(chosen) - 1
             num_committed = sequence.commit(chosen)
             # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
@@ -261,9 +264,10 @@ class StepLoop(Target):
                 )
             )
             if sequence.finish_reason is None:
-                self._coordinator.commit(running.speculative, *scheduled.drafts.main_path_outcome(chosen))
+                rounds.append(Round(running.speculative, scheduled.drafts, chosen))
             else:
                 self._release(running)
+        self._coordinator.commit(rounds)
         return outputs
 
     def _accept(self, scheduled: ScheduledSequence, choices: Sequence[int]) -> Sequence[int]:

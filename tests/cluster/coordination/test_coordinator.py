@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.coordinator import Coordinator, Round
 from cluster.coordination.link import LinkEvent, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
 from cluster.coordination.sequence import SpeculativeSequence
@@ -120,12 +120,12 @@ class Rounds:
     def drafts(self) -> list[int]:
         """What a step verifies."""
         self.coordinator.wait([self.sequence])
-        return list(self.coordinator.drafts(self.sequence).token_ids)
+        return list(self.coordinator.drafts([self.sequence])[0].token_ids)
 
     def commits(self, *tokens: int) -> list[SpeculateRequest]:
         """The end of a step; returns what is sent."""
         self.sequence.token_ids.extend(tokens)
-        self.coordinator.commit(self.sequence)
+        self.coordinator.commit([Round(self.sequence)])
         self.coordinator.flush()
         return self.link.take_sent()
 
@@ -310,7 +310,7 @@ class TestLateProposals:
         coordinator.wait([rounds.sequence, other])
         assert pool.now == pytest.approx(100.0 + TIMEOUT_S)
         assert (rounds.sequence.is_late, other.is_late) == (True, False)
-        assert coordinator.drafts(other) == Drafts([7])
+        assert coordinator.drafts([other])[0] == Drafts([7])
 
     def test_events_that_do_not_matter_do_not_prolong_the_wait(self, rounds: Rounds, pool: ScriptedPool) -> None:
         for index in range(20):
@@ -368,13 +368,13 @@ class TestTrees:
 
     def verified(self, rounds: Rounds, *tokens: int, parents: tuple[int, ...] = PARENTS) -> Drafts:
         name = rounds.sequence.name
-        reply = SpeculateReply(proposals={name: Proposal(name, 3, tokens or self.TOKENS, parents)})
+        reply = SpeculateReply(proposals={name: Proposal(name, 3, [*(tokens or self.TOKENS)], [*parents])})
         rounds.pool.happens(rounds.link, reply)
         rounds.coordinator.wait([rounds.sequence])
-        return rounds.coordinator.drafts(rounds.sequence)
+        return rounds.coordinator.drafts([rounds.sequence])[0]
 
     def test_is_verified_up_to_k_nodes(self, rounds: Rounds) -> None:
-        assert self.verified(rounds) == Drafts((4, 5, 6, 7), (-1, 0, 0, 1))
+        assert self.verified(rounds) == Drafts([4, 5, 6, 7], [-1, 0, 0, 1])
 
     @pytest.mark.parametrize(
         ("committed", "drafts"),
@@ -404,8 +404,8 @@ class TestLinks:
         coordinator.open(sequence)
         coordinator.flush()
         coordinator.wait([sequence])
-        assert coordinator.drafts(sequence) == Drafts()
-        coordinator.commit(sequence)
+        assert coordinator.drafts([sequence])[0] == Drafts()
+        coordinator.commit([Round(sequence)])
         assert pool.now == 100.0
 
     def test_a_link_that_came_up_while_nothing_ran_takes_the_first_sequence_at_once(
@@ -519,8 +519,8 @@ class TestRefusals:
         reply = SpeculateReply(proposals={other.name: Proposal(other.name, 3, [7])}, refused={rounds.sequence.name})
         pool.happens(rounds.link, reply)
         coordinator.wait([rounds.sequence, other])
-        assert coordinator.drafts(other) == Drafts([7])
-        assert coordinator.drafts(rounds.sequence) == Drafts()
+        assert coordinator.drafts([other])[0] == Drafts([7])
+        assert coordinator.drafts([rounds.sequence])[0] == Drafts()
 
 
 class TestMessages:
@@ -529,8 +529,8 @@ class TestMessages:
         coordinator.open(sequence)
         coordinator.flush()
         coordinator.wait([sequence])
-        assert coordinator.drafts(sequence) == Drafts()
-        coordinator.commit(sequence)
+        assert coordinator.drafts([sequence])[0] == Drafts()
+        coordinator.commit([Round(sequence)])
         coordinator.close(sequence)
         coordinator.flush()
         assert link.sent == []
@@ -546,7 +546,7 @@ class TestMessages:
         assert [len(link.take_sent()) for link in links] == [1, 1]
         for sequence in sequences[1:4]:
             sequence.token_ids.append(4)
-            coordinator.commit(sequence)
+            coordinator.commit([Round(sequence)])
         coordinator.close(sequences[0])
         for sequence in sequences[4:]:
             coordinator.open(sequence)
@@ -564,7 +564,7 @@ class TestMessages:
     def test_a_close_is_sent_in_place_of_what_was_to_be_told(self, rounds: Rounds) -> None:
         name = rounds.sequence.name
         rounds.sequence.token_ids.append(4)
-        rounds.coordinator.commit(rounds.sequence)
+        rounds.coordinator.commit([Round(rounds.sequence)])
         rounds.coordinator.close(rounds.sequence)
         rounds.coordinator.flush()
         assert rounds.link.take_sent() == [SpeculateRequest(closes={name})]

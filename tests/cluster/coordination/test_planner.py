@@ -190,3 +190,11 @@ def test_a_closed_shadow_has_a_successor(off: Engine) -> None:
     off.steps()
     assert len(off.shadows) == 2
     assert shadow not in off.shadows
+
+
+@pytest.mark.parametrize(("num_rows", "is_due"), [(4, False), (8, False), (2, False), (9, True), (1, True)])
+def test_another_load_is_planned_for_at_once(num_rows: int, is_due: bool) -> None:
+    engine = Engine(num_sequences=4)
+    engine.rows_cost(0.001)
+    engine.step()
+    assert engine.planner.is_due(num_rows) == is_due

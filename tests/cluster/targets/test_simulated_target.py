@@ -39,7 +39,7 @@ def test_same_tokens_with_and_without_speculation(settings: Sequence[str]) -> No
     for seed, answer in answers.items():
         key = NoiseKey.derive(seed, 0)
         assert answer.token_ids == [token_at(key, PROMPT_LEN + place, vocab_size) for place in range(60)]
-    plain, *speculative, _ = answers.values()  # the last had what the controller chose
+    plain, *speculative, _ = answers.values()  # what the controller does with the last depends on its steps' times
     assert plain.num_draft_tokens == 0
     assert all(answer.num_accepted_tokens > 0 for answer in speculative)
 
