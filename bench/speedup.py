@@ -189,15 +189,15 @@ def measure(
         run(speculative, depth, prompts[: max(WARM_UP_PROMPTS, num_streams // 2)])
     for _ in range(arguments.repeats):
         for cluster, measured in ((plain, point.plain), *((speculative, depth) for depth in point.depths)):
-            before = _counters(cluster)
+            before = cluster_counters(cluster)
             measured.tokens_per_second.append(run(cluster, measured.depth, prompts).tokens_per_second)
-            after = _counters(cluster)
+            after = cluster_counters(cluster)
             measured.round_trip_ms = 1e3 * after.get("outrider_link_round_trip_seconds", 0.0)
             measured.grown.update({name: value - before.get(name, 0.0) for name, value in after.items()})
     return point
 
 
-def _counters(cluster: LocalCluster) -> dict[str, float]:
+def cluster_counters(cluster: LocalCluster) -> dict[str, float]:
     counters = read_counters(f"{cluster.url}/metrics")
     for worker in (*cluster.targets[:1], *cluster.drafts[:1]):
         counters |= read_counters(worker.metrics_url)

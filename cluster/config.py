@@ -109,10 +109,11 @@ class SpeculationConfig(_Section):
         description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
         "acceptance rate; fixed, num_speculative_tokens",
     )
-    acceptance: Literal["coupled", "greedy"] = Field(
+    acceptance: Literal["coupled", "greedy", "rejection"] = Field(
         "coupled",
-        description="coupled: the draft sees the target's noise. greedy, for comparison: it proposes its likeliest "
-        "token, as engines do that have nothing but token IDs",
+        description="coupled: the draft sees the target's noise. For comparison: greedy, it proposes its likeliest "
+        "token, as engines do that have nothing but token IDs; rejection, the target runs a copy of the draft for its "
+        "probabilities, and what comes out depends on the draft",
     )
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,
@@ -144,6 +145,17 @@ class SpeculationConfig(_Section):
                 f"{self.max_speculative_tokens}: raise the latter"
             )
         return self
+
+    @model_validator(mode="after")
+    def _rejection_of_chains(self) -> SpeculationConfig:
+        if self.acceptance == "rejection" and self.tree_width > 1:
+            raise ValueError(f"acceptance rejection verifies chains only: set tree_width 1, not {self.tree_width}")
+        return self
+
+    @property
+    def tunes_draft_temperature(self) -> bool:
+        """Not where the target must know the distribution that the draft sampled from."""
+        return self.tune_draft_temperature and self.acceptance != "rejection"
 
     @property
     def num_run_ahead_branches(self) -> int:
@@ -223,6 +235,18 @@ class Config(_Section):
     speculation: SpeculationConfig = SpeculationConfig()
     router: RouterConfig = RouterConfig()
     simulation: SimulationConfig = SimulationConfig()
+
+    @model_validator(mode="after")
+    def _rejection_has_probabilities(self) -> Config:
+        if self.speculation.acceptance != "rejection":
+            return self
+        if self.target.engine != "torch":
+            raise ValueError(f"acceptance rejection needs target.engine torch, not {self.target.engine}")
+        if self.draft.drafter in ("ngram", "simulated"):
+            raise ValueError(
+                f"acceptance rejection needs the draft's probabilities: draft.drafter {self.draft.drafter} has none"
+            )
+        return self
 
     @property
     def draft_model(self) -> str:

@@ -31,6 +31,7 @@ from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.coordination.spread import LinkUse, Spread
 from cluster.speculation.drafts import Drafts
+from cluster.speculation.noise import NoiseDomain
 from cluster.speculation.tree_policy import TreePolicy
 
 _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
@@ -334,13 +335,17 @@ class Coordinator:
         sequence.awaited_since, sequence.is_late = now, False
 
     def _opening(self, sequence: SpeculativeSequence, depth: int) -> Open:
-        is_greedy = self._config.acceptance == "greedy"
+        params, noise_key = sequence.params, sequence.noise_key
+        if self._config.acceptance == "greedy":
+            params = replace(params, temperature=0.0)
+        elif self._config.acceptance == "rejection":
+            noise_key = noise_key.within(NoiseDomain.DRAFT)  # a rejection must not be decided by what it rejects
         return Open(
             sequence.name,
             list(sequence.token_ids),
             sequence.num_prompt_tokens,
-            replace(sequence.params, temperature=0.0) if is_greedy else sequence.params,
-            sequence.noise_key,
+            params,
+            noise_key,
             depth,
             self._config.granted_window,
             None if sequence.is_shadow else self.trees.shape(depth),

@@ -24,18 +24,29 @@ def make_drafter(config: Config, progress: Progress | None = None) -> Drafter:
     return _DRAFTERS[config.draft.drafter](config, progress)
 
 
-def _model(config: Config, progress: Progress | None) -> Drafter:
-    return _model_drafter(config.draft, progress)
+def load_draft_model(config: Config, progress: Progress | None = None) -> ModelRunner:
+    """The model of a drafter that is one, with an empty cache. Raises ConfigurationError."""
+    return _MODELS[config.draft.drafter](config, progress)
 
 
-def _layer_skip(config: Config, progress: Progress | None) -> Drafter:
+def _model(config: Config, progress: Progress | None) -> ModelRunner:
+    return _load(config.draft, progress)
+
+
+def _layer_skip(config: Config, progress: Progress | None) -> ModelRunner:
     """The target's model without some of its layers (Zhang et al., arXiv 2309.08168)."""
-    return _model_drafter(_of_target(config), progress, layers=config.draft.layers)
+    return _load(_of_target(config), progress, layers=config.draft.layers)
 
 
-def _self_int4(config: Config, progress: Progress | None) -> Drafter:
+def _self_int4(config: Config, progress: Progress | None) -> ModelRunner:
     """The target's model with its projections in 4 bits; embedding and head are as the target has them."""
-    return _model_drafter(_of_target(config).model_copy(update={"quantization": "int4"}), progress)
+    return _load(_of_target(config).model_copy(update={"quantization": "int4"}), progress)
+
+
+def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
+    draft, runner = config.draft, load_draft_model(config, progress)
+    max_model_len = runner.model.config.resolve_max_model_len(draft.max_model_len)
+    return ModelDrafter(runner, max_model_len, draft.max_num_seqs, draft.max_num_batched_tokens)
 
 
 def _ngram(config: Config, progress: Progress | None) -> Drafter:
@@ -58,11 +69,15 @@ def _simulated(config: Config, progress: Progress | None) -> Drafter:
     )
 
 
-_DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None], Drafter]] = {
+_MODELS: dict[DrafterName, Callable[[Config, Progress | None], ModelRunner]] = {
     "model": _model,
-    "ngram": _ngram,
     "self-int4": _self_int4,
     "layer-skip": _layer_skip,
+}
+
+_DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None], Drafter]] = {
+    **dict.fromkeys(_MODELS, _model_drafter),
+    "ngram": _ngram,
     "simulated": _simulated,
 }
 
@@ -71,9 +86,7 @@ def _of_target(config: Config) -> DraftConfig:
     return config.draft.model_copy(update={"model": config.draft_model})
 
 
-def _model_drafter(draft: DraftConfig, progress: Progress | None, layers: LayerChoice | None = None) -> ModelDrafter:
+def _load(draft: DraftConfig, progress: Progress | None, layers: LayerChoice | None = None) -> ModelRunner:
     # A draft reads its weights as often as it proposes; without the kernels, though, PyTorch's float32 is the faster.
     dtype_on_cpu = torch.bfloat16 if has_kernels() else torch.float32
-    runner = ModelRunner.from_config(draft, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)
-    max_model_len = runner.model.config.resolve_max_model_len(draft.max_model_len)
-    return ModelDrafter(runner, max_model_len, draft.max_num_seqs, draft.max_num_batched_tokens)
+    return ModelRunner.from_config(draft, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)

@@ -31,6 +31,8 @@ class NoiseDomain(enum.IntEnum):
     """Separates streams of noise that must be independent although seed and choice are the same."""
 
     CHOICE = 0  # the target's draw, and the draft's guess of it
+    DRAFT = 1  # with `acceptance: rejection`: the draft's own draw
+    ACCEPTANCE = 2  # likewise: whether its token is accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,12 @@ class NoiseKey:
         low, high = struct.unpack("<QQ", digest)
         return cls(low, high)
 
+    def within(self, domain: NoiseDomain) -> NoiseKey:
+        """A key that follows from this one, for noise that must be independent of it."""
+        packed = struct.pack("<QQB", self.low, self.high, domain)
+        digest = hashlib.blake2b(packed, digest_size=16, person=b"outrider-domain").digest()
+        return NoiseKey(*struct.unpack("<QQ", digest))
+
 
 def noise_words(key: NoiseKey, position: int, num_tokens: int) -> npt.NDArray[np.uint32]:
     """The raw words of tokens 0 .. num_tokens-1 at `position`. Shape [num_tokens]."""
@@ -57,6 +65,11 @@ def noise_words(key: NoiseKey, position: int, num_tokens: int) -> npt.NDArray[np
     num_blocks = -(-num_tokens // _TOKENS_PER_BLOCK)
     words = generator.random_raw(num_blocks * _WORDS_PER_BLOCK)
     return words.astype("<u8", copy=False).view(np.uint32)[:num_tokens]
+
+
+def uniform_noise(key: NoiseKey, position: int) -> float:
+    """A number in (0, 1)."""
+    return (float(noise_words(key, position, 1)[0]) + 0.5) / 2.0**32
 
 
 def gumbel_noise(draws: Sequence[tuple[NoiseKey, int]], num_tokens: int) -> npt.NDArray[np.float32]:

@@ -90,6 +90,16 @@ def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) ->
     return scores
 
 
+def probabilities(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
+    """What the choice of every row is a sample of, after every filter: float32 [num_rows, vocab_size].
+
+    No request is greedy.
+    """
+    scores = logits.to(torch.float32, copy=True)
+    _shape(scores, requests)
+    return scores.softmax(dim=-1)
+
+
 def _best_by_kernel(
     logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 
 from cluster.config import Config, EngineName
 from cluster.coordination.pool import DraftPool
+from cluster.drafters.registry import load_draft_model
 from cluster.engine.blocks import BlockManager
 from cluster.engine.invariance import check_invariance
 from cluster.engine.kv_cache import block_bytes
@@ -17,6 +18,7 @@ from cluster.engine.runner import ModelRunner, kv_cache_budget
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.targets.base import Target
+from cluster.targets.rejection import RejectionSampler
 from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
 
@@ -40,6 +42,7 @@ def _torch(config: Config, pool: DraftPool, progress: Progress | None) -> Target
     runner = ModelRunner.from_config(target, dtype_on_cpu=torch.bfloat16, progress=progress)
     if target.numerics == "invariant":
         check_invariance(runner)
+    rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
     return TorchTarget(
         target.model,
         runner,
@@ -48,6 +51,25 @@ def _torch(config: Config, pool: DraftPool, progress: Progress | None) -> Target
         max_model_len=runner.model.config.resolve_max_model_len(target.max_model_len),
         max_num_seqs=target.max_num_seqs,
         max_num_batched_tokens=target.max_num_batched_tokens,
+        rejection=rejection,
+    )
+
+
+def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
+    """With a copy of the draft, as its worker loads it; None where nothing is drafted."""
+    if config.speculation.num_speculative_tokens == 0:
+        return None
+    draft = load_draft_model(config)
+    draft_size, target_size = draft.model.config.vocab_size, target.model.config.vocab_size
+    if draft_size != target_size:
+        raise ConfigurationError(
+            f"speculation.acceptance rejection needs one vocabulary: the draft's has {draft_size} tokens, the target's "
+            f"{target_size}"
+        )
+    return RejectionSampler(
+        draft,
+        max_model_len=draft.model.config.resolve_max_model_len(config.draft.max_model_len),
+        max_num_batched_tokens=config.draft.max_num_batched_tokens,
     )
 
 

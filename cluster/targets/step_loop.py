@@ -92,6 +92,9 @@ class StepLoop(Target):
     def _time_step(self, num_rows: int) -> float | None:
         """Seconds that a step of `num_rows` rows takes, tried before the first request; None when it cannot be."""
 
+    def _forget(self, sequence: engine.Sequence) -> None:
+        """`sequence` has ended: lets go of what the engine itself keeps of it."""
+
     def start(self, publish: Publish) -> None:
         self._thread = threading.Thread(target=self._run, args=(publish,), name="target", daemon=True)
         self._thread.start()
@@ -322,6 +325,7 @@ class StepLoop(Target):
 
     def _release(self, running: _Running) -> None:
         self._scheduler.remove(running.sequence)
+        self._forget(running.sequence)
         self._coordinator.close(running.speculative)
         del self._running[running.request.request_id]
         del self._request_of[running.sequence]

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.pool import DraftPool
+from cluster.engine import sequence as engine
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.engine.scheduler import ScheduledSequence
 from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import SampleRequest, sample
 from cluster.targets.base import GenerationRequest
+from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
 
 
@@ -29,7 +31,9 @@ class TorchTarget(StepLoop):
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        rejection: RejectionSampler | None = None,
     ) -> None:
+        """`rejection`: takes the place of coupled acceptance."""
         super().__init__(
             runner.blocks,
             pool,
@@ -43,6 +47,7 @@ class TorchTarget(StepLoop):
             max_num_batched_tokens=max_num_batched_tokens,
         )
         self._runner = runner
+        self._rejection = rejection
 
     def _choose(self, step: Sequence[tuple[ScheduledSequence, GenerationRequest]]) -> list[int]:
         logits = self._runner.run([scheduled.segment() for scheduled, _ in step])
@@ -52,7 +57,12 @@ class TorchTarget(StepLoop):
             if scheduled.yields_choices
             for asked in _sample_requests(scheduled, request)
         ]
-        return sample(logits, requests) if requests else []
+        choices = sample(logits, requests) if requests else []
+        return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
+
+    def _forget(self, sequence: engine.Sequence) -> None:
+        if self._rejection is not None:
+            self._rejection.forget(sequence)
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         self._runner.keep(block_table, start, nodes)

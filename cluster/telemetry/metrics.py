@@ -107,6 +107,8 @@ class RouterMetrics:
     def count_tokens(self, num_tokens: int, speculation: target_pb2.SpeculationCounts) -> None:
         """Counts what one step committed for one choice."""
         self.generation_tokens.inc(num_tokens)
+        if not speculation.num_drafts:
+            return
         self.num_drafts.inc(speculation.num_drafts)
         self.num_draft_tokens.inc(speculation.num_draft_tokens)
         self.num_accepted_tokens.inc(speculation.num_accepted_tokens)

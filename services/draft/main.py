@@ -38,7 +38,7 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
     worker = DraftWorker(
         drafter,
         config.speculation.num_run_ahead_branches,
-        tunes_temperature=config.speculation.tune_draft_temperature,
+        tunes_temperature=config.speculation.tunes_draft_temperature,
     )
     if config.draft.metrics_port is not None:
         serve_metrics(WorkerMetrics(lambda: _readings(worker, drafter)).registry, config.draft.metrics_port)

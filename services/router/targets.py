@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 POLL_TIMEOUT_S = 3.0
 _MAX_MESSAGE_BYTES = 16 * 2**20
+_LOOKAHEAD_BYTES = 32  # of one call: two or three replies
 _NO_TARGET = "no target worker can answer now; see /health"
 
 _CHANNEL_OPTIONS = [
@@ -40,6 +41,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
+    # Replies that the router has no time to read stay with the target, which then sends several in one.
+    ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.enable_http_proxy", 0),
 ]
 

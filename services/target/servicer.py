@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
@@ -69,7 +70,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             try:
                 self._target.submit(self._to_engine(request_id, request))
                 while not is_finished:
-                    output = await queue.get()
+                    output = await _next_output(queue)
                     if output is None:
                         raise UnavailableError("the target's engine stopped")
                     is_finished = output.finish_reason is not None
@@ -148,6 +149,20 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             raise InvalidRequestError(
                 f"token ID {max(token_ids)} is outside the vocabulary of {vocab_size}", param=param
             )
+
+
+async def _next_output(queue: asyncio.Queue[GenerationOutput | None]) -> GenerationOutput | None:
+    """The next outputs of `queue` as one, where the caller was too slow to take each by itself.
+
+    A reply counts the drafts of one round, so nothing is added to an output with drafts.
+    """
+    output = await queue.get()
+    while output is not None and output.num_draft_tokens == 0 and not queue.empty():
+        following = queue.get_nowait()
+        if following is None:
+            return None
+        output = replace(following, token_ids=[*output.token_ids, *following.token_ids])
+    return output
 
 
 def _to_reply(output: GenerationOutput) -> target_pb2.GenerateReply:

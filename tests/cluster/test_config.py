@@ -92,6 +92,24 @@ def test_a_bad_file_is_refused(tmp_path, text, said):
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("speculation.tree_width=2", "chains only"),
+        ("target.engine=simulated", "target.engine torch"),
+        ("draft.drafter=ngram", "the draft's probabilities"),
+    ],
+)
+def test_rejection_is_refused_where_it_cannot_be(override, said):
+    with pytest.raises(ConfigurationError, match=said):
+        load_config(overrides=["speculation.acceptance=rejection", override])
+
+
+def test_rejection_knows_what_the_draft_sampled_from():
+    assert SpeculationConfig().tunes_draft_temperature
+    assert not SpeculationConfig(acceptance="rejection").tunes_draft_temperature
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigurationError, match=r"absent\.yaml"):
         load_config(tmp_path / "absent.yaml")

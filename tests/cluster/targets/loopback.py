@@ -16,6 +16,7 @@ from cluster.coordination.worker import DraftWorker
 from cluster.drafters.model import ModelDrafter
 from cluster.engine.runner import ModelRunner
 from cluster.targets.base import GenerationOutput, GenerationRequest
+from cluster.targets.rejection import RejectionSampler
 from cluster.targets.torch import TorchTarget
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
@@ -99,6 +100,7 @@ class LoopbackTarget:
         addresses: Sequence[str],
         *,
         max_num_seqs: int = 4,
+        rejection: RejectionSampler | None = None,
         **settings: Any,
     ) -> None:
         # A step of a busy test machine may take long: drafts are waited for, so that they are really verified.
@@ -112,6 +114,7 @@ class LoopbackTarget:
             max_model_len=256,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=24,
+            rejection=rejection,
         )
         self._outputs: dict[str, list[GenerationOutput]] = {}
         self._loop = loop

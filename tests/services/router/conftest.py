@@ -154,7 +154,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
                 if index == self.hang_after:
                     await asyncio.sleep(60)
                 yield reply
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter where a reply was waiting to be sent
             self.num_cancelled += 1
             self.cancelled.set()
             raise

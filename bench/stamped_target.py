@@ -1,0 +1,85 @@
+"""A simulated target worker that notes when it published what: `python -m bench.stamped_target`, for `bench.streams`.
+
+At its end it writes `{request: [when it came, when each of its outputs was published]}`, in seconds of
+`time.perf_counter()`, which on Linux all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from cluster.config import Config, load_config
+from cluster.coordination.pool import DraftPool
+from cluster.model_folder import resolve_model_folder
+from cluster.targets.base import GenerationOutput
+from cluster.targets.registry import make_target
+from cluster.tokenization import Tokenizer
+from protos.speculation.v1 import target_pb2, target_pb2_grpc
+from services.target.servicer import TargetServicer
+from services.worker import prepare_process, serve
+
+if TYPE_CHECKING:
+    _Context = grpc.aio.ServicerContext[target_pb2.GenerateRequest, AsyncIterator[target_pb2.GenerateReply]]
+
+
+class StampedServicer(TargetServicer):
+    """Every caller's request ID is used once."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self.stamps: dict[str, list[float]] = {}
+
+    def publish(self, outputs: Sequence[GenerationOutput]) -> None:
+        now = time.perf_counter()
+        for output in outputs:
+            self.stamps[output.request_id.partition("#")[0]].append(now)
+        super().publish(outputs)
+
+    async def Generate(  # noqa: N802
+        self, request: target_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[target_pb2.GenerateReply]:
+        self.stamps[request.request_id] = [time.perf_counter()]
+        async for reply in super().Generate(request, context):
+            yield reply
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.stamped_target", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    config = load_config(arguments.config)
+    prepare_process(config.target)
+    stamps = asyncio.run(_serve(config, arguments.address))
+    arguments.out.write_text(json.dumps(stamps), encoding="utf-8")
+
+
+async def _serve(config: Config, address: str) -> dict[str, list[float]]:
+    fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
+    target = make_target(config, DraftPool(fingerprint))
+    servicer = StampedServicer(target, config, fingerprint)
+    target.start(servicer.publish)
+    try:
+        await serve(
+            address,
+            "speculation.v1.Target",
+            lambda server: target_pb2_grpc.add_TargetServicer_to_server(servicer, server),
+            failure=lambda: target.error,
+        )
+    finally:
+        servicer.end_calls()
+        target.stop()
+    return servicer.stamps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""`acceptance: rejection`, for comparison: the target runs a copy of the draft to learn what it sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cluster.engine import sequence as engine
+from cluster.engine.batch import Segment
+from cluster.engine.runner import ModelRunner
+from cluster.engine.scheduler import ScheduledSequence
+from cluster.speculation.rejection import accept_by_rejection
+from cluster.speculation.sampling import SampleRequest, probabilities
+from cluster.targets.base import GenerationRequest
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What the copy has computed of one sequence."""
+
+    block_table: list[int]
+    num_computed_tokens: int = 0  # committed ones
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A chain of drafts that is verified."""
+
+    rows: slice  # of the step's logits
+    sequence: engine.Sequence
+    request: GenerationRequest
+    draft_token_ids: Sequence[int]
+    cache: _Cache
+
+    def sample_request(self, num_rows: int) -> SampleRequest:
+        """For the first rows: after the last committed token and the first `num_rows - 1` drafts."""
+        return SampleRequest(
+            params=self.request.params,
+            noise_key=self.request.noise_key,
+            token_ids=self.sequence.token_ids,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_rows=num_rows,
+            draft_token_ids=self.draft_token_ids[: num_rows - 1],
+        )
+
+
+class RejectionSampler:
+    """Verifies chains against the draft's distribution, which a copy of the draft computes.
+
+    A greedy sequence needs no distribution: its drafts are accepted where they equal the choice. So does one that the
+    copy has no room for, or that is too long for it: there the target's own choices count, which are as exact.
+    """
+
+    def __init__(self, draft: ModelRunner, *, max_model_len: int, max_num_batched_tokens: int) -> None:
+        self._draft = draft
+        self._max_model_len = max_model_len
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._caches: dict[engine.Sequence, _Cache] = {}
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self._draft.blocks.num_used_blocks
+
+    def revise(
+        self,
+        choices: list[int],
+        logits: torch.Tensor,
+        step: Sequence[tuple[ScheduledSequence, GenerationRequest]],
+    ) -> list[int]:
+        """`choices`, the target's own for the rows of `logits` [num_rows, vocab_size], with those of verified chains
+        replaced: they equal the drafts that are accepted, then comes the token after these, and the rest do not count.
+        """
+        for sequence in [sequence for sequence in self._caches if not sequence.block_table]:
+            self.forget(sequence)  # it was preempted
+        rounds = self._rounds(step)
+        if not rounds:
+            return choices
+        revised = list(choices)
+        draft_probabilities = self._draft_probabilities(rounds)
+        start = 0
+        for verified in rounds:
+            num_drafts, num_tokens = len(verified.draft_token_ids), len(verified.sequence.token_ids)
+            committed = accept_by_rejection(
+                verified.draft_token_ids,
+                probabilities(logits[verified.rows], [verified.sample_request(num_drafts + 1)]),
+                draft_probabilities[start : start + num_drafts],
+                verified.request.noise_key,
+                num_tokens,
+            )
+            start += num_drafts
+            revised[verified.rows] = committed + committed[-1:] * (num_drafts + 1 - len(committed))
+            # The copy has read all drafts but the last.
+            verified.cache.num_computed_tokens = num_tokens + min(len(committed) - 1, num_drafts - 1)
+        return revised
+
+    def forget(self, sequence: engine.Sequence) -> None:
+        """Frees its blocks; one that comes again is computed again."""
+        cache = self._caches.pop(sequence, None)
+        if cache is not None:
+            self._draft.blocks.free(cache.block_table)
+
+    def _rounds(self, step: Sequence[tuple[ScheduledSequence, GenerationRequest]]) -> list[_Round]:
+        """The chains of `step` whose drafts were sampled, and that the copy has room for."""
+        rounds: list[_Round] = []
+        start = 0
+        for scheduled, request in step:
+            rows = slice(start, start + scheduled.num_choices)
+            start = rows.stop
+            drafts, sequence = scheduled.drafts, scheduled.sequence
+            num_tokens = len(sequence.token_ids) + len(drafts) - 1
+            if not drafts or request.params.is_greedy or num_tokens > self._max_model_len:
+                continue
+            assert drafts.parents is None, "rejection verifies chains only"
+            cache = self._caches.setdefault(sequence, _Cache([]))
+            if self._draft.blocks.grow(cache.block_table, num_tokens):
+                rounds.append(_Round(rows, sequence, request, drafts.token_ids, cache))
+        return rounds
+
+    def _draft_probabilities(self, rounds: Sequence[_Round]) -> torch.Tensor:
+        """What each draft was sampled from: float32 [drafts of all rounds, vocab_size]."""
+        segments: list[Segment] = []
+        for verified in rounds:
+            self._catch_up(verified)
+            start, inputs = verified.cache.num_computed_tokens, verified.draft_token_ids[:-1]
+            token_ids = [*verified.sequence.token_ids[start:], *inputs]
+            segments.append(Segment(token_ids, start, verified.cache.block_table, len(inputs) + 1))
+        logits = self._draft.run(segments)
+        return probabilities(logits, [verified.sample_request(len(verified.draft_token_ids)) for verified in rounds])
+
+    def _catch_up(self, verified: _Round) -> None:
+        """Computes a prompt in chunks, until what is left fits into one step."""
+        cache, token_ids = verified.cache, verified.sequence.token_ids
+        while len(token_ids) - cache.num_computed_tokens > self._max_num_batched_tokens:
+            start = cache.num_computed_tokens
+            cache.num_computed_tokens += self._max_num_batched_tokens
+            chunk = token_ids[start : cache.num_computed_tokens]
+            self._draft.run([Segment(chunk, start, cache.block_table, num_logits=0)])
