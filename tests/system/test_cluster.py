@@ -74,9 +74,10 @@ def test_openai_client_chats(cluster: LocalCluster) -> None:
 
 def test_every_draft_is_accepted_when_the_draft_is_the_target(cluster: LocalCluster) -> None:
     """The greedy path of a round, all accepted and the bonus token on top, shown on counters."""
-    # So large a draft may be late on a busy machine, and does not pay.
-    patient = ("speculation.draft_timeout_ms=10000", "speculation.controller=fixed")
-    with LocalCluster(cluster_config("draft.model=outrider-target-12m", *patient)) as twin:
+    # So large a draft may be late on a busy machine, and does not pay; at another temperature it is not the target.
+    settings = ("draft_timeout_ms=10000", "controller=fixed", "tune_draft_temperature=false")
+    overrides = [f"speculation.{setting}" for setting in settings]
+    with LocalCluster(cluster_config("draft.model=outrider-target-12m", *overrides)) as twin:
         twin.wait_ready(READY_TIMEOUT_SECONDS)
         cases = [Case((400, 20, 7, seed), seed, 41, {"temperature": 1.0, "ignore_eos": True}) for seed in range(8)]
         assert complete_all(twin.url, cases, concurrency=2) == complete_all(
