@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from scipy import stats
@@ -10,6 +12,7 @@ from cluster.config import TargetConfig
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from services.launch.local import LocalCluster
+from tests.distribution import answer_probabilities
 from tests.system.client import Case, complete_all
 
 NUM_SAMPLES = 2000
@@ -31,23 +34,11 @@ def next_token_probabilities(runner: ModelRunner, prefix: list[int]) -> dict[int
     return dict(zip(token_ids.tolist(), values.softmax(-1).tolist(), strict=True))
 
 
-def answer_probabilities(runner: ModelRunner) -> dict[tuple[int, ...], float]:
-    """The probability of every answer of NUM_TOKENS tokens."""
-    answers: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(NUM_TOKENS):
-        answers = {
-            (*answer, token): probability * next_probability
-            for answer, probability in answers.items()
-            for token, next_probability in next_token_probabilities(runner, [*PROMPT, *answer]).items()
-        }
-    return answers
-
-
 @pytest.mark.parametrize("k", [0, 4])
 def test_frequencies_of_answers_match_the_target(cluster: LocalCluster, k: int) -> None:
     torch.set_num_threads(1)
     runner = ModelRunner.from_config(TargetConfig(dtype="float32", device="cpu"), dtype_on_cpu=torch.float32)
-    expected = answer_probabilities(runner)
+    expected = answer_probabilities(partial(next_token_probabilities, runner), PROMPT, NUM_TOKENS)
     fields = {"temperature": TEMPERATURE, "top_k": TOP_K, "ignore_eos": True}
     cases = [Case(PROMPT, seed, NUM_TOKENS, fields) for seed in range(NUM_SAMPLES)]
     counts = dict.fromkeys(expected, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from scipy import stats
@@ -19,6 +20,7 @@ from cluster.targets.base import GenerationRequest
 from cluster.targets.registry import make_target
 from cluster.targets.rejection import RejectionSampler
 
+from ...distribution import answer_probabilities
 from .loopback import BackgroundLoop, LoopbackDraft, LoopbackTarget, wait_until
 
 NewRunner = Callable[..., ModelRunner]
@@ -39,13 +41,6 @@ def request(
     return GenerationRequest(
         f"{prefix}{seed}", list(PROMPT), len(PROMPT), params, NoiseKey.derive(seed, 0), max_tokens, True, k
     )
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[BackgroundLoop]:
-    loop = BackgroundLoop()
-    yield loop
-    loop.stop()
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +91,6 @@ def next_token_probabilities(runner: ModelRunner, tokens: list[int]) -> dict[int
     return dict(zip(token_ids.tolist(), values.softmax(-1).tolist(), strict=True))
 
 
-def answer_probabilities(runner: ModelRunner) -> dict[tuple[int, ...], float]:
-    answers: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(NUM_TOKENS):
-        answers = {
-            (*answer, token): probability * next_probability
-            for answer, probability in answers.items()
-            for token, next_probability in next_token_probabilities(runner, [*PROMPT, *answer]).items()
-        }
-    return answers
-
-
 def acceptance_of(target: LoopbackTarget, requests: list[GenerationRequest]) -> float:
     outputs = [output for request in requests for output in target.outputs(request)]
     return sum(o.num_accepted_tokens for o in outputs) / sum(o.num_draft_tokens for o in outputs)
@@ -116,7 +100,7 @@ def acceptance_of(target: LoopbackTarget, requests: list[GenerationRequest]) -> 
 def test_frequencies_of_answers_match_the_target(
     acceptance: str, new_target: Callable[..., tuple[LoopbackTarget, RejectionSampler]], new_runner: NewRunner
 ) -> None:
-    expected = answer_probabilities(new_runner(8, 32, **TARGET))
+    expected = answer_probabilities(partial(next_token_probabilities, new_runner(8, 32, **TARGET)), PROMPT, NUM_TOKENS)
     target, _ = new_target(acceptance)
     requests = [request(seed) for seed in range(NUM_SAMPLES)]
     counts = dict.fromkeys(expected, 0)
