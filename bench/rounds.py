@@ -106,7 +106,7 @@ class RoundsAlone:
         num_rows = sum(len(own) + 1 for own in drafts)
         with self._timed():
             self._coordinator.commit(rounds)
-            self._coordinator.observe_step(num_rows, STEP_SECONDS, has_drafts=True)
+            self._coordinator.observe_step(num_rows, STEP_SECONDS)
 
     def _answer(self, request: SpeculateRequest) -> draft_pb2.SpeculateReply:
         timing = Timing(5 * DRAFT_STEP_SECONDS, DRAFT_STEP_SECONDS, len(self._sequences))

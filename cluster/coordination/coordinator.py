@@ -32,7 +32,7 @@ from cluster.coordination.sequence import SpeculativeSequence
 from cluster.coordination.spread import LinkUse, Spread
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseDomain
-from cluster.speculation.tree_policy import TreePolicy
+from cluster.speculation.tree import Shape, depth_of
 
 _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
 _MAX_REOPEN_SECONDS = 60.0
@@ -80,7 +80,6 @@ class Coordinator:
     ) -> None:
         self.stats = CoordinatorStats()
         self.planner = DepthPlanner(config, max_num_rows, clock)
-        self.trees = TreePolicy(config.tree_width, clock)
         self._pool = pool
         self._config = config
         self._vocab_size = vocab_size
@@ -186,7 +185,7 @@ class Coordinator:
             assert sequence.link is not None
             assert sequence.awaited_since is not None
             costs = self._links[sequence.link].costs
-            takes = costs.proposal_seconds(sequence.depth, batches[sequence.link])
+            takes = costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
             to_wait = max(to_wait, sequence.awaited_since + takes - now)
         ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
         return self.planner.should_go_on_without(ready, awaited, to_wait)
@@ -251,12 +250,12 @@ class Coordinator:
     def commit(self, rounds: Sequence[Round]) -> None:
         """Takes in what a step committed, of which drafters are told at the next flush."""
         started_at = time.thread_time()
-        observe_round, has_trees = self.planner.observe_round, self.trees.may_branch
+        observe_round, trees = self.planner.observe_round, self.planner.trees
         self.planner.count_tokens(sum(len(chosen) for _, _, chosen in rounds))
         for sequence, drafts, chosen in rounds:
             if drafts.token_ids:
-                if has_trees:
-                    self.trees.count(drafts, chosen)
+                if trees.may_branch:
+                    trees.count(drafts, chosen)
                 observe_round(sequence, *drafts.main_path_outcome(chosen))
             if sequence.is_shadow:
                 self.planner.judge_shadow(sequence)
@@ -264,17 +263,15 @@ class Coordinator:
                 self._committed[sequence] = None
         self.stats.seconds += time.thread_time() - started_at
 
-    def observe_step(self, num_rows: int, seconds: float, *, has_drafts: bool) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
         """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
         started_at = time.thread_time()
-        if has_drafts and self.trees.may_branch:
-            self.trees.time_verify(seconds)
         self.planner.observe_step(num_rows, seconds)
         self.stats.seconds += time.thread_time() - started_at
 
     def _advance_committed(self) -> None:
         """Asks for the next proposals of the sequences that have committed."""
-        now, has_trees = self._clock(), self.trees.may_branch
+        now = self._clock()
         for sequence in self._committed:
             assert sequence.link is not None
             use, depth = self._links[sequence.link], sequence.useful_depth
@@ -284,7 +281,8 @@ class Coordinator:
                 sequence.awaited_since, sequence.is_late = None, False
                 continue
             name, known = sequence.name, sequence.acknowledged
-            shape = self.trees.shape(depth) if has_trees and not sequence.is_shadow else None
+            shape = self.planner.shape(sequence, depth, use.costs)
+            sequence.num_levels = depth if shape is None else depth_of(shape)
             use.request.advances[name] = Advance(name, known, sequence.token_ids[known:], depth, shape)
             if not sequence.is_late:
                 sequence.awaited_since = now
@@ -292,14 +290,14 @@ class Coordinator:
 
     def _expected_from(self, sequences: Sequence[SpeculativeSequence]) -> dict[DraftLink, tuple[int, int]]:
         """The depth and the number of the proposals that each link owes, or has sent already."""
-        depths: dict[DraftLink, list[int]] = {}
+        levels: dict[DraftLink, list[int]] = {}
         for sequence in sequences:
-            link, depth = sequence.link, sequence.depth
-            if link is not None and depth > 0:
-                if link not in depths:
-                    depths[link] = []
-                depths[link].append(depth)
-        return {link: (max(own), len(own)) for link, own in depths.items()}
+            link, num_levels = sequence.link, sequence.num_levels
+            if link is not None and sequence.depth > 0 and num_levels > 0:
+                if link not in levels:
+                    levels[link] = []
+                levels[link].append(num_levels)
+        return {link: (max(own), len(own)) for link, own in levels.items()}
 
     def _rearrange(self) -> None:
         """Takes sequences from draft workers that are silent, or far slower than others."""
@@ -330,11 +328,13 @@ class Coordinator:
         use.sequences[sequence.name] = sequence
         sequence.link = use.link
         depth = sequence.depth or self.planner.asked_depth(sequence, use.costs)
-        use.request.opens[sequence.name] = self._opening(sequence, depth)
+        shape = self.planner.shape(sequence, depth, use.costs)
+        sequence.num_levels = depth if shape is None else depth_of(shape)
+        use.request.opens[sequence.name] = self._opening(sequence, depth, shape)
         sequence.acknowledged = len(sequence.token_ids)
         sequence.awaited_since, sequence.is_late = now, False
 
-    def _opening(self, sequence: SpeculativeSequence, depth: int) -> Open:
+    def _opening(self, sequence: SpeculativeSequence, depth: int, shape: Shape | None) -> Open:
         params, noise_key = sequence.params, sequence.noise_key
         if self._config.acceptance == "greedy":
             params = replace(params, temperature=0.0)
@@ -348,7 +348,7 @@ class Coordinator:
             noise_key,
             depth,
             self._config.granted_window,
-            None if sequence.is_shadow else self.trees.shape(depth),
+            shape,
         )
 
     def _take_events(self, timeout: float = 0.0) -> None:
@@ -400,7 +400,6 @@ class Coordinator:
             self.stats.num_excess_token_ids += num_excess
             drafts = proposal.drafts.first(sequence.window)
             proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
-        is_first = sequence.proposal is None
         if base == num_tokens or sequence.is_shadow or sequence.what_fits(proposal) is not None:
             sequence.proposal = proposal
         else:
@@ -408,8 +407,6 @@ class Coordinator:
         sequence.acknowledged = base
         sequence.num_refusals = 0
         if base == num_tokens:
-            if self.trees.may_branch and sequence.awaited_since is not None and proposal.token_ids and not is_first:
-                self.trees.time_draft(now - sequence.awaited_since, proposal.drafts.depth)
             sequence.awaited_since = None
         elif sequence.is_late:
             # The drafter lives but trails behind: what it was told since gets a budget of its own.

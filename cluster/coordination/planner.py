@@ -13,6 +13,9 @@ from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptan
 from cluster.speculation.calibration import Calibration
 from cluster.speculation.costs import LearnedCurve, LinkCosts
 from cluster.speculation.depth import Candidate, GoodputController, make_controller
+from cluster.speculation.drafts import is_chain
+from cluster.speculation.tree import RoundTime, Shape
+from cluster.speculation.tree_policy import Template, TreePolicy
 
 _STEPS_A_PLAN = 8  # depths change slowly, and choosing them takes as long as some hundred other lines
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
@@ -39,6 +42,7 @@ class DepthPlanner:
         self._config = config
         self._clock = clock
         self._max_depth = config.max_speculative_tokens
+        self.trees = TreePolicy(config.tree_width, self._max_depth, clock)
         self._controller = make_controller(
             config.controller,
             num_speculative_tokens=config.num_speculative_tokens,
@@ -50,6 +54,7 @@ class DepthPlanner:
         self._counts_rounds = config.controller == "threshold"
         self._rates: dict[float, PositionRates] = {}  # by temperature
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
+        self._opening_template: Template | None = None
         self._num_steps_to_plan = 0
         self._num_planned_rows = 0
         self._calibration = Calibration()
@@ -64,7 +69,7 @@ class DepthPlanner:
             shared = self._rates.setdefault(temperature, PositionRates(self._max_depth))
             sequence.acceptance = SequenceAcceptance(shared)
         if sequence.num_speculative_tokens is None:
-            sequence.depth = self.opening_depth
+            sequence.depth, sequence.template = self.opening_depth, self._opening_template
         else:
             sequence.depth = min(sequence.num_speculative_tokens, self._max_depth)
 
@@ -101,14 +106,17 @@ class DepthPlanner:
             fixed = sequence.num_speculative_tokens
             candidates.append(Candidate(sequence.acceptance, self._max_depth, link, fixed))
         self._set_min_gain()
-        depths = self._controller.choose(candidates, num_rows)
-        self._begin_window(depths, num_rows)
-        for sequence, candidate, depth in zip(decoding, candidates, depths, strict=True):
+        choice = self._controller.choose(candidates, num_rows, self.trees.templates())
+        depths = choice.num_drafts
+        self._calibration.begin(has_drafts=any(depths), rate=choice.rate, num_rows=num_rows, now=self._clock())
+        for sequence, depth in zip(decoding, depths, strict=True):
             sequence.depth = depth
-            sequence.expected_tokens = 1.0 + sum(candidate.acceptance.survival()[:depth])
+            sequence.template = choice.template if sequence.num_speculative_tokens is None else None
+        for sequence, tokens in zip(decoding, choice.expected_tokens, strict=False):  # none by other controllers
+            sequence.expected_tokens = tokens
         chosen = [depth for s, depth in zip(decoding, depths, strict=True) if s.num_speculative_tokens is None]
         if chosen:
-            self.opening_depth = max(chosen)
+            self.opening_depth, self._opening_template = max(chosen), choice.template
         if any(depths):
             for sequence in tuple(self._shadows):
                 self.close(sequence)
@@ -124,6 +132,22 @@ class DepthPlanner:
             pause = costs.proposal_seconds(_SHADOW_DEPTH, 1) / _SHADOW_SHARE
         self._shadows[sequence] = self._clock() + pause
         return _SHADOW_DEPTH
+
+    def shape(self, sequence: SpeculativeSequence, num_drafts: int, costs: LinkCosts) -> Shape | None:
+        """Of the tree to ask for with `num_drafts` tokens; None: a chain."""
+        if not self.trees.may_branch or sequence.is_shadow:
+            return None
+        if sequence.num_speculative_tokens is None and self._is_learning:
+            shape = () if sequence.template is None else sequence.template.parents[:num_drafts]
+            return None if is_chain(shape) else shape
+        return self.trees.shape(num_drafts, lambda: self._round_time(num_drafts, costs))
+
+    def _round_time(self, num_drafts: int, costs: LinkCosts) -> RoundTime:
+        """Trees of as many nodes are compared: they have as many rows, and a level's are hardly felt beside the
+        weights that it reads."""
+        verify = self.verify_seconds.seconds(1 + num_drafts) if self.verify_seconds.is_known else 1.0
+        level = costs.proposal_seconds(1, 1) - costs.round_trip_seconds
+        return RoundTime(lambda _: level, lambda _: verify, costs.round_trip_seconds)
 
     def verified_depth(self, sequence: SpeculativeSequence) -> int:
         """How many of the draft tokens of `sequence` that are there this step verifies."""
@@ -195,10 +219,6 @@ class DepthPlanner:
         if isinstance(self._controller, GoodputController):
             doubt = 1.0 if self.opening_depth > 0 else _DOUBT
             self._controller.min_gain = doubt * self._calibration.handicap
-
-    def _begin_window(self, depths: Sequence[int], num_rows: int) -> None:
-        rate = self._controller.rate if isinstance(self._controller, GoodputController) else None
-        self._calibration.begin(has_drafts=any(depths), rate=rate or 0.0, num_rows=num_rows, now=self._clock())
 
     def _choose_probe(self) -> None:
         now = self._clock()

@@ -12,6 +12,7 @@ from cluster.speculation.acceptance_model import SequenceAcceptance
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tree_policy import Template
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +26,8 @@ class SpeculativeSequence:
     num_speculative_tokens: int | None  # what its request asked for; None: the controller decides
     max_len: int = sys.maxsize  # prompt and generated tokens at most
     depth: int = 0  # draft tokens wanted in the next round
+    template: Template | None = None  # from which a tree of so many is cut; None: a chain, or what its number asks for
+    num_levels: int = 0  # draft tokens in a row of the proposal that was asked for
     expected_tokens: float = 1.0  # what a round of that depth commits on the average
     acceptance: SequenceAcceptance | None = None  # while it is open
     window: int = 0  # how far past the committed tokens proposals may go

@@ -111,9 +111,14 @@ class SequenceAcceptance:
 
 def survivals(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
     """The survival of each, [sequences, depths]."""
+    return np.asarray(np.cumprod(own_rates(sequences), axis=1))
+
+
+def own_rates(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
+    """The rates of each by position, [sequences, depths]."""
     shared = list({id(sequence.shared): sequence.shared for sequence in sequences}.values())
     row_of = {id(rates): row for row, rates in enumerate(shared)}
     rates = np.array([own.rates for own in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]
     factors = np.array([sequence.factor for sequence in sequences])
-    alive: FloatArray = np.cumprod(np.minimum(rates * factors[:, None], _MAX_RATE), axis=1)
-    return alive
+    own: FloatArray = np.minimum(rates * factors[:, None], _MAX_RATE)
+    return own

@@ -1,4 +1,4 @@
-"""How deep to speculate: how many draft tokens each sequence gets in the next round.
+"""How much to speculate: how many draft tokens each sequence gets in the next round, and of what tree.
 
 A controller is asked once a step, for all sequences together, because they share the step's time. A new one is a
 class with `choose` and `observe`, and a line in `make_controller`.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
-from cluster.speculation.acceptance_model import SequenceAcceptance, survivals
+from cluster.speculation.acceptance_model import SequenceAcceptance, own_rates
 from cluster.speculation.costs import LearnedCurve, LinkCosts
+from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 
 ControllerName = Literal["goodput", "threshold", "fixed"]
-
-_DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 @dataclass(slots=True)
@@ -31,9 +30,22 @@ class Candidate:
     fixed_depth: int | None = None  # what its request asked for
 
 
+@dataclass(slots=True)
+class Choice:
+    """What the candidates get."""
+
+    num_drafts: list[int]
+    template: Template | None = None  # from which trees of those numbers of nodes are cut; None: chains
+    expected_tokens: list[float] = field(default_factory=list)  # that a round of each commits, where that is known
+    rate: float = 0.0  # tokens a second that this promises; 0 where it was not all the controller's choice
+
+
 class DepthController(Protocol):
-    def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
-        """Draft tokens for each of `candidates` in a step that has `num_rows` rows without them."""
+    def choose(self, candidates: Sequence[Candidate], num_rows: int, templates: Sequence[Template] = ()) -> Choice:
+        """Draft tokens for each of `candidates` in a step that has `num_rows` rows without them.
+
+        With `templates` they may be trees that are cut from one of these.
+        """
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """One sequence's round."""
@@ -45,11 +57,8 @@ class FixedController:
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_speculative_tokens = num_speculative_tokens
 
-    def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
-        return [
-            min(self._num_speculative_tokens if c.fixed_depth is None else c.fixed_depth, c.max_depth)
-            for c in candidates
-        ]
+    def choose(self, candidates: Sequence[Candidate], num_rows: int, templates: Sequence[Template] = ()) -> Choice:
+        return _same_for_all(self._num_speculative_tokens, candidates)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Nothing changes its mind."""
@@ -70,8 +79,8 @@ class ThresholdController:
         self._maximum = maximum
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self._WINDOW)
 
-    def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
-        return [min(self._depth if c.fixed_depth is None else c.fixed_depth, c.max_depth) for c in candidates]
+    def choose(self, candidates: Sequence[Candidate], num_rows: int, templates: Sequence[Template] = ()) -> Choice:
+        return _same_for_all(self._depth, candidates)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         self._rounds.append((num_drafts, num_accepted))
@@ -98,49 +107,63 @@ class GoodputController:
     A draft token is worth the probability that it is committed and costs what it adds to the step: rows to verify,
     and time to wait for it. Tokens are taken by their worth, the best first, as far as the ratio of all worth to all
     time grows. The wait depends on the deepest sequence of a link, so this is done under several limits of depth.
+    Of a tree the tokens are its nodes and their depth is their level: broader costs rows, deeper costs time to wait.
     """
 
     def __init__(self, verify: LearnedCurve, max_wait_seconds: float) -> None:
         self.min_gain = 1.0  # what speculation must promise, in proportion to none
-        self.rate: float | None = None  # tokens a second that the last choice promises; None: it was not all its own
         self._verify = verify
         self._max_wait_seconds = max_wait_seconds
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """It learns from each sequence's acceptance."""
 
-    def choose(self, candidates: Sequence[Candidate], num_rows: int) -> list[int]:
-        depths = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
+    def choose(self, candidates: Sequence[Candidate], num_rows: int, templates: Sequence[Template] = ()) -> Choice:
+        num_drafts = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
+        expected = [1.0 + sum(c.acceptance.survival()[:n]) for c, n in zip(candidates, num_drafts, strict=True)]
+        choice = Choice(num_drafts, expected_tokens=expected)
         free = [i for i, c in enumerate(candidates) if c.fixed_depth is None and c.max_depth > 0]
-        self.rate = None
-        if free:
-            own, rate = self._choose([candidates[i] for i in free], num_rows + sum(depths))
-            for index, depth in zip(free, own, strict=True):
-                depths[index] = int(depth)
-            if len(free) == len(candidates):
-                self.rate = rate
-        return depths
+        if not free:
+            return choice
+        own = [candidates[i] for i in free]
+        num_other_rows = num_rows + sum(num_drafts)
+        best = self._choose(own, num_other_rows, None)
+        least_rate = LEAST_GAIN * best.rate
+        for template in templates:
+            trees = self._choose(own, num_other_rows, template)
+            if trees.rate >= max(least_rate, best.rate):
+                best = trees
+        for index, number, tokens in zip(free, best.num_drafts, best.expected_tokens, strict=True):
+            num_drafts[index], expected[index] = number, tokens
+        choice.template = best.template
+        if len(free) == len(candidates):
+            choice.rate = best.rate
+        return choice
 
-    def _choose(self, candidates: Sequence[Candidate], num_rows: int) -> tuple[Sequence[int], float]:
-        """Depths, and the tokens a second that they promise."""
-        worth = survivals([c.acceptance for c in candidates])
-        depth_of = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
-        allowed = depth_of <= np.array([c.max_depth for c in candidates])[:, None]
-        # Stable, and worth never rises with depth: a sequence's tokens come in the order of their depth.
+    def _choose(self, candidates: Sequence[Candidate], num_rows: int, template: Template | None) -> Choice:
+        """For candidates that are all free."""
+        rates = own_rates([c.acceptance for c in candidates])
+        worth = np.cumprod(rates, axis=1) if template is None else template.survivals(rates)
+        place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
+        allowed = place <= np.array([c.max_depth for c in candidates])[:, None]
+        # Stable, and worth never rises along a row: a sequence's tokens come in the order of their places.
         order = np.argsort(np.where(allowed, -worth, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
-        worth, depth_of = worth.ravel()[order], depth_of.ravel()[order]
+        worth, place = worth.ravel()[order], place.ravel()[order]
         sequence_of = order // allowed.shape[1]
+        depth_of = place if template is None else template.levels[place - 1]
         links = {id(c.link): c.link for c in candidates if c.link is not None and c.link.is_known}
         link_of = np.array([id(c.link) for c in candidates])[sequence_of]
         deepest = int(depth_of.max(initial=0))
-        limits = np.array([*(limit for limit in _DEPTH_LIMITS if limit < deepest), deepest])[:, None]
+        limits = np.array([*(limit for limit in DEPTH_LIMITS if limit < deepest and template is None), deepest])[
+            :, None
+        ]
         taken = depth_of <= limits  # [limits, tokens], and so is everything from here on
         num_taken = np.cumsum(taken, axis=1)
         wait = np.zeros(taken.shape)
         for key, link in links.items():
             on_link = taken & (link_of == key)
             reached = np.maximum.accumulate(np.where(on_link, depth_of, 0), axis=1)
-            batch = np.cumsum(on_link & (depth_of == 1), axis=1)
+            batch = np.cumsum(on_link & (place == 1), axis=1)
             wait = np.maximum(wait, link.wait_seconds(reached, batch))
         step_seconds = self._verify.at(num_rows + np.arange(len(order) + 1.0))
         rates = (num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)) / (step_seconds[num_taken] + wait)
@@ -148,10 +171,20 @@ class GoodputController:
         limit, last = np.unravel_index(rates.argmax(), rates.shape)
         plain_rate = num_rows / float(step_seconds[0])
         if rates[limit, last] <= self.min_gain * plain_rate:
-            return [0] * len(candidates), plain_rate
-        best = order[: last + 1][taken[limit, : last + 1]]
-        counts: list[int] = np.bincount(best // allowed.shape[1], minlength=len(candidates)).tolist()
-        return counts, float(rates[limit, last])
+            return Choice([0] * len(candidates), None, [1.0] * len(candidates), plain_rate)
+        is_best = taken[limit, : last + 1]
+        best = sequence_of[: last + 1][is_best]
+        tokens = np.bincount(best, worth[: last + 1][is_best], len(candidates))
+        return Choice(
+            np.bincount(best, minlength=len(candidates)).tolist(),
+            template,
+            (1.0 + tokens).tolist(),
+            float(rates[limit, last]),
+        )
+
+
+def _same_for_all(num_drafts: int, candidates: Sequence[Candidate]) -> Choice:
+    return Choice([min(num_drafts if c.fixed_depth is None else c.fixed_depth, c.max_depth) for c in candidates])
 
 
 def make_controller(

@@ -13,6 +13,7 @@ likeliest nodes are always a tree, and no other of n nodes has a larger sum.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,22 @@ class RoundTime:
 def width_of(shape: Shape) -> int:
     """The most children that a node has; 1 at least."""
     return max(Counter(shape).values(), default=1)
+
+
+@functools.lru_cache(256)
+def depth_of(shape: Shape) -> int:
+    """How many levels a tree has."""
+    return max(depths_of(shape), default=0)
+
+
+def ranks_of(shape: Sequence[int]) -> list[int]:
+    """For each node, how many siblings come before it."""
+    num_children: Counter[int] = Counter()
+    ranks = []
+    for parent in shape:
+        ranks.append(num_children[parent])
+        num_children[parent] += 1
+    return ranks
 
 
 def best_tree(acceptance: Acceptance, num_nodes: int, max_depth: int | None = None) -> tuple[Shape, list[float]]:
@@ -75,11 +92,8 @@ def best_tree(acceptance: Acceptance, num_nodes: int, max_depth: int | None = No
 def expected_tokens(shape: Sequence[int], acceptance: Acceptance) -> float:
     """E of any tree."""
     falling = np.minimum.accumulate(acceptance, axis=1)
-    num_children = dict.fromkeys(range(-1, len(shape)), 0)
     survival: list[float] = []
-    for parent, depth in zip(shape, depths_of(shape), strict=True):
-        rank = num_children[parent]
-        num_children[parent] += 1
+    for parent, depth, rank in zip(shape, depths_of(shape), ranks_of(shape), strict=True):
         rate = float(falling[min(depth, len(falling)) - 1, rank]) if rank < falling.shape[1] else 0.0
         survival.append((survival[parent] if parent >= 0 else 1.0) * rate)
     return 1.0 + sum(survival)

@@ -1,42 +1,78 @@
-"""Chooses the shape of proposals from what was measured: acceptance by depth and rank, draft time, verify time."""
+"""What is known of trees: acceptance by depth and rank, as measured, and the shapes that follow from it."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from cluster.speculation.drafts import Drafts, chain
-from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape, token_rate
+from cluster.speculation.drafts import Drafts, chain, depths_of
+from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape, best_tree, ranks_of, token_rate
 
-_NUM_DEPTHS = 8  # that are told apart
+DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # that are told apart when a depth is chosen
+LEAST_GAIN = 1.03  # over the chain: what is measured is not known to the last percent
+
+_NUM_DEPTHS = 8  # whose acceptance is told apart
 _DECAY = 0.998  # of what was counted, a round: about the last 500 rounds count
 _RENEW_SECONDS = 2.0
-_NUM_TIMES = 64  # the latest, of which the median counts: a prompt or a pause among them does not
-_LEAST_GAIN = 1.03  # over the chain: what is measured is not known to the last percent
 # What is taken for true at first, and counts as much as 4 rounds: acceptance of the best child, and of the child of
 # each later rank when none before it was the choice. Those figures are of the bundled pair.
 _FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
 
 
-class TreePolicy:
-    """Trees whose nodes have up to `width` children; with 1 there are only chains, and nothing is measured.
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The likeliest nodes of a tree so deep, the best first: every number of them from the front is a tree.
 
-    `shape` is what to ask for; the rest is told to it. What it answers changes every few seconds at most.
+    It is of the average sequence. Another one's first children are chosen with probabilities of its own; what they
+    leave over is divided among the later ranks as on the average.
     """
 
-    def __init__(self, width: int, clock: Callable[[], float] = time.monotonic) -> None:
+    parents: Shape
+    levels: npt.NDArray[np.int64]  # [nodes], 1 for a root
+    shares: npt.NDArray[np.float64]  # [nodes], of what the first child leaves over; 0 for a first child
+
+    @classmethod
+    def of(cls, acceptance: Acceptance, num_nodes: int, max_level: int) -> Template:
+        parents, _ = best_tree(acceptance, num_nodes, max_level)
+        levels, ranks = np.array(depths_of(parents), int), np.array(ranks_of(parents), int)
+        own = acceptance[np.minimum(levels, len(acceptance)) - 1]
+        of_rank = np.take_along_axis(own, ranks[:, None], axis=1)[:, 0]
+        left_over = np.maximum(1.0 - own[:, 0], 1e-9)
+        return cls(parents, levels, np.where(ranks > 0, of_rank / left_over, 0.0))
+
+    def survivals(self, rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The probability that each node is accepted, [sequences, nodes], never rising along the nodes.
+
+        `rates`, [sequences, depths], are those of first children.
+        """
+        alive = np.empty((len(rates), len(self.parents)))
+        for node, (parent, level, share) in enumerate(zip(self.parents, self.levels, self.shares, strict=True)):
+            first = rates[:, min(level, rates.shape[1]) - 1]
+            own = first if share == 0.0 else (1.0 - first) * share
+            alive[:, node] = own if parent < 0 else own * alive[:, parent]
+        falling: npt.NDArray[np.float64] = np.minimum.accumulate(alive, axis=1)
+        return falling
+
+
+class TreePolicy:
+    """Trees of up to `max_nodes` nodes, which have up to `width` children each.
+
+    With width 1 there are only chains, and nothing is measured. What it answers changes every few seconds at most.
+    """
+
+    def __init__(self, width: int, max_nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._width = width
+        self._max_nodes = max_nodes
         self._clock = clock
         rates = np.array([_FIRST_RANK] + [_LATER_RANKS] * (width - 1))
         self._num_tried = np.full((_NUM_DEPTHS, width), _PRIOR_ROUNDS)
         self._num_hits = _PRIOR_ROUNDS * np.tile(rates, (_NUM_DEPTHS, 1))
-        self._draft_times: dict[int, deque[float]] = {}  # by the number of levels
-        self._verify_times: deque[float] = deque(maxlen=_NUM_TIMES)
         self._shapes: dict[int, Shape | None] = {}
+        self._templates: list[Template] = []
         self._renew_at = 0.0
 
     @property
@@ -44,24 +80,32 @@ class TreePolicy:
         """Whether there are trees, and something to measure."""
         return self._width > 1
 
-    def shape(self, num_nodes: int) -> Shape | None:
-        """The best tree of `num_nodes` nodes; None when it is the chain."""
+    def shape(self, num_nodes: int, time: Callable[[], RoundTime]) -> Shape | None:
+        """The best tree of exactly `num_nodes` nodes where a round takes `time`; None when it is the chain."""
         if num_nodes < 2 or not self.may_branch:
             return None
+        self._renew()
+        if num_nodes not in self._shapes:
+            self._shapes[num_nodes] = _best(self.acceptance(), num_nodes, time())
+        return self._shapes[num_nodes]
+
+    def templates(self) -> Sequence[Template]:
+        """What trees of any number of nodes are cut from, one for every depth worth a thought; none with width 1."""
+        if not self.may_branch:
+            return ()
+        self._renew()
+        if not self._templates:
+            acceptance, deepest = self.acceptance(), self._max_nodes
+            limits = [*(limit for limit in DEPTH_LIMITS if limit < deepest), deepest]
+            self._templates = [Template.of(acceptance, self._max_nodes, limit) for limit in limits]
+        return self._templates
+
+    def _renew(self) -> None:
         now = self._clock()
         if now >= self._renew_at:
             self._renew_at = now + _RENEW_SECONDS
             self._shapes.clear()
-        if num_nodes not in self._shapes:
-            self._shapes[num_nodes] = self._best(num_nodes)
-        return self._shapes[num_nodes]
-
-    def _best(self, num_nodes: int) -> Shape | None:
-        acceptance, time = self.acceptance(), self._round_time()
-        shape, of_chain = best_shape(acceptance, [num_nodes], time), tuple(chain(num_nodes))
-        if token_rate(shape, acceptance, time) < _LEAST_GAIN * token_rate(of_chain, acceptance, time):
-            return None
-        return shape
+            self._templates = []
 
     def acceptance(self) -> Acceptance:
         """The probability of each depth and rank, as measured."""
@@ -94,23 +138,9 @@ class TreePolicy:
             if parent is None:
                 return
 
-    def time_draft(self, seconds: float, num_levels: int) -> None:
-        """A proposal of `num_levels` levels came `seconds` after it was asked for."""
-        self._draft_times.setdefault(num_levels, deque(maxlen=_NUM_TIMES)).append(seconds)
 
-    def time_verify(self, seconds: float) -> None:
-        """A step that verified drafts took `seconds`."""
-        self._verify_times.append(seconds)
-
-    def _round_time(self) -> RoundTime:
-        """All shapes compared have as many rows, and a level's are hardly felt beside the weights that it reads."""
-        if not self._verify_times or not self._draft_times:
-            return RoundTime(lambda _: 0.0, lambda _: 1.0)
-        verify = statistics.median(self._verify_times)
-        shallow, deep = min(self._draft_times), max(self._draft_times)
-        seconds = statistics.median(self._draft_times[deep])
-        # The way there and back is a part of every time: seen between two depths, else taken to be worth one level.
-        level = seconds / (deep + 1)
-        if deep > shallow:
-            level = max(0.0, seconds - statistics.median(self._draft_times[shallow])) / (deep - shallow)
-        return RoundTime(lambda _: level, lambda _: verify, round_trip=max(0.0, seconds - deep * level))
+def _best(acceptance: Acceptance, num_nodes: int, time: RoundTime) -> Shape | None:
+    shape, of_chain = best_shape(acceptance, [num_nodes], time), tuple(chain(num_nodes))
+    if token_rate(shape, acceptance, time) < LEAST_GAIN * token_rate(of_chain, acceptance, time):
+        return None
+    return shape

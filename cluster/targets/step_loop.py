@@ -231,7 +231,7 @@ class StepLoop(Target):
                 self._coordinator.planner.spoil_window()
             else:
                 num_rows = sum(scheduled.num_choices for scheduled in step)
-                self._coordinator.observe_step(num_rows, seconds, has_drafts=kind == "verify")
+                self._coordinator.observe_step(num_rows, seconds)
         if not self._running:
             self._coordinator.flush()  # the loop will sleep: finished sequences must not wait to be closed
 

@@ -9,6 +9,7 @@ from cluster.coordination.messages import Proposal
 from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.speculation.costs import LinkCosts
+from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -198,3 +199,43 @@ def test_another_load_is_planned_for_at_once(num_rows: int, is_due: bool) -> Non
     engine.rows_cost(0.001)
     engine.step()
     assert engine.planner.is_due(num_rows) == is_due
+
+
+class TestTrees:
+    def poor_draft(self, **config: object) -> Engine:
+        """Of every four roots the second is the target's choice as often as the first; rows cost nothing."""
+        engine = Engine(num_sequences=1, tree_width=4, **config)
+        engine.rows_cost(0.0)
+        for round_number in range(200):
+            token = round_number % 5
+            engine.planner.trees.count(Drafts([0, 1, 2, 3], [-1] * 4), [min(token // 2, 3), 7])
+            engine.planner.observe_round(engine.sequences[0], 1, int(token < 2))
+        engine.clock.now += 10.0
+        engine.steps()
+        return engine
+
+    def test_a_tree_is_asked_for_where_it_promises_more(self) -> None:
+        engine = self.poor_draft()
+        (sequence,) = engine.sequences
+        shape = engine.planner.shape(sequence, sequence.depth, engine.costs)
+        assert shape is not None
+        assert len(shape) == sequence.depth
+        assert shape.count(-1) > 1
+        assert sequence.expected_tokens > 1.0
+
+    def test_a_new_sequence_gets_one_too(self) -> None:
+        engine, opened = self.poor_draft(), new_sequence()
+        engine.planner.open(opened)
+        assert engine.planner.shape(opened, opened.depth, engine.costs) is not None
+
+    def test_a_number_that_was_asked_for_is_kept(self) -> None:
+        engine, asked = self.poor_draft(), new_sequence(k=5)
+        engine.planner.open(asked)
+        shape = engine.planner.shape(asked, asked.depth, engine.costs)
+        assert shape is not None
+        assert len(shape) == 5
+
+    def test_shadows_get_chains(self) -> None:
+        engine = self.poor_draft()
+        engine.sequences[0].is_shadow = True
+        assert engine.planner.shape(engine.sequences[0], 3, engine.costs) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from cluster.speculation.depth import (
     GoodputController,
     ThresholdController,
 )
+from cluster.speculation.drafts import depths_of as levels_of
+from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape, token_rate
+from cluster.speculation.tree_policy import Template
 
 MAX_DEPTH = 8
 TIMEOUT_S = 0.050
@@ -55,45 +59,50 @@ def goodput(points: dict[int, float]) -> GoodputController:
     return GoodputController(curve(points), TIMEOUT_S)
 
 
+def depths_of(controller: DepthController, own: Sequence[Candidate], num_rows: int) -> list[int]:
+    return controller.choose(own, num_rows).num_drafts
+
+
 class TestGoodput:
     def test_one_stream_speculates(self) -> None:
-        assert goodput(MEMORY_BOUND).choose(candidates(0.7, 1), 1)[0] >= 2
+        assert depths_of(goodput(MEMORY_BOUND), candidates(0.7, 1), 1)[0] >= 2
 
     def test_better_drafts_go_deeper(self) -> None:
         controller = goodput(MEMORY_BOUND)
-        depths = [controller.choose(candidates(rate, 1), 1)[0] for rate in (0.3, 0.6, 0.9)]
+        depths = [depths_of(controller, candidates(rate, 1), 1)[0] for rate in (0.3, 0.6, 0.9)]
         assert depths == sorted(depths)
         assert depths[0] < depths[-1]
 
     def test_rows_that_cost_switch_it_off(self) -> None:
         per_row = {rows: 0.010 * rows for rows in (1, 2, 4, 8, 16, 64, 256)}
-        assert goodput(per_row).choose(candidates(0.6, 16), 16) == [0] * 16
+        assert depths_of(goodput(per_row), candidates(0.6, 16), 16) == [0] * 16
 
     def test_a_slow_link_means_less_and_then_nothing(self) -> None:
         controller = goodput(MEMORY_BOUND)
         depths = [
-            controller.choose(candidates(0.6, 1, link(round_trip=seconds)), 1)[0] for seconds in (0.0, 0.03, 0.045)
+            depths_of(controller, candidates(0.6, 1, link(round_trip=seconds)), 1)[0] for seconds in (0.0, 0.03, 0.045)
         ]
         assert depths[0] > 0
         assert depths[-1] == 0
 
     def test_a_proposal_that_would_come_too_late_is_not_asked_for(self) -> None:
-        assert goodput({1: 1.0, 16: 1.0}).choose(candidates(0.9, 1, link(round_trip=2 * TIMEOUT_S)), 1) == [0]
+        slow = candidates(0.9, 1, link(round_trip=2 * TIMEOUT_S))
+        assert depths_of(goodput({1: 1.0, 16: 1.0}), slow, 1) == [0]
 
     def test_good_sequences_get_the_rows(self) -> None:
         costs = link()
         both = [Candidate(acceptance(0.9), MAX_DEPTH, costs), Candidate(acceptance(0.2), MAX_DEPTH, costs)]
-        good, bad = goodput(MEMORY_BOUND).choose(both, 2)
+        good, bad = depths_of(goodput(MEMORY_BOUND), both, 2)
         assert good > bad
 
     def test_what_a_request_asked_for_is_kept(self) -> None:
         asked = Candidate(acceptance(0.1), MAX_DEPTH, link(), fixed_depth=5)
         free = Candidate(acceptance(0.9), MAX_DEPTH, link())
-        assert goodput(MEMORY_BOUND).choose([asked, free], 2)[0] == 5
+        assert depths_of(goodput(MEMORY_BOUND), [asked, free], 2)[0] == 5
 
     def test_limits_are_kept(self) -> None:
         own = [Candidate(acceptance(0.95), limit, link()) for limit in (0, 1, 2)]
-        depths = goodput({1: 0.02, 512: 0.02}).choose(own, 3)
+        depths = depths_of(goodput({1: 0.02, 512: 0.02}), own, 3)
         assert all(depth <= limit for depth, limit in zip(depths, (0, 1, 2), strict=True))
 
     @pytest.mark.parametrize("seed", range(20))
@@ -111,9 +120,64 @@ class TestGoodput:
             seconds = float(verify.at(3 + sum(depths))) + wait
             return (3 + sum(worth[i][d] for i, d in enumerate(depths))) / seconds
 
-        chosen = rate(tuple(GoodputController(verify, 1.0).choose(own, 3)))
+        chosen = rate(tuple(depths_of(GoodputController(verify, 1.0), own, 3)))
         best = max(rate(depths) for depths in itertools.product(range(5), repeat=3))
         assert chosen >= 0.98 * best
+
+
+def templates(rates: Acceptance) -> list[Template]:
+    return [Template.of(rates, MAX_DEPTH, level) for level in range(1, 1 + MAX_DEPTH)]
+
+
+class TestTrees:
+    """Of one sequence, whose children of rank 0, 1, ... are the target's choice with `RATES`."""
+
+    RATES = (0.45, 0.25, 0.12)
+
+    def choice(self, points: dict[int, float], costs: LinkCosts, rates: Sequence[float] = RATES) -> tuple[Shape, float]:
+        """The shape of the tree, empty where it is a chain, and the tokens a second that are promised."""
+        candidate = Candidate(acceptance(rates[0]), MAX_DEPTH, costs)
+        choice = goodput(points).choose([candidate], 1, templates(np.array([rates])))
+        return choice.template.parents[: choice.num_drafts[0]] if choice.template else (), choice.rate
+
+    def test_a_poor_draft_gets_a_tree(self) -> None:
+        shape, rate = self.choice({1: 0.02, 64: 0.021}, link())
+        chain_rate = goodput({1: 0.02, 64: 0.021}).choose(candidates(self.RATES[0], 1), 1).rate
+        assert shape.count(-1) > 1
+        assert rate > chain_rate
+
+    def test_a_good_draft_gets_a_chain(self) -> None:
+        assert self.choice(MEMORY_BOUND, link(), (0.95, 0.02, 0.01))[0] == ()
+
+    def test_rows_that_cost_mean_no_tree(self) -> None:
+        assert self.choice({rows: 0.01 * rows for rows in (1, 2, 4, 8, 16, 64)}, link())[0] == ()
+
+    def test_a_slow_draft_gets_a_flatter_tree(self) -> None:
+        fast, _ = self.choice({1: 0.02, 64: 0.02}, link(step=0.0001))
+        slow, _ = self.choice({1: 0.02, 64: 0.02}, link(step=0.004))
+        assert 0 < max(levels_of(slow)) < max(levels_of(fast))
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_no_tree_is_much_better(self, seed: int) -> None:
+        """Against the best of every size and depth, by the same estimates."""
+        rng = np.random.default_rng(seed)
+        first = rng.uniform(0.3, 0.7)
+        second = rng.uniform(0.2, 0.8) * (1 - first)
+        third = rng.uniform(0.2, 0.8) * min(second, 1 - first - second)
+        round_trip, step = rng.uniform(0, 0.005), rng.uniform(0.0002, 0.002)
+        costs = link(round_trip, step)
+        times = np.cumsum(rng.uniform(0.001, 0.01, size=5)) + 0.01
+        points = dict(zip((1, 2, 4, 8, 16), times, strict=True))
+        verify = curve(points)
+        candidate = Candidate(acceptance(first), MAX_DEPTH, costs)
+        own = [*candidate.acceptance.survival(), 0.0]
+        rates = np.array([[own[0], min(second, own[0]), min(third, own[0])]])
+        wait = costs.wait_seconds(np.array([1, 2]), np.array([1, 1]))
+        level = float(wait[1] - wait[0])
+        time = RoundTime(lambda _: level, lambda rows: float(verify.at(rows)), float(wait[0]) - level)
+        best = token_rate(best_shape(rates, range(1 + MAX_DEPTH), time), rates, time)
+        choice = goodput(points).choose([candidate], 1, templates(rates))
+        assert choice.rate >= 0.93 * best  # 3 % of which a tree must be better than a chain
 
 
 class TestThreshold:
@@ -124,7 +188,7 @@ class TestThreshold:
         return self.depth(controller)
 
     def depth(self, controller: DepthController) -> int:
-        return controller.choose([Candidate(acceptance(0.5), 16, None)], 1)[0]
+        return depths_of(controller, [Candidate(acceptance(0.5), 16, None)], 1)[0]
 
     @pytest.mark.parametrize(("rate", "depth"), [(0.95, 6), (0.85, 5), (0.7, 4), (0.5, 3)])
     def test_it_moves_by_its_thresholds(self, rate: float, depth: int) -> None:
@@ -144,4 +208,4 @@ class TestThreshold:
 def test_fixed_is_fixed() -> None:
     controller = FixedController(4)
     own = [Candidate(acceptance(0.5), MAX_DEPTH, None), Candidate(acceptance(0.5), MAX_DEPTH, None, fixed_depth=2)]
-    assert controller.choose(own, 2) == [4, 2]
+    assert depths_of(controller, own, 2) == [4, 2]

@@ -20,7 +20,7 @@ from cluster.speculation.drafts import is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import SampleRequest, sample
-from cluster.speculation.tree import Shape
+from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import TreePolicy
 from cluster.targets.base import GenerationRequest
 
@@ -47,7 +47,7 @@ _numbers = itertools.count()
 
 
 def new_request(
-    params: SamplingParams = MIXED[0][0], num_prompt: int = 5, max_tokens: int = 20, *, seed: int = 0, k: int = 4
+    params: SamplingParams = MIXED[0][0], num_prompt: int = 5, max_tokens: int = 20, *, seed: int = 0, k: int | None = 4
 ) -> GenerationRequest:
     prompt = np.random.default_rng(num_prompt).integers(1, 512, size=num_prompt).tolist()
     key = NoiseKey.derive(seed, 0)
@@ -55,7 +55,7 @@ def new_request(
     return GenerationRequest(name, prompt, num_prompt, params, key, max_tokens, True, k)
 
 
-def mixed_requests(k: int) -> list[GenerationRequest]:
+def mixed_requests(k: int | None) -> list[GenerationRequest]:
     return [new_request(*setting, seed=seed, k=k) for seed, setting in enumerate(MIXED)]
 
 
@@ -126,7 +126,7 @@ class TestSameTokens:
     @pytest.mark.parametrize("k", [0, 1, 4, 8])
     def test_with_a_perfect_drafter(
         self,
-        k: int,
+        k: int | None,
         new_target: Callable[..., LoopbackTarget],
         same_draft: LoopbackDraft,
         expected: dict[int, list[int]],
@@ -283,10 +283,10 @@ class RandomShapes(TreePolicy):
     """Now this tree, now that, now a chain."""
 
     def __init__(self) -> None:
-        super().__init__(width=3)
+        super().__init__(width=3, max_nodes=16)
         self._choose = random.Random(0)
 
-    def shape(self, num_nodes: int) -> Shape | None:
+    def shape(self, num_nodes: int, time: Callable[[], RoundTime]) -> Shape | None:
         shape = tuple(self._choose.randrange(-1, node) for node in range(self._choose.randint(0, num_nodes)))
         return None if is_chain(shape) else shape
 
@@ -294,8 +294,9 @@ class RandomShapes(TreePolicy):
 class TestTrees:
     """Random trees around the truth, whole or wrong, some deeper than can be used; and those of real drafters."""
 
-    @pytest.mark.parametrize("k", [2, 6, 16])
-    @pytest.mark.parametrize("are_random", [False, True], ids=["best shapes", "random shapes"])
+    @pytest.mark.parametrize(
+        ("k", "are_random"), [(k, are_random) for k in (2, 6, 16) for are_random in (False, True)] + [(None, False)]
+    )
     def test_of_a_drafter_give_the_same_tokens(
         self,
         are_random: bool,
@@ -308,7 +309,7 @@ class TestTrees:
         for draft in (same_draft, other_draft):
             target, requests = new_target([draft], tree_width=3), mixed_requests(k)
             if are_random:
-                target.target._coordinator.trees = RandomShapes()
+                target.target._coordinator.planner.trees = RandomShapes()
             assert target.generate(requests) == list(expected.values())
             drafted, accepted = acceptance(target, requests)
             assert drafted > 0
