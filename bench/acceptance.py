@@ -17,14 +17,15 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.machine import describe_machine
-from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, cluster_counters
-from bench.workload import held_out_prompts, run_streams
+from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth
+from bench.workload import Run, held_out_prompts, run_streams
 from cluster.config import Config, WorkerConfig, load_config
 from cluster.engine.cpu_ops import has_kernels
 from cluster.engine.loader import resolve_device, resolve_dtype
@@ -141,7 +142,7 @@ def measure(clusters: Sequence[LocalCluster], temperature: float, arguments: arg
     """Runs all clusters in turn, as `arguments` (k, prompts, repeats, max_tokens) say."""
     prompts = held_out_prompts(arguments.prompts, seed=1)
 
-    def run(cluster: LocalCluster, prompts: Sequence[Sequence[int]]) -> float:
+    def run(cluster: LocalCluster, prompts: Sequence[Sequence[int]]) -> Run:
         return run_streams(
             cluster.url,
             prompts,
@@ -149,17 +150,14 @@ def measure(clusters: Sequence[LocalCluster], temperature: float, arguments: arg
             temperature=temperature,
             num_speculative_tokens=arguments.k,
             max_tokens=arguments.max_tokens,
-        ).tokens_per_second
+        )
 
     measured = [Depth(arguments.k) for _ in clusters]
     for cluster in clusters:
         run(cluster, held_out_prompts(2, seed=2))
     for _ in range(arguments.repeats):
         for cluster, depth in zip(clusters, measured, strict=True):
-            before = cluster_counters(cluster)
-            depth.tokens_per_second.append(run(cluster, prompts))
-            after = cluster_counters(cluster)
-            depth.grown.update({name: value - before.get(name, 0.0) for name, value in after.items()})
+            depth.add_repeat(cluster, partial(run, cluster, prompts))
     return [
         _row(cluster.config, temperature, depth, Memory.of(cluster), arguments.k)
         for cluster, depth in zip(clusters, measured, strict=True)

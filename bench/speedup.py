@@ -15,8 +15,9 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ class Depth:
     tokens_per_second: list[float] = field(default_factory=list)
     grown: Counter[str] = field(default_factory=Counter)
     round_trip_ms: float = 0.0
+
+    def add_repeat(self, cluster: LocalCluster, run: Callable[[], Run]) -> None:
+        """Has `cluster` do `run`, and counts what it did meanwhile."""
+        before = cluster_counters(cluster)
+        self.tokens_per_second.append(run().tokens_per_second)
+        after = cluster_counters(cluster)
+        self.round_trip_ms = 1e3 * after.get("outrider_link_round_trip_seconds", 0.0)
+        self.grown.update({name: value - before.get(name, 0.0) for name, value in after.items()})
 
     @property
     def name(self) -> str:
@@ -104,12 +113,7 @@ class Point:
     def auto_over_best_fixed(self) -> float | None:
         """The controller's rate over that of the best fixed k; None with fewer than two repeats."""
         auto = next((depth for depth in self.depths if depth.depth is None), None)
-        fixed = [depth for depth in self.depths if depth.depth is not None]
-        if auto is None or not fixed or len(auto.tokens_per_second) < 2:
-            return None
-        best = max(fixed, key=lambda depth: statistics.median(depth.tokens_per_second[::2]))
-        pairs = zip(auto.tokens_per_second[1::2], best.tokens_per_second[1::2], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        return None if auto is None else over_best(auto, [depth for depth in self.depths if depth.depth is not None])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -154,6 +158,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def over_best(own: Depth, others: Sequence[Depth]) -> float | None:
+    """The rate of `own` over that of the best of `others`, which is picked on every other repeat and judged on those
+    between; None with fewer than two repeats."""
+    if not others or len(own.tokens_per_second) < 2:
+        return None
+    best = max(others, key=lambda depth: statistics.median(depth.tokens_per_second[::2]))
+    pairs = zip(own.tokens_per_second[1::2], best.tokens_per_second[1::2], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
 def without_speculation(config: Config) -> Config:
     """The same cluster with k = 0: no draft, and every core for the target."""
     return config.model_copy(
@@ -189,11 +203,7 @@ def measure(
         run(speculative, depth, prompts[: max(WARM_UP_PROMPTS, num_streams // 2)])
     for _ in range(arguments.repeats):
         for cluster, measured in ((plain, point.plain), *((speculative, depth) for depth in point.depths)):
-            before = cluster_counters(cluster)
-            measured.tokens_per_second.append(run(cluster, measured.depth, prompts).tokens_per_second)
-            after = cluster_counters(cluster)
-            measured.round_trip_ms = 1e3 * after.get("outrider_link_round_trip_seconds", 0.0)
-            measured.grown.update({name: value - before.get(name, 0.0) for name, value in after.items()})
+            measured.add_repeat(cluster, partial(run, cluster, measured.depth, prompts))
     return point
 
 

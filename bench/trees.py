@@ -1,135 +1,176 @@
-"""Chains beside trees of as many nodes: `python -m bench.trees`.
+"""Chains, trees and the classical acceptances with as many nodes: `python -m bench.trees`.
 
-One stream. Two clusters run side by side, one with `tree_width` 1; only one of them works at a time, and repeats are
-interleaved. The trees are those that the cluster chooses itself from what it measures, while it warms up and on.
-Figures are medians with their range; the ratio is the median of the repeats' ratios.
+One stream. Four clusters run side by side: coupled acceptance with `tree_width` 1 (chain) and more (tree), `rejection`
+and `greedy`, which verify chains. Only one of them works at a time, and all settings are interleaved. The number of
+nodes is what the request asks for; the tree's shape, and with "auto" the number too, is the cluster's own choice from
+what it measures while it warms up and on. The bar is on that choice: at least 0.98 of the best chain.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench.machine import describe_machine
-from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS
-from bench.workload import held_out_prompts, read_counters, run_streams
-from cluster.config import load_config
+from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, Depth, over_best
+from bench.workload import Run, held_out_prompts, run_streams
+from cluster.config import Config, load_config
 from services.launch.local import LocalCluster
 
-DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
+FLOOR = 0.98  # of the best chain
+CHAIN, TREE = "chain", "tree"
+KINDS = (CHAIN, TREE, "rejection", "greedy")
+WARM_UP_PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One of `KINDS` with one number of nodes (None: the controller's)."""
+
+    kind: str
+    measured: Depth
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "nodes": self.measured.name,
+            "tokens_per_second": self.measured.tokens_per_second,
+            "tokens_per_round": self.measured.acceptance_length,
+            "mean_nodes": self.measured.mean_drafts,
+            "verify_step_ms": self.measured.step_ms("outrider_step", ":verify"),
+            "wait_ms": self.measured.wait_ms,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Chain and tree with one number of nodes at one temperature."""
+    """All settings at one temperature."""
 
-    num_nodes: int
     temperature: float
-    chain_tokens_per_round: float  # committed, the bonus token included
-    tree_tokens_per_round: float
-    chain_tokens_per_second: list[float]
-    tree_tokens_per_second: list[float]
+    settings: list[Setting]
+
+    def measured(self, kind: str, nodes: int | None) -> Depth:
+        return next(s.measured for s in self.settings if s.kind == kind and s.measured.depth == nodes)
 
     @property
-    def ratios(self) -> list[float]:
-        """Tree to chain, one for each repeat."""
-        return [a / b for a, b in zip(self.tree_tokens_per_second, self.chain_tokens_per_second, strict=True)]
+    def chains(self) -> list[Depth]:
+        return [s.measured for s in self.settings if s.kind == CHAIN and s.measured.depth is not None]
 
+    def auto_over_best_chain(self, kind: str) -> float | None:
+        return over_best(self.measured(kind, None), self.chains)
 
-class Side:
-    """One of the two clusters at one setting."""
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "settings": [setting.to_json() for setting in self.settings],
+            "auto_over_best_chain": {kind: self.auto_over_best_chain(kind) for kind in (CHAIN, TREE)},
+        }
 
-    def __init__(self, cluster: LocalCluster, num_nodes: int, temperature: float, max_tokens: int) -> None:
-        self.tokens_per_second: list[float] = []
-        self._cluster = cluster
-        self._setting = {"temperature": temperature, "num_speculative_tokens": num_nodes, "max_tokens": max_tokens}
-        self._before: dict[str, float] = {}
-
-    def run(self, prompts: list[list[int]], *, is_warm_up: bool = False) -> None:
-        run = run_streams(self._cluster.url, prompts, num_streams=1, **self._setting)
-        if is_warm_up:
-            self._before = self._counters()
-        else:
-            self.tokens_per_second.append(run.tokens_per_second)
-
-    @property
-    def tokens_per_round(self) -> float:
-        after = self._counters()
-        return 1 + (after[ACCEPTED] - self._before[ACCEPTED]) / max(after[DRAFTS] - self._before[DRAFTS], 1.0)
-
-    def _counters(self) -> dict[str, float]:
-        return read_counters(f"{self._cluster.url}/metrics")
+    def __str__(self) -> str:
+        rows = []
+        for setting in self.settings:
+            own, chain = setting.measured, self.measured(CHAIN, setting.measured.depth)
+            ratios = [a / b for a, b in zip(own.tokens_per_second, chain.tokens_per_second, strict=True)]
+            rows.append(
+                f"| {self.temperature:g} | {own.name} | {setting.kind} | {own.mean_drafts:.1f} "
+                f"| {own.acceptance_length:.2f} | {_spread(own.tokens_per_second)} | {_spread(ratios, 2)} "
+                f"| {own.step_ms('outrider_step', ':verify'):.1f} | {own.wait_ms:.1f} |"
+            )
+        for kind in (CHAIN, TREE):
+            ratio = self.auto_over_best_chain(kind)
+            if ratio is not None:
+                rows.append(f"| {self.temperature:g} | {AUTO} | {kind} over the best chain | | | | {ratio:.2f} | | |")
+        return "\n".join(rows)
 
 
 def main() -> None:
     arguments = _parser().parse_args()
-    budgets = [int(text) for text in arguments.nodes.split(",")]
-    limit = f"speculation.max_speculative_tokens={max(budgets)}"
-    configs = [
-        load_config(arguments.config, [*MEASURED, limit, *arguments.overrides, f"speculation.tree_width={width}"])
-        for width in (1, arguments.width)
-    ]
-    print(f"{configs[0].target.model} drafted by {configs[0].draft.model}, one stream, {arguments.repeats} repeats\n")
-    print("| nodes | T | tokens a round: chain | tree | tokens/s: chain | tree | tree / chain |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    configs = {kind: _config(kind, arguments) for kind in KINDS}
+    own = configs[CHAIN]
+    print(f"{own.target.model} drafted by {own.draft.model}, one stream, {arguments.repeats} repeats\n")
+    print("| T | nodes | kind | nodes verified | tokens a round | tokens/s | over the chain | verify ms | wait ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     points: list[Point] = []
-    with LocalCluster(configs[0]) as chain, LocalCluster(configs[1]) as tree:
-        for cluster in (chain, tree):
+    with contextlib.ExitStack() as stack:
+        clusters = {kind: stack.enter_context(LocalCluster(config)) for kind, config in configs.items()}
+        for cluster in clusters.values():
             cluster.wait_ready(READY_TIMEOUT_SECONDS)
-        for temperature in (float(text) for text in arguments.temperatures.split(",")):
-            for num_nodes in budgets:
-                points.append(measure(chain, tree, num_nodes, temperature, arguments))
-                print(_row(points[-1]), flush=True)
+        for temperature in arguments.temperatures:
+            points.append(measure(clusters, temperature, arguments))
+            print(points[-1], flush=True)
+            _write(arguments, own, points)
+
+
+def _config(kind: str, arguments: argparse.Namespace) -> Config:
+    own = (
+        f"speculation.max_speculative_tokens={max(arguments.nodes)}",
+        f"speculation.tree_width={arguments.width if kind == TREE else 1}",
+        f"speculation.acceptance={kind if kind not in (CHAIN, TREE) else 'coupled'}",
+    )
+    return load_config(None, [*MEASURED, *arguments.overrides, *own])
+
+
+def measure(clusters: dict[str, LocalCluster], temperature: float, arguments: argparse.Namespace) -> Point:
+    """Runs all settings in turn, as `arguments` (nodes, prompts, repeats, max_tokens) say."""
+    prompts = held_out_prompts(arguments.prompts, seed=1)
+
+    def run(kind: str, nodes: int | None, prompts: Sequence[Sequence[int]]) -> Run:
+        return run_streams(
+            clusters[kind].url,
+            prompts,
+            num_streams=1,
+            temperature=temperature,
+            num_speculative_tokens=nodes,
+            max_tokens=arguments.max_tokens,
+        )
+
+    settings = [Setting(kind, Depth(nodes)) for nodes in arguments.nodes for kind in KINDS]
+    settings += [Setting(kind, Depth(None)) for kind in (CHAIN, TREE)]
+    for setting in settings:
+        run(setting.kind, setting.measured.depth, held_out_prompts(WARM_UP_PROMPTS, seed=2))
+    for _ in range(arguments.repeats):
+        for setting in settings:
+            measured = setting.measured
+            measured.add_repeat(clusters[setting.kind], partial(run, setting.kind, measured.depth, prompts))
+    return Point(temperature, settings)
+
+
+def _write(arguments: argparse.Namespace, config: Config, points: Sequence[Point]) -> None:
     document = {
-        "target": configs[0].target.model,
-        "draft": configs[0].draft.model,
+        "floor": FLOOR,
+        "target": config.target.model,
+        "draft": config.draft.model,
         "tree_width": arguments.width,
+        "repeats": arguments.repeats,
         "machine": describe_machine(),
-        "points": [asdict(point) | {"ratios": point.ratios} for point in points],
+        "points": [point.to_json() for point in points],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(
-    chain: LocalCluster, tree: LocalCluster, num_nodes: int, temperature: float, arguments: argparse.Namespace
-) -> Point:
-    """Runs both in turn, as `arguments` (prompts, repeats, max_tokens) say."""
-    prompts = held_out_prompts(arguments.prompts, seed=1)
-    sides = [Side(cluster, num_nodes, temperature, arguments.max_tokens) for cluster in (chain, tree)]
-    for side in sides:
-        side.run(held_out_prompts(arguments.prompts, seed=2), is_warm_up=True)
-    for _ in range(arguments.repeats):
-        for side in sides:
-            side.run(prompts)
-    rounds, rates = [side.tokens_per_round for side in sides], [side.tokens_per_second for side in sides]
-    return Point(num_nodes, temperature, rounds[0], rounds[1], rates[0], rates[1])
-
-
-def _row(point: Point) -> str:
-    def spread(values: list[float], digits: int = 0) -> str:
-        return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
-
-    return (
-        f"| {point.num_nodes} | {point.temperature:g} | {point.chain_tokens_per_round:.2f} "
-        f"| {point.tree_tokens_per_round:.2f} | {spread(point.chain_tokens_per_second)} "
-        f"| {spread(point.tree_tokens_per_second)} | {spread(point.ratios, 2)} |"
-    )
+def _spread(values: Sequence[float], digits: int = 0) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.trees", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--config", type=Path, help="YAML configuration of the clusters")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--nodes", default="4,8,16,32")
+    parser.add_argument("--nodes", type=lambda text: [int(part) for part in text.split(",")], default=[4, 8, 16, 32])
     parser.add_argument("--width", type=int, default=4, help="tree_width of the trees")
-    parser.add_argument("--temperatures", default="0,0.7,1")
+    parser.add_argument(
+        "--temperatures", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 0.7, 1.0]
+    )
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("bench/results/trees.json"))
     return parser
 

@@ -127,8 +127,8 @@ class SpeculationConfig(_Section):
     )
     tree_width: Annotated[int, Field(ge=1, le=8)] = Field(
         1,
-        description="children of a draft token at most: with more than 1 the k drafts of a round are the tree that the "
-        "measured acceptance makes best, which may be a chain",
+        description="children of a draft token at most: with more than 1 the drafts of a round are the tree that the "
+        "measured acceptance makes best, which may be a chain; goodput chooses their number and the tree together",
     )
     tune_draft_temperature: bool = Field(
         True, description="search, while it works, for the draft temperature that is accepted most often"
