@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("| case | streams | tokens/s without | with | speed-up (range) | k chosen | wait ms | late steps of 1,000 |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     results: list[Result] = []
-    for case in CASES:
+    for case in (case for case in CASES if arguments.only in case.name):
         own = measure(case, arguments)
         results += own
         print("\n".join(map(_row, own)), flush=True)
@@ -158,6 +158,7 @@ def _row(result: Result) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.network", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--streams", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8])
+    parser.add_argument("--only", default="", help="only the cases whose names have this in them")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
