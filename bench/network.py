@@ -2,8 +2,8 @@
 
 Every case is a cluster of its own: round trips of 0 to 50 ms and a loss of 1 % between target and draft (through the
 delaying proxy, in whose docstring is what a loss is), and a draft 2, 5 and 20 times as slow. The engines' curves are
-like those of the 190M pair (`bench.models`) on two cores. The same requests run with k = 0 and with k as the controller
-chooses it, in turn, so that a drift of the machine meets both alike.
+like those of the 190M pair (`bench.models`) on two cores. Streams run with k = 0 and with k as the controller chooses
+it, in turn, so that a drift of the machine meets both alike; what is counted comes while all of them are busy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.in_process import SIMULATED
 from bench.machine import describe_machine
-from bench.workload import read_counters, run_streams
+from bench.workload import read_counters, run_window
 from cluster.config import Config, load_config
 from services.launch.local import LocalCluster
 
@@ -28,7 +28,8 @@ ROUND_TRIPS_MS = (0.0, 0.5, 2.0, 10.0, 50.0)
 LOSS = 0.01
 SLOWDOWNS = (2, 5, 20)
 ACCEPTANCE = 0.75
-PROMPT_LEN = 64
+MAX_TOKENS = 192
+PROMPT_LEN = 16  # a simulated target takes as long for a prompt as a real one, which is not what is measured here
 READY_TIMEOUT_SECONDS = 120
 
 
@@ -104,20 +105,21 @@ def measure(case: Case, arguments: argparse.Namespace) -> list[Result]:
     with LocalCluster(case.config(arguments.overrides)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         for num_streams in arguments.streams:
-            results.append(_measure(cluster, case, num_streams, arguments.repeats, arguments.max_tokens))
+            results.append(_measure(cluster, case, num_streams, arguments.repeats, arguments.seconds))
     return results
 
 
-def _measure(cluster: LocalCluster, case: Case, num_streams: int, repeats: int, max_tokens: int) -> Result:
+def _measure(cluster: LocalCluster, case: Case, num_streams: int, repeats: int, seconds: float) -> Result:
     def run(depth: int | None) -> float:
-        prompts = [[(7 * stream + place) % 4000 for place in range(PROMPT_LEN)] for stream in range(num_streams)]
-        done = run_streams(
+        prompts = [[(7 * number + place) % 4000 for place in range(PROMPT_LEN)] for number in range(4 * num_streams)]
+        done = run_window(
             cluster.url,
             prompts,
             num_streams=num_streams,
             temperature=1.0,
             num_speculative_tokens=depth,
-            max_tokens=max_tokens,
+            max_tokens=MAX_TOKENS,
+            seconds=seconds,
         )
         return done.tokens_per_second
 
@@ -160,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8])
     parser.add_argument("--only", default="", help="only the cases whose names have this in them")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=6.0, help="of each repeat")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--out", type=Path, default=Path("bench/results/network.json"))
     return parser

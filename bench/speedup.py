@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.machine import describe_machine
 from bench.plot import plot
-from bench.workload import Run, held_out_prompts, read_counters, run_streams
+from bench.workload import Run, held_out_prompts, read_counters, run_streams, run_window
 from cluster.config import Config, load_config
 from services.launch.local import LocalCluster
 
@@ -188,7 +188,8 @@ def measure(
     prompts = held_out_prompts(num_prompts, seed=num_streams)
 
     def run(cluster: LocalCluster, depth: int | None, prompts: list[list[int]]) -> Run:
-        return run_streams(
+        run = run_streams if arguments.seconds is None else partial(run_window, seconds=arguments.seconds)
+        return run(
             cluster.url,
             prompts,
             num_streams=num_streams,
@@ -253,6 +254,7 @@ def _write(path: Path, config: Config, arguments: argparse.Namespace, points: Se
         "speculation": config.speculation.model_dump(mode="json"),
         "repeats": arguments.repeats,
         "max_tokens": arguments.max_tokens,
+        "seconds": arguments.seconds,
         "machine": describe_machine(),
         "points": [point.to_json() for point in points],
     }
@@ -275,6 +277,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a repeat (at least one a stream)")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="count what comes in so many seconds while every stream is busy; without it, all prompts are answered once",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("bench/results/speedup.json"), help="the plot goes beside it, as .svg"
     )

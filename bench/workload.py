@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from cluster.tokenization import Tokenizer
 from cluster.training.corpus import held_out_texts
 
 PROMPT_TOKENS = (32, 160)
+RAMP_SECONDS = 2.0  # until all streams are under way
 
 
 def held_out_prompts(count: int, seed: int) -> list[list[int]]:
@@ -74,6 +76,59 @@ def run_streams(
         started_at = time.perf_counter()
         num_tokens = sum(threads.map(generate, range(len(prompts))))
         return Run(num_tokens, time.perf_counter() - started_at)
+
+
+def run_window(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_streams: int,
+    temperature: float,
+    num_speculative_tokens: int | None,
+    max_tokens: int,
+    seconds: float,
+) -> Run:
+    """What comes in `seconds` while `num_streams` streams are busy, each with one prompt after another.
+
+    Where streams do not keep step, the last of a burst end alone; here none does.
+    """
+    is_over = threading.Event()
+
+    def stream(first: int) -> None:
+        number = first
+        while not is_over.is_set():
+            body = {
+                "prompt": list(prompts[number % len(prompts)]),
+                "seed": number,
+                "temperature": temperature,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "num_speculative_tokens": "auto" if num_speculative_tokens is None else num_speculative_tokens,
+                "stream": True,
+            }
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                response.raise_for_status()
+                for _ in response.iter_lines():
+                    if is_over.is_set():
+                        return
+            number += num_streams
+
+    def generated() -> tuple[float, float]:
+        return read_counters(f"{url}/metrics")["vllm:generation_tokens_total"], time.perf_counter()
+
+    limits = httpx.Limits(max_connections=num_streams)
+    with httpx.Client(base_url=url, timeout=600, limits=limits) as client, ThreadPoolExecutor(num_streams) as threads:
+        running = [threads.submit(stream, number) for number in range(num_streams)]
+        try:
+            time.sleep(RAMP_SECONDS)
+            before, started_at = generated()
+            time.sleep(seconds)
+            after, ended_at = generated()
+        finally:
+            is_over.set()
+        for future in running:
+            future.result()
+    return Run(round(after - before), ended_at - started_at)
 
 
 def read_counters(url: str) -> dict[str, float]:

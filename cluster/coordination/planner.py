@@ -21,11 +21,11 @@ _STEPS_A_PLAN = 8  # depths change slowly, and choosing them takes as long as so
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
 _MAX_SHADOWS = 2
 _SHADOW_DEPTH = 3
-_SHADOW_SHARE = 0.005  # of the time, for which a shadow may keep its draft worker busy
-_SHADOW_WEIGHT = 4  # rounds that one of a shadow stands for: so few must outweigh what was counted while all had some
+_SHADOW_SHARE = 0.01  # of its draft worker's time, for which a shadow may keep it busy
+_SHADOW_WEIGHT = 2  # rounds that one of a shadow stands for: so few must outweigh what was counted while all had some
 _SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
 _WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
-_DOUBT = 1.03  # while speculation is off it must promise so much more: estimates are not better than that
+_DOUBT = 1.04  # while speculation is off it must promise so much more: estimates are not better than that
 _PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
 
 
@@ -129,7 +129,7 @@ class DepthPlanner:
             return sequence.useful_depth
         pause = _SHADOW_SECONDS
         if costs.is_known:
-            pause = costs.proposal_seconds(_SHADOW_DEPTH, 1) / _SHADOW_SHARE
+            pause = (costs.proposal_seconds(_SHADOW_DEPTH, 1) - costs.round_trip_seconds) / _SHADOW_SHARE
         self._shadows[sequence] = self._clock() + pause
         return _SHADOW_DEPTH
 

@@ -141,8 +141,8 @@ def test_a_shadow_is_drafted_for_seldom(off: Engine) -> None:
     for _ in range(1000):  # 20 s
         off.step()
         asked += off.planner.asked_depth(shadow, off.costs) > 0
-    # A proposal of 3 tokens takes about 1.4 ms, and may be 0.5 % of the time.
-    assert 40 <= asked <= 100
+    # A proposal of 3 tokens takes the draft 0.9 ms, and may be 1 % of its time.
+    assert 120 <= asked <= 222
 
 
 def test_a_shadow_that_would_be_confirmed_switches_it_on_again(off: Engine) -> None:
