@@ -280,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds",
         type=float,
-        help="count what comes in so many seconds while every stream is busy; without it, all prompts are answered once",
+        help="count what comes in so many seconds while every stream is busy; else all prompts are answered once",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("bench/results/speedup.json"), help="the plot goes beside it, as .svg"
