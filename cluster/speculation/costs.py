@@ -19,6 +19,7 @@ _SCALE_RATE = 0.1
 _KNOT_RATE = 0.05
 _STALE_KNOT_RATE = 0.4
 _STALE = 32  # observations since a knot's last
+_OBSERVATIONS_A_FILL = 8  # after which the knots, which move by a few percent at a time, are made a curve again
 _CLIP = 3.0  # one slow step (a page fault, a neighbour) must not move a curve far
 _LINK_LEARNING_RATE = 0.1
 
@@ -39,7 +40,8 @@ class LearnedCurve:
         self._log_scale = 0.0
         self._seen_at = [0] * len(self._knots)
         self._num_observations = 0
-        self._filled: list[float] | None = None
+        self._filled: list[float] = []  # seconds at all knots, without the common factor
+        self._fill_at = 0  # the number of observations at which they are reckoned anew
 
     @property
     def is_known(self) -> bool:
@@ -47,32 +49,37 @@ class LearnedCurve:
 
     def observe(self, count: int, seconds: float) -> None:
         """One step of `count` rows took `seconds`."""
-        index, share = self._place(count)
         expected = max(self.seconds(count), 1e-9) if self.is_known else seconds
         error = math.log(min(max(seconds, 1e-9) / expected, _CLIP))
+        index, share = self._place(count)
         self._num_observations += 1
-        for knot, weight in ((index, 1.0 - share), (index + 1, share)):
-            if weight == 0.0:
-                continue
-            known = self._log_seconds[knot]
-            if known is None:
-                self._log_seconds[knot] = math.log(expected) + weight * error - self._log_scale
-            else:
-                is_stale = self._num_observations - self._seen_at[knot] > _STALE
-                self._log_seconds[knot] = known + (_STALE_KNOT_RATE if is_stale else _KNOT_RATE) * weight * error
-            self._seen_at[knot] = self._num_observations
+        self._learn(index, 1.0 - share, expected, error)
+        if share > 0.0:
+            self._learn(index + 1, share, expected, error)
         self._log_scale += _SCALE_RATE * error
-        self._filled = None
+
+    def _learn(self, knot: int, weight: float, expected: float, error: float) -> None:
+        known = self._log_seconds[knot]
+        if known is None:
+            self._log_seconds[knot] = math.log(expected) + weight * error - self._log_scale
+            self._fill_at = 0
+        elif self._num_observations - self._seen_at[knot] > _STALE:
+            self._log_seconds[knot] = known + _STALE_KNOT_RATE * weight * error
+            self._fill_at = 0
+        else:
+            self._log_seconds[knot] = known + _KNOT_RATE * weight * error
+        self._seen_at[knot] = self._num_observations
 
     def seconds(self, count: float) -> float:
         """At one count. Something must have been observed."""
         filled = self._fill()
         index, share = self._place(count)
-        return filled[index] if share == 0.0 else (1.0 - share) * filled[index] + share * filled[index + 1]
+        own = filled[index] if share == 0.0 else (1.0 - share) * filled[index] + share * filled[index + 1]
+        return own * math.exp(self._log_scale)
 
     def at(self, counts: float | FloatArray | IntArray) -> FloatArray:
         """Seconds at `counts`. Something must have been observed."""
-        return np.asarray(np.interp(counts, self._knots, self._fill()))
+        return np.asarray(np.interp(counts, self._knots, self._fill())) * math.exp(self._log_scale)
 
     def _place(self, count: float) -> tuple[int, float]:
         """The knot at or below `count`, and how far it is on the way to the next, in [0, 1]; nought at the last."""
@@ -83,15 +90,15 @@ class LearnedCurve:
         return index, max(0.0, (count - knots[index]) / (knots[index + 1] - knots[index]))
 
     def _fill(self) -> list[float]:
-        """The seconds at all knots."""
-        if self._filled is not None:
+        """The seconds at all knots, without the common factor."""
+        if self._num_observations < self._fill_at:
             return self._filled
         knots, filled = self._knots, [0.0] * len(self._knots)
         last, slope = -1, 0.0  # the last knot that is known, and the slope to it
         for index, log_seconds in enumerate(self._log_seconds):
             if log_seconds is None:
                 continue
-            seconds = math.exp(log_seconds + self._log_scale)
+            seconds = math.exp(log_seconds)
             if last < 0:
                 filled[:index] = [seconds] * index
             else:
@@ -102,7 +109,7 @@ class LearnedCurve:
             filled[index], last = seconds, index
         for beyond in range(last + 1, len(knots)):
             filled[beyond] = filled[last] + slope * (knots[beyond] - knots[last])
-        self._filled = filled
+        self._filled, self._fill_at = filled, self._num_observations + _OBSERVATIONS_A_FILL
         return filled
 
 
