@@ -8,8 +8,8 @@ import numpy as np
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink
-from cluster.coordination.sequence import SpeculativeSequence
-from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
+from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance, expected_tokens
 from cluster.speculation.calibration import Calibration
 from cluster.speculation.costs import LearnedCurve, LinkCosts
 from cluster.speculation.depth import Candidate, GoodputController, make_controller
@@ -72,24 +72,23 @@ class DepthPlanner:
         self._shadows.pop(sequence, None)
         sequence.is_shadow = False
 
-    def is_due(self, num_rows: int) -> bool:
-        """Whether the next call of `plan` may change depths: after some steps, and when the load is another.
-
-        What pays for one sequence can cost a step of 64 four times its time.
-        """
-        return self._num_steps_to_plan <= 1 or not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
+    def begin_step(self, num_rows: int) -> bool:
+        """The next step has `num_rows` sequences. Returns whether depths are due for a plan: after some steps, and when
+        the load is another, as what pays for one sequence can cost a step of 64 four times its time."""
+        now = self._clock()
+        self.is_probing = self._is_learning and now >= self._probe_at
+        if self.is_probing:
+            self._calibration.spoil()
+            if not self._shadows:  # with shadows it goes on until one has a proposal to verify
+                self._probe_at = now + _PROBE_SECONDS
+        self._num_steps_to_plan -= 1
+        return self._num_steps_to_plan <= 0 or not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
 
     def plan(
         self, decoding: Sequence[SpeculativeSequence], costs_of: Mapping[DraftLink, LinkCosts], num_rows: int
     ) -> None:
-        """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
-
-        Called once a step; most calls change nothing (`is_due`).
-        """
-        self._choose_probe()
-        is_due = self.is_due(num_rows)
-        self._num_steps_to_plan -= 1
-        if not is_due or not decoding or (self._is_learning and not self.verify_seconds.is_known):
+        """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step."""
+        if not decoding or (self._is_learning and not self.verify_seconds.is_known):
             return
         self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
         self._num_planned_rows = num_rows
@@ -103,9 +102,9 @@ class DepthPlanner:
         self._set_min_gain()
         depths = self._controller.choose(candidates, num_rows)
         self._begin_window(depths, num_rows)
-        for sequence, candidate, depth in zip(decoding, candidates, depths, strict=True):
-            sequence.depth = depth
-            sequence.expected_tokens = 1.0 + sum(candidate.acceptance.survival()[:depth])
+        tokens = expected_tokens([candidate.acceptance for candidate in candidates], depths)
+        for sequence, depth, expected in zip(decoding, depths, tokens, strict=True):
+            sequence.depth, sequence.expected_tokens = depth, expected
         chosen = [depth for s, depth in zip(decoding, depths, strict=True) if s.num_speculative_tokens is None]
         if chosen:
             self.opening_depth = max(chosen)
@@ -131,15 +130,30 @@ class DepthPlanner:
             return _SHADOW_DEPTH if self.is_probing else 0
         return 0 if self.is_probing else sequence.depth
 
-    def observe_round(self, sequence: SpeculativeSequence, num_drafts: int, num_accepted: int) -> None:
-        """A step verified `num_drafts` drafts of `sequence`, at least one, and confirmed the first `num_accepted`."""
-        if sequence.acceptance is None:
-            return
-        sequence.acceptance.observe(num_drafts, num_accepted)
-        if self._counts_rounds:
-            self._controller.observe(num_drafts, num_accepted)
-        if sequence.is_shadow:
-            self._probe_at = self._clock() + _PROBE_SECONDS
+    def observe_rounds(self, rounds: Sequence[Round]) -> None:
+        """A step verified and committed these, some perhaps without drafts."""
+        num_tokens = 0
+        for sequence, drafts, chosen in rounds:
+            num_tokens += len(chosen)
+            if not drafts.token_ids or sequence.acceptance is None:
+                continue
+            if drafts.parents is None:
+                num_drafts, num_accepted = len(drafts.token_ids), len(chosen) - 1
+            else:
+                num_drafts, num_accepted = drafts.main_path_outcome(chosen)
+            sequence.acceptance.observe(num_drafts, num_accepted)
+            if self._counts_rounds:
+                self._controller.observe(num_drafts, num_accepted)
+        self._calibration.count(num_tokens)
+        if self._shadows:
+            self._judge_shadows(rounds)
+
+    def _judge_shadows(self, rounds: Sequence[Round]) -> None:
+        for sequence, drafts, _ in rounds:
+            if sequence.is_shadow:
+                if drafts.token_ids:  # the probe is done
+                    self._probe_at = self._clock() + _PROBE_SECONDS
+                self.judge_shadow(sequence)
 
     def judge_shadow(self, sequence: SpeculativeSequence) -> None:
         """Compares a shadow's proposal with the tokens committed since, as soon as they decide about all of it."""
@@ -183,10 +197,6 @@ class DepthPlanner:
         """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
         self.verify_seconds.observe(num_rows, seconds)
 
-    def count_tokens(self, num_tokens: int) -> None:
-        """A step committed `num_tokens`, of all sequences."""
-        self._calibration.count(num_tokens)
-
     def spoil_window(self) -> None:
         """A step did something else beside, such as prefill."""
         self._calibration.spoil()
@@ -199,14 +209,6 @@ class DepthPlanner:
     def _begin_window(self, depths: Sequence[int], num_rows: int) -> None:
         rate = self._controller.rate if isinstance(self._controller, GoodputController) else None
         self._calibration.begin(has_drafts=any(depths), rate=rate or 0.0, num_rows=num_rows, now=self._clock())
-
-    def _choose_probe(self) -> None:
-        now = self._clock()
-        self.is_probing = self._is_learning and now >= self._probe_at
-        if self.is_probing:
-            self._calibration.spoil()
-        if self.is_probing and not self._shadows:  # with shadows it goes on until one has a proposal to verify
-            self._probe_at = now + _PROBE_SECONDS
 
     def _appoint_shadows(self, decoding: Sequence[SpeculativeSequence]) -> None:
         """Sequences that are open already come first: opening one costs its draft worker a prefill."""

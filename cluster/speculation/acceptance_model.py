@@ -7,6 +7,7 @@ A sequence's own history is short, so it only scales what all sequences of its k
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,14 +28,14 @@ _MAX_ROUNDS_TO_RENEW = 64
 class PositionRates:
     """How often the draft at position j of a proposal is confirmed when all before it were.
 
-    Rounds are counted as they come and made into rates after some dozen: many sequences have a round in every step.
+    Rounds are collected as they come and made into rates after some dozen: many sequences have a round in every step.
     """
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self._tested = [0.0] * max_depth
         self._accepted = [0.0] * max_depth
-        self._rounds: dict[tuple[int, int], int] = {}  # (drafts, accepted) and how often, since the rates were made
+        self._rounds: list[tuple[int, int]] = []  # (drafts, accepted), since the rates were made
         self._num_rounds_to_renew = 1
         self._num_rounds_ever = 0
         self._rates: list[float] = []
@@ -50,16 +51,14 @@ class PositionRates:
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Of `num_drafts` drafts the first `num_accepted` were confirmed, and the next was not, if there was one."""
-        outcome = num_drafts, num_accepted
-        self._rounds[outcome] = self._rounds.get(outcome, 0) + 1
-        self._num_rounds_to_renew -= 1
-        if self._num_rounds_to_renew <= 0:
+        self._rounds.append((num_drafts, num_accepted))
+        if len(self._rounds) >= self._num_rounds_to_renew:
             self._renew()
 
     def _renew(self) -> None:
-        """Takes in the rounds that were counted since the last time."""
+        """Takes in the rounds since the last time, those with the same outcome at once."""
         tested, accepted = self._tested, self._accepted
-        for (num_drafts, num_accepted), count in self._rounds.items():
+        for (num_drafts, num_accepted), count in Counter(self._rounds).items():
             self._num_rounds_ever += count
             for position in range(min(num_accepted + 1, num_drafts, len(tested))):
                 tested[position] += count
@@ -97,9 +96,12 @@ class SequenceAcceptance:
         if num_drafts == 0:
             return
         shared = self.shared
-        num_tested = min(num_accepted + 1 if num_accepted < num_drafts else num_drafts, shared.max_depth)
+        num_tested = num_accepted + 1 if num_accepted < num_drafts else num_drafts
+        if num_tested > shared.max_depth:
+            num_tested = shared.max_depth
+            num_accepted = min(num_accepted, num_tested)
         keep = 1.0 - num_tested / _SEQUENCE_WINDOW if num_tested < _SEQUENCE_WINDOW else 0.0
-        self._accepted = keep * self._accepted + (num_accepted if num_accepted < num_tested else num_tested)
+        self._accepted = keep * self._accepted + num_accepted
         self._expected = keep * self._expected + shared.expected[num_tested]
         shared.observe(num_drafts, num_accepted)
 
@@ -107,6 +109,13 @@ class SequenceAcceptance:
         """For each depth, the probability that a draft so deep is committed; never rises."""
         own: list[float] = survivals([self])[0].tolist()
         return own
+
+
+def expected_tokens(sequences: Sequence[SequenceAcceptance], depths: Sequence[int]) -> list[float]:
+    """What a round of each commits on the average with so many drafts; the bonus token is one."""
+    drafted = np.arange(sequences[0].shared.max_depth) < np.array(depths)[:, None]
+    tokens: list[float] = (1.0 + np.where(drafted, survivals(sequences), 0.0).sum(axis=1)).tolist()
+    return tokens
 
 
 def survivals(sequences: Sequence[SequenceAcceptance]) -> FloatArray:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator, Round
+from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import LinkEvent, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
-from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
