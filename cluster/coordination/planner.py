@@ -14,7 +14,7 @@ from cluster.speculation.calibration import Calibration
 from cluster.speculation.costs import LearnedCurve, LinkCosts
 from cluster.speculation.depth import Candidate, GoodputController, make_controller
 
-_STEPS_A_PLAN = 8  # depths change slowly, and choosing them takes as long as some hundred other lines
+_STEPS_A_PLAN = 16  # depths change slowly, and choosing them takes as long as some hundred other lines
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
 _MAX_SHADOWS = 2
 _SHADOW_DEPTH = 3

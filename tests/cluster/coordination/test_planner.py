@@ -13,7 +13,7 @@ from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
-NUM_STEPS_TO_A_PLAN = 8  # at most, for a few sequences
+NUM_STEPS_TO_A_PLAN = 16  # at most, for a few sequences
 ROWS = (1, 2, 4, 8, 16, 32)
 
 
