@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"\nRoom for {third.num_sequences // 3} of {third.num_sequences}: {third.num_speculated} speculated for, at "
         f"{third.speculated_rate:.1f} tokens/s each; the others {third.other_rate:.1f}; without speculation "
-        f"{third.plain_rate:.1f} (the step is shared, and so is its wait for the drafts of that third)"
+        f"{third.plain_rate:.1f}"
     )
     result = {
         "bar": {"base_ms": BASE_MS, "sequence_us": SEQUENCE_US, "bytes_per_token": MAX_BYTES},

@@ -120,7 +120,8 @@ class Openings:
         depth = sequence.depth or self._planner.asked_depth(sequence, use.costs)
         use.request.opens[sequence.name] = self._opening(sequence, depth)
         sequence.acknowledged = len(sequence.token_ids)
-        sequence.awaited_since, sequence.is_late = now, False
+        # The worker will hardly have room so soon for one that it refused: nobody waits for its answer.
+        sequence.awaited_since, sequence.is_late = None if sequence.num_refusals else now, False
 
     def _opening(self, sequence: SpeculativeSequence, depth: int) -> Open:
         params, noise_key = sequence.params, sequence.noise_key

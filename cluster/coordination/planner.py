@@ -22,6 +22,7 @@ _SHADOW_SHARE = 0.005  # of the time, for which a shadow may keep its draft work
 _SHADOW_WEIGHT = 4  # rounds that one of a shadow stands for: so few must outweigh what was counted while all had some
 _SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
 _WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
+_HARMLESS_WAIT = 0.02  # of a step: so much later, sequences that nobody drafts for are as fast as ever
 _DOUBT = 1.03  # while speculation is off it must promise so much more: estimates are not better than that
 _PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
 
@@ -170,6 +171,18 @@ class DepthPlanner:
             for _ in range(_SHADOW_WEIGHT):
                 sequence.acceptance.observe(len(proposal.token_ids), num_accepted)
             sequence.proposal = None
+
+    def should_not_wait(self, num_plain: int, awaited: Sequence[SpeculativeSequence], seconds_to_wait: float) -> bool:
+        """Whether the next step should be of all, with the proposals that are here, as most would wait for nothing.
+
+        By tokens a second of all it would nearly always wait: the `num_plain` that nobody drafts for lose a part of
+        their speed, the others would lose more of theirs. But they are the many, and speculation must not slow them
+        down. The proposals that come too late are of use to the step after, as far as they still fit.
+        """
+        if not self._is_learning or num_plain <= len(awaited) or not self.verify_seconds.is_known:
+            return False
+        num_rows = num_plain + sum(1 + sequence.depth for sequence in awaited)
+        return seconds_to_wait > _HARMLESS_WAIT * self.verify_seconds.seconds(num_rows)
 
     def should_go_on_without(
         self,

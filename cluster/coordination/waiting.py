@@ -38,8 +38,15 @@ class Waits:
             self._learn((), 0.0)
             return ()
         now = started_at = self._clock()
-        if len(awaited) < len(sequences) and self._should_go_on_without(sequences, awaited, now):
-            return awaited
+        if len(awaited) < len(sequences):
+            to_wait = self._seconds_to_wait(awaited, now)
+            num_plain = sum(s.link is None or s.depth == 0 for s in sequences)
+            if self._planner.should_not_wait(num_plain, awaited, to_wait):
+                self._learn((), 0.0)
+                return ()
+            ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
+            if self._planner.should_go_on_without(ready, awaited, to_wait):
+                return awaited
         while awaited:
             deadline = min([s.awaited_since for s in awaited if s.awaited_since is not None]) + self._timeout
             if now >= deadline:
@@ -51,9 +58,8 @@ class Waits:
             self._learn({s.link for s in awaited}, now - started_at)
         return ()
 
-    def _should_go_on_without(
-        self, sequences: Sequence[SpeculativeSequence], awaited: Sequence[SpeculativeSequence], now: float
-    ) -> bool:
+    def _seconds_to_wait(self, awaited: Sequence[SpeculativeSequence], now: float) -> float:
+        """Until the last proposal of `awaited` is here."""
         batches = Counter(s.link for s in awaited)
         to_wait = 0.0
         for sequence in awaited:
@@ -62,8 +68,7 @@ class Waits:
             costs = self._spread.uses[sequence.link].costs
             takes = costs.proposal_seconds(sequence.useful_depth, batches[sequence.link])
             to_wait = max(to_wait, sequence.awaited_since + takes - now)
-        ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
-        return self._planner.should_go_on_without(ready, awaited, to_wait)
+        return to_wait
 
     def _give_up(self, awaited: Sequence[SpeculativeSequence], now: float) -> None:
         """No step waits any more for those of `awaited` whose time is over."""

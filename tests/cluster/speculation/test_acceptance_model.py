@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
+from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance, expected_tokens
 
 DEPTH = 8
 
@@ -80,3 +80,14 @@ def test_a_round_without_drafts_says_nothing() -> None:
     before = sequence.survival()
     sequence.observe(0, 0)
     assert sequence.survival() == before
+
+
+def test_expected_tokens_are_the_bonus_token_and_each_draft_by_its_survival() -> None:
+    good, bad = (SequenceAcceptance(PositionRates(DEPTH)) for _ in range(2))
+    for (drafts, many), (_, few) in zip(rounds(0.9, 60), rounds(0.3, 60, seed=1), strict=True):
+        good.observe(drafts, many)
+        bad.observe(drafts, few)
+    depths = [4, 2]
+    expected = [1.0 + sum(own.survival()[:depth]) for own, depth in zip((good, bad), depths, strict=True)]
+    assert expected_tokens([good, bad], depths) == pytest.approx(expected)
+    assert expected_tokens([good], [0]) == [1.0]
