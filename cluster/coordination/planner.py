@@ -103,9 +103,12 @@ class DepthPlanner:
         self._set_min_gain()
         depths = self._controller.choose(candidates, num_rows)
         self._begin_window(depths, num_rows)
-        tokens = expected_tokens([candidate.acceptance for candidate in candidates], depths)
-        for sequence, depth, expected in zip(decoding, depths, tokens, strict=True):
-            sequence.depth, sequence.expected_tokens = depth, expected
+        for sequence, depth in zip(decoding, depths, strict=True):
+            sequence.depth = depth
+        if self._is_learning:
+            tokens = expected_tokens([candidate.acceptance for candidate in candidates], depths)
+            for sequence, expected in zip(decoding, tokens, strict=True):
+                sequence.expected_tokens = expected
         chosen = [depth for s, depth in zip(decoding, depths, strict=True) if s.num_speculative_tokens is None]
         if chosen:
             self.opening_depth = max(chosen)
@@ -142,8 +145,9 @@ class DepthPlanner:
                 num_drafts, num_accepted = len(drafts.token_ids), len(chosen) - 1
             else:
                 num_drafts, num_accepted = drafts.main_path_outcome(chosen)
-            sequence.acceptance.observe(num_drafts, num_accepted)
-            if self._counts_rounds:
+            if self._is_learning:
+                sequence.acceptance.observe(num_drafts, num_accepted)
+            elif self._counts_rounds:
                 self._controller.observe(num_drafts, num_accepted)
         self._calibration.count(num_tokens)
         if self._shadows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,11 @@ class PositionRates:
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Of `num_drafts` drafts the first `num_accepted` were confirmed, and the next was not, if there was one."""
-        self._rounds.append((num_drafts, num_accepted))
+        self.observe_rounds([(num_drafts, num_accepted)])
+
+    def observe_rounds(self, rounds: Sequence[tuple[int, int]]) -> None:
+        """Several, each as in `observe`."""
+        self._rounds += rounds
         if len(self._rounds) >= self._num_rounds_to_renew:
             self._renew()
 
@@ -85,25 +89,36 @@ class SequenceAcceptance:
     # Of its own drafts, over a window; the weight of the shared rates is apart and does not fade.
     _accepted: float = 0.0
     _expected: float = 0.0
+    _rounds: list[tuple[int, int]] = field(default_factory=list)  # (drafts, accepted), not yet among those
 
     @property
     def factor(self) -> float:
         """Confirmed drafts over those that the shared rates would have let one expect."""
+        self.take_in()
         return (_SEQUENCE_WEIGHT + self._accepted) / (_SEQUENCE_WEIGHT + self._expected)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Takes in one round; also teaches the shared rates."""
-        if num_drafts == 0:
+        """Keeps one round until someone asks: there is one in every step, and a question in 16."""
+        if num_drafts:
+            self._rounds.append((num_drafts, num_accepted))
+
+    def take_in(self) -> None:
+        """Learns from the rounds that were kept; so do the shared rates."""
+        if not self._rounds:
             return
-        shared = self.shared
-        num_tested = num_accepted + 1 if num_accepted < num_drafts else num_drafts
-        if num_tested > shared.max_depth:
-            num_tested = shared.max_depth
-            num_accepted = min(num_accepted, num_tested)
-        keep = 1.0 - num_tested / _SEQUENCE_WINDOW if num_tested < _SEQUENCE_WINDOW else 0.0
-        self._accepted = keep * self._accepted + num_accepted
-        self._expected = keep * self._expected + shared.expected[num_tested]
-        shared.observe(num_drafts, num_accepted)
+        max_depth, expected = self.shared.max_depth, self.shared.expected
+        own_accepted, own_expected = self._accepted, self._expected
+        for num_drafts, num_accepted in self._rounds:
+            num_tested = num_accepted + 1 if num_accepted < num_drafts else num_drafts
+            if num_tested > max_depth:
+                num_tested = max_depth
+                num_accepted = min(num_accepted, num_tested)
+            keep = 1.0 - num_tested / _SEQUENCE_WINDOW if num_tested < _SEQUENCE_WINDOW else 0.0
+            own_accepted = keep * own_accepted + num_accepted
+            own_expected = keep * own_expected + expected[num_tested]
+        self._accepted, self._expected = own_accepted, own_expected
+        self.shared.observe_rounds(self._rounds)
+        self._rounds.clear()
 
     def survival(self) -> list[float]:
         """For each depth, the probability that a draft so deep is committed; never rises."""
@@ -120,6 +135,8 @@ def expected_tokens(sequences: Sequence[SequenceAcceptance], depths: Sequence[in
 
 def survivals(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
     """The survival of each, [sequences, depths]."""
+    for sequence in sequences:
+        sequence.take_in()  # of all, before the shared rates are looked at
     shared = list({id(sequence.shared): sequence.shared for sequence in sequences}.values())
     row_of = {id(rates): row for row, rates in enumerate(shared)}
     rates = np.array([own.rates for own in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]

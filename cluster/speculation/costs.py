@@ -49,9 +49,9 @@ class LearnedCurve:
 
     def observe(self, count: int, seconds: float) -> None:
         """One step of `count` rows took `seconds`."""
-        expected = max(self.seconds(count), 1e-9) if self.is_known else seconds
-        error = math.log(min(max(seconds, 1e-9) / expected, _CLIP))
         index, share = self._place(count)
+        expected = max(self._between(index, share), 1e-9) if self._num_observations > 0 else seconds
+        error = math.log(min(max(seconds, 1e-9) / expected, _CLIP))
         self._num_observations += 1
         self._learn(index, 1.0 - share, expected, error)
         if share > 0.0:
@@ -72,8 +72,10 @@ class LearnedCurve:
 
     def seconds(self, count: float) -> float:
         """At one count. Something must have been observed."""
+        return self._between(*self._place(count))
+
+    def _between(self, index: int, share: float) -> float:
         filled = self._fill()
-        index, share = self._place(count)
         own = filled[index] if share == 0.0 else (1.0 - share) * filled[index] + share * filled[index + 1]
         return own * math.exp(self._log_scale)
 
