@@ -127,12 +127,12 @@ class Coordinator:
             ):  # nearly always
                 drafts.append(Drafts(proposal.token_ids, proposal.parents))
             else:
-                drafts.append(self._fitting_drafts(sequence))
+                own = self._fitting_drafts(sequence)
+                if not own.token_ids:
+                    self.stats.plain_decodes[self._why_plain(sequence)] += 1
+                drafts.append(own)
         if max(chain.from_iterable([own.token_ids for own in drafts]), default=0) >= self._vocab_size:
             drafts = [self._valid(own) for own in drafts]
-        for sequence, own in zip(sequences, drafts, strict=True):
-            if not own.token_ids:
-                self.stats.plain_decodes[self._why_plain(sequence)] += 1
         self.stats.seconds += time.thread_time() - started_at
         return drafts
 
@@ -160,6 +160,8 @@ class Coordinator:
     def _valid(self, drafts: Drafts) -> Drafts:
         valid = drafts.below(self._vocab_size)
         self.stats.num_invalid_token_ids += len(drafts) - len(valid)
+        if drafts and not valid:
+            self.stats.plain_decodes["no_fitting_draft"] += 1
         return valid
 
     def commit(self, rounds: Sequence[Round]) -> None:

@@ -7,6 +7,7 @@ A sequence's own history is short, so it only scales what all sequences of its k
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,9 @@ class SequenceAcceptance:
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Keeps one round until someone asks: there is one in every step, and a question in 16."""
+        max_depth = self.shared.max_depth
+        if num_drafts > max_depth:
+            num_drafts, num_accepted = max_depth, min(num_accepted, max_depth)
         if num_drafts:
             self._rounds.append((num_drafts, num_accepted))
 
@@ -106,17 +110,10 @@ class SequenceAcceptance:
         """Learns from the rounds that were kept; so do the shared rates."""
         if not self._rounds:
             return
-        max_depth, expected = self.shared.max_depth, self.shared.expected
-        own_accepted, own_expected = self._accepted, self._expected
-        for num_drafts, num_accepted in self._rounds:
-            num_tested = num_accepted + 1 if num_accepted < num_drafts else num_drafts
-            if num_tested > max_depth:
-                num_tested = max_depth
-                num_accepted = min(num_accepted, num_tested)
-            keep = 1.0 - num_tested / _SEQUENCE_WINDOW if num_tested < _SEQUENCE_WINDOW else 0.0
-            own_accepted = keep * own_accepted + num_accepted
-            own_expected = keep * own_expected + expected[num_tested]
-        self._accepted, self._expected = own_accepted, own_expected
+        tested = [num_accepted + (num_accepted < num_drafts) for num_drafts, num_accepted in self._rounds]
+        keep, expected = math.exp(-sum(tested) / _SEQUENCE_WINDOW), self.shared.expected
+        self._accepted = keep * self._accepted + sum([num_accepted for _, num_accepted in self._rounds])
+        self._expected = keep * self._expected + sum([expected[number] for number in tested])
         self.shared.observe_rounds(self._rounds)
         self._rounds.clear()
 
