@@ -14,11 +14,11 @@ from typing import cast
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.codec import decode_reply, encode_reply, encode_request
-from cluster.coordination.coordinator import Coordinator, Round
+from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import DraftLink, LinkEvent, LinkState
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.coordination.pool import DraftPool
-from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from protos.speculation.v1 import draft_pb2

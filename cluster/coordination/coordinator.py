@@ -11,56 +11,29 @@ The engine's thread calls, once a step:
 A sequence without drafts decodes plainly. Nothing here can change a token: drafts are only ever compared with the
 target's choices.
 
-What runs here once for each sequence and step is kept short: with 256 sequences a microsecond is a quarter of a
-millisecond.
+What runs here once for each sequence and step is kept short, at the price of some loops that do what a method of the
+sequence could say: with 256 sequences a microsecond is a quarter of a millisecond.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
+from itertools import chain
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink, LinkState
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
+from cluster.coordination.openings import Openings
 from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.pool import DraftPool
-from cluster.coordination.sequence import SpeculativeSequence
-from cluster.coordination.spread import LinkUse, Spread
+from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.spread import Spread
+from cluster.coordination.stats import CoordinatorStats
+from cluster.coordination.waiting import Waits
 from cluster.speculation.drafts import Drafts
-from cluster.speculation.noise import NoiseDomain
-from cluster.speculation.tree import Shape, depth_of
-
-_REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
-_MAX_REOPEN_SECONDS = 60.0
-
-
-@dataclass(slots=True)
-class CoordinatorStats:
-    """Counted since the start."""
-
-    num_stale_proposals: int = 0  # the target had chosen otherwise, or gone past them, by the time they came
-    num_late_rounds: int = 0  # a step that gave up waiting for a proposal
-    num_invalid_token_ids: int = 0  # drafts outside the target's vocabulary
-    num_excess_token_ids: int = 0  # drafts beyond the window they were granted
-    num_refused: int = 0
-    num_lost: int = 0
-    num_without_credit: int = 0  # times that no draft worker had room for a sequence
-    depths: Counter[int] = field(default_factory=Counter)  # of a sequence in a step, by what was wanted
-    plain_decodes: Counter[str] = field(default_factory=Counter)  # of a sequence in a step, by reason
-    seconds: float = 0.0  # of the processor, spent here by the engine's thread
-
-
-class Round(NamedTuple):
-    """One sequence's part of a step."""
-
-    sequence: SpeculativeSequence
-    drafts: Drafts = Drafts()  # that were verified
-    chosen: Sequence[int] = ()  # what the target chose: the accepted drafts and the bonus token
-
+from cluster.speculation.tree import depth_of
 
 NO_DRAFTS = Drafts()
 
@@ -78,17 +51,17 @@ class Coordinator:
         max_num_seqs: int = 64,
         max_num_rows: int = 512,
     ) -> None:
+        timeout_seconds = config.draft_timeout_ms / 1e3
         self.stats = CoordinatorStats()
         self.planner = DepthPlanner(config, max_num_rows, clock)
+        self.spread = Spread(max_num_seqs, timeout_seconds)
         self._pool = pool
-        self._config = config
         self._vocab_size = vocab_size
         self._clock = clock
-        self.spread = Spread(max_num_seqs, config.draft_timeout_ms / 1e3)
         self._links = self.spread.uses
-        self._unassigned: dict[SpeculativeSequence, None] = {}  # in the order they came
-        self._committed: dict[SpeculativeSequence, None] = {}  # since the last flush
-        self._num_openings_ever = 0
+        self._openings = Openings(config, self.planner, self.spread, self.stats, clock)
+        self._waits = Waits(self.planner, self.spread, self.stats, timeout_seconds, clock, self._take_events)
+        self._committed: list[SpeculativeSequence] = []  # since the last flush
 
     def open(self, sequence: SpeculativeSequence) -> None:
         """Starts drafting for `sequence`; for one that asked for k = 0 it never does.
@@ -97,25 +70,12 @@ class Coordinator:
         nobody waits for it meanwhile. There are never more open sequences than may run at once, as the engine
         admits no other before it. Opening it again changes nothing.
         """
-        if sequence.num_speculative_tokens == 0 or sequence.link is not None or sequence in self._unassigned:
+        if sequence.num_speculative_tokens == 0 or sequence.link is not None or sequence in self._openings.waiting:
             return
-        self.planner.open(sequence)
-        sequence.window = self._config.window(sequence.num_speculative_tokens or self._config.max_speculative_tokens)
-        self._unassigned[sequence] = None
+        self._openings.add(sequence)
 
     def close(self, sequence: SpeculativeSequence) -> None:
-        self.planner.close(sequence)
-        self._leave_link(sequence)
-        self._unassigned.pop(sequence, None)
-
-    def _leave_link(self, sequence: SpeculativeSequence) -> None:
-        """Its drafter forgets `sequence`, which waits for another."""
-        if sequence.link is not None:
-            use = self._links[sequence.link]
-            del use.sequences[sequence.name]
-            use.credit = None  # its room is free, but how much that is only the worker knows
-            use.request.merge(SpeculateRequest(closes={sequence.name}))
-        self._unassign(sequence)
+        self._openings.remove(sequence)
 
     def flush(self, decoding: Sequence[SpeculativeSequence] = (), num_joining: int = 0) -> None:
         """Sends what is waiting, one message a link, and gives sequences without a drafter one.
@@ -125,16 +85,15 @@ class Coordinator:
         """
         started_at = time.thread_time()
         self._take_events()  # a link that came up since the last step takes the new sequences at once
-        self._rearrange()
-        planned: Sequence[SpeculativeSequence] = ()
+        self._openings.rearrange()
         num_rows = len(decoding) + num_joining
-        if self.planner.is_due(num_rows):
+        if self.planner.begin_step(num_rows):
             now = self._clock()
-            planned = [s for s in decoding if s.link is not None or (s in self._unassigned and s.may_open_at <= now)]
-        self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, num_rows)
-        self._advance_committed()
-        if self._links and self._unassigned:
-            self._assign()
+            planned = [s for s in decoding if s.link is not None or self._openings.may_open(s, now)]
+            self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, num_rows)
+        if self._committed:
+            self._advance_committed()
+        self._openings.assign()
         for link, use in self._links.items():
             if use.request:
                 link.send(use.request)
@@ -148,75 +107,31 @@ class Coordinator:
         """
         started_at = time.thread_time()
         self._take_events()
-        held_back = () if self.planner.is_probing else self._wait(sequences)
+        held_back = () if self.planner.is_probing else self._waits.wait(sequences)
         self.stats.seconds += time.thread_time() - started_at
         return held_back
-
-    def _wait(self, sequences: Sequence[SpeculativeSequence]) -> Sequence[SpeculativeSequence]:
-        started_at = now = self._clock()
-        timeout = self._config.draft_timeout_ms / 1e3
-        expected = self._expected_from(sequences)
-        awaited = [s for s in sequences if s.awaited_since is not None and not s.is_late and s.depth > 0]
-        if awaited and self._should_go_on_without(sequences, awaited, now):
-            return awaited
-        while awaited:
-            for sequence in awaited:
-                assert sequence.awaited_since is not None
-                if now >= sequence.awaited_since + timeout:
-                    self._give_up(sequence, now)
-            awaited = [s for s in awaited if s.is_awaited]
-            if awaited:
-                deadline = min(s.awaited_since for s in awaited if s.awaited_since is not None) + timeout
-                self._take_events(deadline - now)
-                now = self._clock()
-                awaited = [s for s in awaited if s.is_awaited]
-            self._learn_waits(expected, {s.link for s in awaited}, now - started_at)
-        self._learn_waits(expected, set(), 0.0)
-        return ()
-
-    def _should_go_on_without(
-        self, sequences: Sequence[SpeculativeSequence], awaited: Sequence[SpeculativeSequence], now: float
-    ) -> bool:
-        if len(awaited) == len(sequences):
-            return False
-        batches = Counter(s.link for s in awaited)
-        to_wait = 0.0
-        for sequence in awaited:
-            assert sequence.link is not None
-            assert sequence.awaited_since is not None
-            costs = self._links[sequence.link].costs
-            takes = costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
-            to_wait = max(to_wait, sequence.awaited_since + takes - now)
-        ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
-        return self.planner.should_go_on_without(ready, awaited, to_wait)
-
-    def _learn_waits(
-        self, expected: dict[DraftLink, tuple[int, int]], still_awaited: set[DraftLink | None], waited: float
-    ) -> None:
-        """The proposals of the links of `expected` that are not awaited any more took so long; takes them out."""
-        for link in expected.keys() - still_awaited:
-            depth, batch = expected.pop(link)
-            if link in self._links:
-                self._links[link].costs.observe_wait(waited, depth, batch)
-
-    def _give_up(self, sequence: SpeculativeSequence, now: float) -> None:
-        """No step waits for the proposal any more that `sequence` is owed."""
-        sequence.is_late = True
-        self.stats.num_late_rounds += 1
-        if sequence.link is not None:
-            use = self._links[sequence.link]
-            use.late_since = use.late_since or now
 
     def drafts(self, sequences: Sequence[SpeculativeSequence]) -> list[Drafts]:
         """What to verify after the committed tokens of each: the part of the last proposal that still fits."""
         started_at = time.thread_time()
-        depths, drafts = self.stats.depths, []
+        depths, drafts, is_probing = self.stats.depths, [], self.planner.is_probing
         for sequence in sequences:
-            depths[sequence.depth] += 1
-            own = NO_DRAFTS if sequence.proposal is None else self._fitting_drafts(sequence, sequence.proposal)
-            if not own.token_ids:
-                self.stats.plain_decodes[self._why_plain(sequence)] += 1
-            drafts.append(own)
+            proposal, depth = sequence.proposal, sequence.depth
+            depths[depth] += 1
+            if (
+                proposal is not None
+                and proposal.base == len(sequence.token_ids)
+                and 0 < len(proposal.token_ids) <= depth
+                and not is_probing
+            ):  # nearly always
+                drafts.append(Drafts(proposal.token_ids, proposal.parents))
+            else:
+                own = self._fitting_drafts(sequence)
+                if not own.token_ids:
+                    self.stats.plain_decodes[self._why_plain(sequence)] += 1
+                drafts.append(own)
+        if max(chain.from_iterable([own.token_ids for own in drafts]), default=0) >= self._vocab_size:
+            drafts = [self._valid(own) for own in drafts]
         self.stats.seconds += time.thread_time() - started_at
         return drafts
 
@@ -231,36 +146,28 @@ class Coordinator:
             return "refused" if sequence.num_refusals else "no_draft_worker"
         return "late" if sequence.is_late else "no_fitting_draft"
 
-    def _fitting_drafts(self, sequence: SpeculativeSequence, proposal: Proposal) -> Drafts:
+    def _fitting_drafts(self, sequence: SpeculativeSequence) -> Drafts:
         depth = self.planner.verified_depth(sequence)
-        if depth == 0:
+        if sequence.proposal is None or depth == 0:
             return NO_DRAFTS
-        drafts = sequence.what_fits(proposal)
+        drafts = sequence.what_fits(sequence.proposal)
         if drafts is None:
             sequence.proposal = None
             return NO_DRAFTS
-        if len(drafts.token_ids) > depth:
-            drafts = drafts.first(depth)
-        if max(drafts.token_ids, default=0) < self._vocab_size:
-            return drafts
+        return drafts.first(depth)
+
+    def _valid(self, drafts: Drafts) -> Drafts:
         valid = drafts.below(self._vocab_size)
         self.stats.num_invalid_token_ids += len(drafts) - len(valid)
+        if drafts and not valid:
+            self.stats.plain_decodes["no_fitting_draft"] += 1
         return valid
 
     def commit(self, rounds: Sequence[Round]) -> None:
         """Takes in what a step committed, of which drafters are told at the next flush."""
         started_at = time.thread_time()
-        observe_round, trees = self.planner.observe_round, self.planner.trees
-        self.planner.count_tokens(sum(len(chosen) for _, _, chosen in rounds))
-        for sequence, drafts, chosen in rounds:
-            if drafts.token_ids:
-                if trees.may_branch:
-                    trees.count(drafts, chosen)
-                observe_round(sequence, *drafts.main_path_outcome(chosen))
-            if sequence.is_shadow:
-                self.planner.judge_shadow(sequence)
-            if sequence.link is not None:
-                self._committed[sequence] = None
+        self.planner.observe_rounds(rounds)
+        self._committed += [entry.sequence for entry in rounds]
         self.stats.seconds += time.thread_time() - started_at
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
@@ -271,85 +178,33 @@ class Coordinator:
 
     def _advance_committed(self) -> None:
         """Asks for the next proposals of the sequences that have committed."""
-        now = self._clock()
+        now, has_trees, links = self._clock(), self.planner.trees.may_branch, self._links
         for sequence in self._committed:
-            assert sequence.link is not None
-            use, depth = self._links[sequence.link], sequence.useful_depth
+            if sequence.link is None:
+                continue
+            use, depth, token_ids = links[sequence.link], sequence.depth, sequence.token_ids
+            if depth >= sequence.max_len - len(token_ids):
+                depth = sequence.useful_depth
+            shape = None
             if sequence.is_shadow:
                 depth = self.planner.asked_depth(sequence, use.costs)
+            elif depth > 0:
+                num_levels = depth
+                if has_trees:
+                    shape = self.planner.shape(sequence, depth, use.costs)
+                    num_levels = depth if shape is None else depth_of(shape)
+                sequence.num_levels = num_levels
+                use.num_owed += 1
+                if num_levels > use.depth_owed:
+                    use.depth_owed = num_levels
             if depth == 0:
                 sequence.awaited_since, sequence.is_late = None, False
                 continue
             name, known = sequence.name, sequence.acknowledged
-            shape = self.planner.shape(sequence, depth, use.costs)
-            sequence.num_levels = depth if shape is None else depth_of(shape)
-            use.request.advances[name] = Advance(name, known, sequence.token_ids[known:], depth, shape)
+            use.request.advances[name] = Advance(name, known, token_ids[known:], depth, shape)
             if not sequence.is_late:
                 sequence.awaited_since = now
         self._committed.clear()
-
-    def _expected_from(self, sequences: Sequence[SpeculativeSequence]) -> dict[DraftLink, tuple[int, int]]:
-        """The depth and the number of the proposals that each link owes, or has sent already."""
-        levels: dict[DraftLink, list[int]] = {}
-        for sequence in sequences:
-            link, num_levels = sequence.link, sequence.num_levels
-            if link is not None and sequence.depth > 0 and num_levels > 0:
-                if link not in levels:
-                    levels[link] = []
-                levels[link].append(num_levels)
-        return {link: (max(own), len(own)) for link, own in levels.items()}
-
-    def _rearrange(self) -> None:
-        """Takes sequences from draft workers that are silent, or far slower than others."""
-        now, depth = self._clock(), max(1, self.planner.opening_depth)
-        ejected = [s for use in self.spread.to_eject(now) for s in use.sequences.values()]
-        for sequence in [*ejected, *self.spread.to_move(depth, now)]:
-            self._leave_link(sequence)
-
-    def _assign(self) -> None:
-        """Opens the sequences that want drafts."""
-        now = self._clock()
-        for sequence in [s for s in self._unassigned if s.may_open_at <= now and (s.depth > 0 or s.is_shadow)]:
-            num_tokens = len(sequence.token_ids) + self._config.window(sequence.depth)
-            use = self.spread.choose(max(1, sequence.depth), num_tokens, now)
-            if use is None:
-                sequence.may_open_at = now + _REOPEN_SECONDS
-                self.stats.num_without_credit += 1
-                continue
-            del self._unassigned[sequence]
-            if use.credit is not None:
-                use.credit -= num_tokens
-            self._open_on(use, sequence, now)
-
-    def _open_on(self, use: LinkUse, sequence: SpeculativeSequence, now: float) -> None:
-        # A number that was used before could still be spoken of by a reply that is on its way.
-        self._num_openings_ever += 1
-        sequence.name = self._num_openings_ever
-        use.sequences[sequence.name] = sequence
-        sequence.link = use.link
-        depth = sequence.depth or self.planner.asked_depth(sequence, use.costs)
-        shape = self.planner.shape(sequence, depth, use.costs)
-        sequence.num_levels = depth if shape is None else depth_of(shape)
-        use.request.opens[sequence.name] = self._opening(sequence, depth, shape)
-        sequence.acknowledged = len(sequence.token_ids)
-        sequence.awaited_since, sequence.is_late = now, False
-
-    def _opening(self, sequence: SpeculativeSequence, depth: int, shape: Shape | None) -> Open:
-        params, noise_key = sequence.params, sequence.noise_key
-        if self._config.acceptance == "greedy":
-            params = replace(params, temperature=0.0)
-        elif self._config.acceptance == "rejection":
-            noise_key = noise_key.within(NoiseDomain.DRAFT)  # a rejection must not be decided by what it rejects
-        return Open(
-            sequence.name,
-            list(sequence.token_ids),
-            sequence.num_prompt_tokens,
-            params,
-            noise_key,
-            depth,
-            self._config.granted_window,
-            shape,
-        )
 
     def _take_events(self, timeout: float = 0.0) -> None:
         for happened in self._pool.poll(timeout):
@@ -360,7 +215,7 @@ class Coordinator:
             else:
                 use = self.spread.remove(happened.link)
                 for sequence in use.sequences.values() if use is not None else ():
-                    self._unassign(sequence)
+                    self._openings.unassign(sequence)
 
     def _take_reply(self, link: DraftLink, reply: SpeculateReply, answer_seconds: float) -> None:
         use = self._links.get(link)
@@ -371,26 +226,22 @@ class Coordinator:
         if reply.timing is not None:
             held, step, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
             use.costs.observe_reply(answer_seconds, held, step, batch)
-        now, sequences = self._clock(), use.sequences
+        sequences = use.sequences
         for name, proposal in reply.proposals.items():
-            sequence = sequences.get(name)  # absent: closed meanwhile
-            if sequence is not None:
-                self._take_proposal(sequence, proposal, now)
-        for name in reply.lost | reply.refused:
-            sequence = use.sequences.pop(name, None)
+            sequence = sequences.get(name)
             if sequence is None:
-                continue
-            use.request.advances.pop(name, None)
-            if name in reply.refused:
-                self.stats.num_refused += 1
+                continue  # closed meanwhile
+            base = proposal.base
+            if base == len(sequence.token_ids) and len(proposal.token_ids) <= sequence.window:
+                # Nearly always, and what `_take_proposal` comes to.
+                sequence.proposal, sequence.acknowledged = proposal, base
+                sequence.awaited_since, sequence.is_late, sequence.num_refusals = None, False, 0
             else:
-                self.stats.num_lost += 1
-            pause = min(_REOPEN_SECONDS * 2**sequence.num_refusals, _MAX_REOPEN_SECONDS)
-            sequence.may_open_at = self._clock() + pause
-            sequence.num_refusals += 1
-            self._unassign(sequence)
+                self._take_proposal(sequence, proposal)
+        if reply.lost or reply.refused:
+            self._openings.turn_away(use, reply)
 
-    def _take_proposal(self, sequence: SpeculativeSequence, proposal: Proposal, now: float) -> None:
+    def _take_proposal(self, sequence: SpeculativeSequence, proposal: Proposal) -> None:
         base, num_tokens = proposal.base, len(sequence.token_ids)
         if not sequence.acknowledged <= base <= num_tokens:
             self.stats.num_stale_proposals += 1
@@ -410,12 +261,5 @@ class Coordinator:
             sequence.awaited_since = None
         elif sequence.is_late:
             # The drafter lives but trails behind: what it was told since gets a budget of its own.
-            sequence.awaited_since = now
+            sequence.awaited_since = self._clock()
         sequence.is_late = False
-
-    def _unassign(self, sequence: SpeculativeSequence) -> None:
-        sequence.link = None
-        sequence.proposal = None
-        sequence.awaited_since, sequence.is_late = None, False
-        self._committed.pop(sequence, None)
-        self._unassigned[sequence] = None

@@ -8,7 +8,7 @@ import numpy as np
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink
-from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
 from cluster.speculation.calibration import Calibration
 from cluster.speculation.costs import LearnedCurve, LinkCosts
@@ -17,7 +17,7 @@ from cluster.speculation.drafts import is_chain
 from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import Template, TreePolicy
 
-_STEPS_A_PLAN = 8  # depths change slowly, and choosing them takes as long as some hundred other lines
+_STEPS_A_PLAN = 16  # depths change slowly, and choosing them takes as long as some hundred other lines
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
 _MAX_SHADOWS = 2
 _SHADOW_DEPTH = 3
@@ -25,6 +25,7 @@ _SHADOW_SHARE = 0.01  # of its draft worker's time, for which a shadow may keep 
 _SHADOW_WEIGHT = 2  # rounds that one of a shadow stands for: so few must outweigh what was counted while all had some
 _SHADOW_SECONDS = 0.25  # between two proposals for a shadow, while nothing is known of the draft's speed
 _WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
+_HARMLESS_WAIT = 0.02  # of a step: so much later, sequences that nobody drafts for are as fast as ever
 _DOUBT = 1.04  # while speculation is off it must promise so much more: estimates are not better than that
 _PROBE_SECONDS = 3.0  # between two steps of the other kind: plain while speculating, with drafts while not
 
@@ -77,24 +78,23 @@ class DepthPlanner:
         self._shadows.pop(sequence, None)
         sequence.is_shadow = False
 
-    def is_due(self, num_rows: int) -> bool:
-        """Whether the next call of `plan` may change depths: after some steps, and when the load is another.
-
-        What pays for one sequence can cost a step of 64 four times its time.
-        """
-        return self._num_steps_to_plan <= 1 or not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
+    def begin_step(self, num_rows: int) -> bool:
+        """The next step has `num_rows` sequences. Returns whether depths are due for a plan: after some steps, and when
+        the load is another, as what pays for one sequence can cost a step of 64 four times its time."""
+        now = self._clock()
+        self.is_probing = self._is_learning and now >= self._probe_at
+        if self.is_probing:
+            self._calibration.spoil()
+            if not self._shadows:  # with shadows it goes on until one has a proposal to verify
+                self._probe_at = now + _PROBE_SECONDS
+        self._num_steps_to_plan -= 1
+        return self._num_steps_to_plan <= 0 or not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
 
     def plan(
         self, decoding: Sequence[SpeculativeSequence], costs_of: Mapping[DraftLink, LinkCosts], num_rows: int
     ) -> None:
-        """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
-
-        Called once a step; most calls change nothing (`is_due`).
-        """
-        self._choose_probe()
-        is_due = self.is_due(num_rows)
-        self._num_steps_to_plan -= 1
-        if not is_due or not decoding or (self._is_learning and not self.verify_seconds.is_known):
+        """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step."""
+        if not decoding or (self._is_learning and not self.verify_seconds.is_known):
             return
         self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
         self._num_planned_rows = num_rows
@@ -155,15 +155,33 @@ class DepthPlanner:
             return _SHADOW_DEPTH if self.is_probing else 0
         return 0 if self.is_probing else sequence.depth
 
-    def observe_round(self, sequence: SpeculativeSequence, num_drafts: int, num_accepted: int) -> None:
-        """A step verified `num_drafts` drafts of `sequence`, at least one, and confirmed the first `num_accepted`."""
-        if sequence.acceptance is None:
-            return
-        sequence.acceptance.observe(num_drafts, num_accepted)
-        if self._counts_rounds:
-            self._controller.observe(num_drafts, num_accepted)
-        if sequence.is_shadow:
-            self._probe_at = self._clock() + _PROBE_SECONDS
+    def observe_rounds(self, rounds: Sequence[Round]) -> None:
+        """A step verified and committed these, some perhaps without drafts."""
+        num_tokens, has_trees = 0, self.trees.may_branch
+        for sequence, drafts, chosen in rounds:
+            num_tokens += len(chosen)
+            if not drafts.token_ids or sequence.acceptance is None:
+                continue
+            if has_trees:
+                self.trees.count(drafts, chosen)
+            if drafts.parents is None:
+                num_drafts, num_accepted = len(drafts.token_ids), len(chosen) - 1
+            else:
+                num_drafts, num_accepted = drafts.main_path_outcome(chosen)
+            if self._is_learning:
+                sequence.acceptance.observe(num_drafts, num_accepted)
+            elif self._counts_rounds:
+                self._controller.observe(num_drafts, num_accepted)
+        self._calibration.count(num_tokens)
+        if self._shadows:
+            self._judge_shadows(rounds)
+
+    def _judge_shadows(self, rounds: Sequence[Round]) -> None:
+        for sequence, drafts, _ in rounds:
+            if sequence.is_shadow:
+                if drafts.token_ids:  # the probe is done
+                    self._probe_at = self._clock() + _PROBE_SECONDS
+                self.judge_shadow(sequence)
 
     def judge_shadow(self, sequence: SpeculativeSequence) -> None:
         """Compares a shadow's proposal with the tokens committed since, as soon as they decide about all of it."""
@@ -180,6 +198,18 @@ class DepthPlanner:
             for _ in range(_SHADOW_WEIGHT):
                 sequence.acceptance.observe(len(proposal.token_ids), num_accepted)
             sequence.proposal = None
+
+    def should_not_wait(self, num_plain: int, awaited: Sequence[SpeculativeSequence], seconds_to_wait: float) -> bool:
+        """Whether the next step should be of all, with the proposals that are here, as most would wait for nothing.
+
+        By tokens a second of all it would nearly always wait: the `num_plain` that nobody drafts for lose a part of
+        their speed, the others would lose more of theirs. But they are the many, and speculation must not slow them
+        down. The proposals that come too late are of use to the step after, as far as they still fit.
+        """
+        if not self._is_learning or num_plain <= len(awaited) or not self.verify_seconds.is_known:
+            return False
+        num_rows = num_plain + sum(1 + sequence.depth for sequence in awaited)
+        return seconds_to_wait > _HARMLESS_WAIT * self.verify_seconds.seconds(num_rows)
 
     def should_go_on_without(
         self,
@@ -207,10 +237,6 @@ class DepthPlanner:
         """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
         self.verify_seconds.observe(num_rows, seconds)
 
-    def count_tokens(self, num_tokens: int) -> None:
-        """A step committed `num_tokens`, of all sequences."""
-        self._calibration.count(num_tokens)
-
     def spoil_window(self) -> None:
         """A step did something else beside, such as prefill."""
         self._calibration.spoil()
@@ -219,14 +245,6 @@ class DepthPlanner:
         if isinstance(self._controller, GoodputController):
             doubt = 1.0 if self.opening_depth > 0 else _DOUBT
             self._controller.min_gain = doubt * self._calibration.handicap
-
-    def _choose_probe(self) -> None:
-        now = self._clock()
-        self.is_probing = self._is_learning and now >= self._probe_at
-        if self.is_probing:
-            self._calibration.spoil()
-        if self.is_probing and not self._shadows:  # with shadows it goes on until one has a proposal to verify
-            self._probe_at = now + _PROBE_SECONDS
 
     def _appoint_shadows(self, decoding: Sequence[SpeculativeSequence]) -> None:
         """Sequences that are open already come first: opening one costs its draft worker a prefill."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import queue
 from collections.abc import AsyncIterator, Sequence
 
 from cluster.coordination.link import DraftLink, LinkEvent
@@ -20,8 +20,9 @@ class DraftPool:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._links: dict[str, DraftLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._events: list[LinkEvent] = []
-        self._happened = threading.Condition()
+        # Not a condition: its locks are taken in Python, and woken from it the engine's thread soon sleeps again, on
+        # the lock that the links' thread has not yet let go of.
+        self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
 
     @property
     def links(self) -> Sequence[DraftLink]:
@@ -45,19 +46,18 @@ class DraftPool:
             self._tasks.pop(address).cancel()
             del self._links[address]
         for address in set(addresses) - self._links.keys():
-            link = DraftLink(address, self._tokenizer_fingerprint, self._record)
+            link = DraftLink(address, self._tokenizer_fingerprint, self._events.put)
             self._links[address] = link
             self._tasks[address] = asyncio.create_task(link.run())
 
-    def _record(self, event: LinkEvent) -> None:
-        with self._happened:
-            self._events.append(event)
-            self._happened.notify()
-
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         """What happened since the last call; waits up to `timeout` seconds for something to happen."""
-        with self._happened:
-            if not self._events and timeout > 0.0:
-                self._happened.wait(timeout)
-            events, self._events = self._events, []
+        events: list[LinkEvent] = []
+        if timeout > 0.0:
+            try:
+                events.append(self._events.get(timeout=timeout))
+            except queue.Empty:
+                return events
+        while not self._events.empty():  # only this thread takes from it
+            events.append(self._events.get_nowait())
         return events

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.coordination.link import DraftLink
 from cluster.coordination.messages import Proposal
@@ -55,3 +56,11 @@ class SpeculativeSequence:
         if proposal.base == len(self.token_ids):  # nearly always
             return proposal.drafts
         return proposal.drafts.after(self.token_ids[proposal.base :])
+
+
+class Round(NamedTuple):
+    """One sequence's part of a step."""
+
+    sequence: SpeculativeSequence
+    drafts: Drafts = Drafts()  # that were verified
+    chosen: Sequence[int] = ()  # what the target chose: the accepted drafts and the bonus token

@@ -35,6 +35,8 @@ class LinkUse:
     num_ejections: int = 0
     ejected_until: float = 0.0
     credit: int | None = None  # tokens of new sequences there is room for, as far as is known
+    num_owed: int = 0  # proposals that were asked for and no step has had yet, shadows' and first ones apart
+    depth_owed: int = 0  # of the deepest of them
 
     def proposal_seconds(self, depth: int, num_more: int = 0) -> float:
         """What a proposal takes here when it has `num_more` sequences more. Something must be known."""

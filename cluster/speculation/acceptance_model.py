@@ -7,8 +7,10 @@ A sequence's own history is short, so it only scales what all sequences of its k
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +29,14 @@ _MAX_ROUNDS_TO_RENEW = 64
 class PositionRates:
     """How often the draft at position j of a proposal is confirmed when all before it were.
 
-    Rounds are counted as they come and made into rates after some dozen: many sequences have a round in every step.
+    Rounds are collected as they come and made into rates after some dozen: many sequences have a round in every step.
     """
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self._tested = [0.0] * max_depth
         self._accepted = [0.0] * max_depth
-        self._rounds: dict[tuple[int, int], int] = {}  # (drafts, accepted) and how often, since the rates were made
+        self._rounds: list[tuple[int, int]] = []  # (drafts, accepted), since the rates were made
         self._num_rounds_to_renew = 1
         self._num_rounds_ever = 0
         self._rates: list[float] = []
@@ -50,16 +52,18 @@ class PositionRates:
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Of `num_drafts` drafts the first `num_accepted` were confirmed, and the next was not, if there was one."""
-        outcome = num_drafts, num_accepted
-        self._rounds[outcome] = self._rounds.get(outcome, 0) + 1
-        self._num_rounds_to_renew -= 1
-        if self._num_rounds_to_renew <= 0:
+        self.observe_rounds([(num_drafts, num_accepted)])
+
+    def observe_rounds(self, rounds: Sequence[tuple[int, int]]) -> None:
+        """Several, each as in `observe`."""
+        self._rounds += rounds
+        if len(self._rounds) >= self._num_rounds_to_renew:
             self._renew()
 
     def _renew(self) -> None:
-        """Takes in the rounds that were counted since the last time."""
+        """Takes in the rounds since the last time, those with the same outcome at once."""
         tested, accepted = self._tested, self._accepted
-        for (num_drafts, num_accepted), count in self._rounds.items():
+        for (num_drafts, num_accepted), count in Counter(self._rounds).items():
             self._num_rounds_ever += count
             for position in range(min(num_accepted + 1, num_drafts, len(tested))):
                 tested[position] += count
@@ -86,22 +90,32 @@ class SequenceAcceptance:
     # Of its own drafts, over a window; the weight of the shared rates is apart and does not fade.
     _accepted: float = 0.0
     _expected: float = 0.0
+    _rounds: list[tuple[int, int]] = field(default_factory=list)  # (drafts, accepted), not yet among those
 
     @property
     def factor(self) -> float:
         """Confirmed drafts over those that the shared rates would have let one expect."""
+        self.take_in()
         return (_SEQUENCE_WEIGHT + self._accepted) / (_SEQUENCE_WEIGHT + self._expected)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Takes in one round; also teaches the shared rates."""
-        if num_drafts == 0:
+        """Keeps one round until someone asks: there is one in every step, and a question in 16."""
+        max_depth = self.shared.max_depth
+        if num_drafts > max_depth:
+            num_drafts, num_accepted = max_depth, min(num_accepted, max_depth)
+        if num_drafts:
+            self._rounds.append((num_drafts, num_accepted))
+
+    def take_in(self) -> None:
+        """Learns from the rounds that were kept; so do the shared rates."""
+        if not self._rounds:
             return
-        shared = self.shared
-        num_tested = min(num_accepted + 1 if num_accepted < num_drafts else num_drafts, shared.max_depth)
-        keep = 1.0 - num_tested / _SEQUENCE_WINDOW if num_tested < _SEQUENCE_WINDOW else 0.0
-        self._accepted = keep * self._accepted + (num_accepted if num_accepted < num_tested else num_tested)
-        self._expected = keep * self._expected + shared.expected[num_tested]
-        shared.observe(num_drafts, num_accepted)
+        tested = [num_accepted + (num_accepted < num_drafts) for num_drafts, num_accepted in self._rounds]
+        keep, expected = math.exp(-sum(tested) / _SEQUENCE_WINDOW), self.shared.expected
+        self._accepted = keep * self._accepted + sum([num_accepted for _, num_accepted in self._rounds])
+        self._expected = keep * self._expected + sum([expected[number] for number in tested])
+        self.shared.observe_rounds(self._rounds)
+        self._rounds.clear()
 
     def survival(self) -> list[float]:
         """For each depth, the probability that a draft so deep is committed; never rises."""
@@ -116,6 +130,8 @@ def survivals(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
 
 def own_rates(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
     """The rates of each by position, [sequences, depths]."""
+    for sequence in sequences:
+        sequence.take_in()  # of all, before the shared rates are looked at
     shared = list({id(sequence.shared): sequence.shared for sequence in sequences}.values())
     row_of = {id(rates): row for row, rates in enumerate(shared)}
     rates = np.array([own.rates for own in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]

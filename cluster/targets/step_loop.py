@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator, Round
+from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.pool import DraftPool
-from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.engine import sequence as engine
 from cluster.engine.blocks import BlockManager
 from cluster.engine.scheduler import ScheduledSequence, Scheduler

@@ -1,4 +1,4 @@
-"""The slowest proposal does not hold up the others when they are worth more than the wait."""
+"""The slowest proposal does not hold up the others when they are worth more than the wait, or wait for nothing."""
 
 from __future__ import annotations
 
@@ -53,3 +53,23 @@ def test_with_nobody_ready_all_wait() -> None:
 
 def test_a_fixed_depth_waits_for_all() -> None:
     assert not planner(0.0, "fixed").should_go_on_without(sequences(2), sequences(2), 10 * STEP_S)
+
+
+@pytest.mark.parametrize(
+    ("num_plain", "num_awaited", "wait_s", "goes_on"),
+    [
+        (16, 8, 0.1 * STEP_S, True),  # 16 would be slowed down for the sake of 8
+        (16, 8, 0.01 * STEP_S, False),  # which nobody would notice
+        (8, 16, 0.1 * STEP_S, False),
+        (8, 8, 0.1 * STEP_S, False),
+        (0, 8, 10 * STEP_S, False),
+    ],
+)
+def test_most_sequences_do_not_wait_for_what_only_others_get(
+    num_plain: int, num_awaited: int, wait_s: float, goes_on: bool
+) -> None:
+    assert planner(seconds_a_row=0.0).should_not_wait(num_plain, sequences(num_awaited), wait_s) is goes_on
+
+
+def test_a_fixed_depth_is_waited_for_by_however_many() -> None:
+    assert not planner(0.0, "fixed").should_not_wait(7, sequences(1), 10 * STEP_S)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator, Round
+from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import LinkEvent, LinkState
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
-from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
+from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -521,6 +521,47 @@ class TestRefusals:
         coordinator.wait([rounds.sequence, other])
         assert coordinator.drafts([other])[0] == Drafts([7])
         assert coordinator.drafts([rounds.sequence])[0] == Drafts()
+
+    def test_nobody_waits_for_what_a_worker_says_that_refused_before(self, rounds: Rounds, pool: ScriptedPool) -> None:
+        rounds.refuses()
+        assert rounds.drafts() == []
+        pool.now += 1.0
+        (request,) = rounds.commits(4)
+        assert list(request.opens) == [rounds.sequence.name]
+        asked_at = pool.now
+        assert rounds.drafts() == []
+        assert pool.now == asked_at
+        rounds.proposes(4, 5, 6, 7, 8)
+        assert rounds.drafts() == [5, 6, 7, 8]
+
+
+def test_the_few_that_are_drafted_for_do_not_hold_up_the_many(pool: ScriptedPool, link: ScriptedLink) -> None:
+    """What comes too late for a step is of use to the one after, as far as it still fits."""
+    config = SpeculationConfig(controller="goodput", draft_timeout_ms=TIMEOUT_S * 1000, num_speculative_tokens=K)
+    coordinator = Coordinator(pool, config, VOCAB_SIZE, pool.clock)
+    coordinator.observe_step(4, 0.060)
+    few, many = new_sequence(), [new_sequence(k=0) for _ in range(3)]
+    coordinator.open(few)
+    coordinator.flush([few, *many])
+    reply = SpeculateReply(proposals={few.name: Proposal(few.name, 3, [4, 5, 6, 7])}, timing=Timing(0.010, 0.002, 1))
+    pool.happens(link, reply)
+    coordinator.wait([few, *many])
+    assert [list(drafts.token_ids) for drafts in coordinator.drafts([few, *many])] == [[4, 5, 6, 7], [], [], []]
+    few.token_ids.extend([4, 9])  # type: ignore[attr-defined]
+    coordinator.commit([Round(few, Drafts([4, 5, 6, 7]), [4, 9])])
+    coordinator.flush([few, *many])
+    pool.happens(link, SpeculateReply(proposals={few.name: Proposal(few.name, 5, [10, 11, 12, 13])}), after=0.010)
+    asked_at = pool.now
+    assert coordinator.wait([few, *many]) == ()
+    assert pool.now == asked_at
+    assert not coordinator.drafts([few])[0]
+    few.token_ids.append(10)  # type: ignore[attr-defined]
+    coordinator.commit([Round(few, Drafts(), [10])])
+    pool.now += 0.060
+    coordinator.flush([few, *many])
+    assert coordinator.wait([few, *many]) == ()
+    assert list(coordinator.drafts([few])[0].token_ids) == [11, 12, 13]
+    assert coordinator.stats.num_late_rounds == 0
 
 
 class TestMessages:

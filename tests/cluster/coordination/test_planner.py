@@ -7,13 +7,13 @@ import pytest
 from cluster.config import SpeculationConfig
 from cluster.coordination.messages import Proposal
 from cluster.coordination.planner import DepthPlanner
-from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.costs import LinkCosts
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
-NUM_STEPS_TO_A_PLAN = 8  # at most, for a few sequences
+NUM_STEPS_TO_A_PLAN = 16  # at most, for a few sequences
 ROWS = (1, 2, 4, 8, 16, 32)
 
 
@@ -45,12 +45,12 @@ class Engine:
     def accepts(self, num_accepted: int, rounds: int = 60) -> None:
         """Of four drafts a round."""
         for _ in range(rounds):
-            for sequence in self.sequences:
-                self.planner.observe_round(sequence, 4, num_accepted)
+            self.planner.observe_rounds([verified(sequence, 4, num_accepted) for sequence in self.sequences])
 
     def step(self, seconds: float = 0.02) -> None:
         self.clock.now += seconds
-        self.planner.plan(self.sequences, {}, len(self.sequences))
+        if self.planner.begin_step(len(self.sequences)):
+            self.planner.plan(self.sequences, {}, len(self.sequences))
 
     def steps(self, number: int = NUM_STEPS_TO_A_PLAN) -> None:
         for _ in range(number):
@@ -67,6 +67,10 @@ class Engine:
 
 def new_sequence(k: int | None = None) -> SpeculativeSequence:
     return SpeculativeSequence([1, 2, 3], 3, SamplingParams(), NoiseKey(1, 2), k)
+
+
+def verified(sequence: SpeculativeSequence, num_drafts: int, num_accepted: int) -> Round:
+    return Round(sequence, Drafts([7] * num_drafts), [7] * num_accepted + [8])
 
 
 @pytest.fixture
@@ -179,7 +183,7 @@ def test_a_shadow_is_verified_now_and_then(off: Engine) -> None:
     off.clock.now += 10.0
     off.step()
     assert off.planner.verified_depth(shadow) > 0
-    off.planner.observe_round(shadow, 3, 1)
+    off.planner.observe_rounds([verified(shadow, 3, 1)])
     off.step()
     assert off.planner.verified_depth(shadow) == 0
 
@@ -198,7 +202,7 @@ def test_another_load_is_planned_for_at_once(num_rows: int, is_due: bool) -> Non
     engine = Engine(num_sequences=4)
     engine.rows_cost(0.001)
     engine.step()
-    assert engine.planner.is_due(num_rows) == is_due
+    assert engine.planner.begin_step(num_rows) == is_due
 
 
 class TestTrees:
@@ -207,9 +211,8 @@ class TestTrees:
         engine = Engine(num_sequences=1, tree_width=4, **config)
         engine.rows_cost(0.0)
         for round_number in range(200):
-            token = round_number % 5
-            engine.planner.trees.count(Drafts([0, 1, 2, 3], [-1] * 4), [min(token // 2, 3), 7])
-            engine.planner.observe_round(engine.sequences[0], 1, int(token < 2))
+            chosen = [round_number % 5 // 2, 7]
+            engine.planner.observe_rounds([Round(engine.sequences[0], Drafts([0, 1, 2, 3], [-1] * 4), chosen)])
         engine.clock.now += 10.0
         engine.steps()
         return engine

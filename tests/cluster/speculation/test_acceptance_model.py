@@ -80,3 +80,20 @@ def test_a_round_without_drafts_says_nothing() -> None:
     before = sequence.survival()
     sequence.observe(0, 0)
     assert sequence.survival() == before
+
+
+def test_it_comes_to_about_the_same_however_seldom_one_asks() -> None:
+    shared = PositionRates(DEPTH)
+    often, seldom = SequenceAcceptance(shared), SequenceAcceptance(shared)
+    for drafts, accepted in rounds(0.5, 80):
+        often.observe(drafts, accepted)
+        seldom.observe(drafts, accepted)
+        assert often.factor > 0.0
+    assert seldom.factor == pytest.approx(often.factor, rel=0.25)  # they weigh the 80 rounds differently
+
+
+def test_drafts_deeper_than_what_is_kept_of_positions_count_as_far_as_that() -> None:
+    deep, all_accepted = SequenceAcceptance(PositionRates(2)), SequenceAcceptance(PositionRates(2))
+    deep.observe(5, 3)
+    all_accepted.observe(2, 2)
+    assert deep.survival() == all_accepted.survival()

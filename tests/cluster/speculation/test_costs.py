@@ -50,8 +50,23 @@ def test_one_slow_step_moves_it_little() -> None:
     assert float(curve.at(4)) < 0.030
 
 
-def test_nothing_is_known_at_first() -> None:
-    assert not LearnedCurve(64).is_known
+def test_nothing_is_known_at_first_and_something_after_one_observation() -> None:
+    curve = LearnedCurve(64)
+    assert not curve.is_known
+    curve.observe(4, 0.020)
+    assert curve.is_known
+    assert curve.seconds(4) == pytest.approx(0.020)
+
+
+def test_it_learns_the_same_however_seldom_one_asks() -> None:
+    often, seldom = LearnedCurve(64), LearnedCurve(64)
+    for index in range(200):
+        count, seconds = 1 + index % 16, 0.020 + 0.001 * (index % 16) + 0.01 * (index % 3)
+        often.observe(count, seconds)
+        seldom.observe(count, seconds)
+        assert often.seconds(count) > 0.0
+    counts = np.array([1, 5, 16, 60])
+    assert seldom.at(counts) == pytest.approx(often.at(counts), rel=0.02)
 
 
 def link(round_trip: float, step: float, repeats: int = 50) -> LinkCosts:
@@ -75,3 +90,15 @@ def test_what_runs_ahead_is_not_waited_for() -> None:
         costs.observe_wait(0.0, 5, 1)
     assert costs.wait_seconds(np.array([5]), np.array([1]))[0] < 0.001
     assert costs.proposal_seconds(5, 1) == pytest.approx(0.020, rel=0.05)
+
+
+def test_a_link_learns_the_same_however_seldom_one_asks() -> None:
+    often, seldom = LinkCosts(64), LinkCosts(64)
+    for index in range(100):
+        for costs in (often, seldom):
+            costs.observe_reply(0.012 + 0.001 * (index % 2), 0.010, 0.002, 1 + index % 4)
+            costs.observe_wait(0.004, 5, 1 + index % 4)
+        assert often.is_known
+    depths, batches = np.array([1, 5, 5]), np.array([1, 1, 4])
+    assert seldom.wait_seconds(depths, batches) == pytest.approx(often.wait_seconds(depths, batches), rel=0.05)
+    assert seldom.round_trip_seconds == pytest.approx(often.round_trip_seconds, rel=0.05)

@@ -100,6 +100,13 @@ class TestGoodput:
         free = Candidate(acceptance(0.9), MAX_DEPTH, link())
         assert depths_of(goodput(MEMORY_BOUND), [asked, free], 2)[0] == 5
 
+    def test_expected_tokens_are_the_bonus_token_and_each_draft_by_its_survival(self) -> None:
+        own = [*candidates(0.8, 2), Candidate(acceptance(0.5), MAX_DEPTH, link(), fixed_depth=3)]
+        choice = goodput(MEMORY_BOUND).choose(own, 3)
+        assert max(choice.num_drafts[:2]) > 0
+        for candidate, depth, tokens in zip(own, choice.num_drafts, choice.expected_tokens, strict=True):
+            assert tokens == pytest.approx(1.0 + sum(candidate.acceptance.survival()[:depth]))
+
     def test_limits_are_kept(self) -> None:
         own = [Candidate(acceptance(0.95), limit, link()) for limit in (0, 1, 2)]
         depths = depths_of(goodput({1: 0.02, 512: 0.02}), own, 3)
