@@ -138,6 +138,7 @@ class DraftLink:
             self._outbox = None
             call.cancel()
             writer.cancel()
+            outbox.close()
             await asyncio.gather(writer, return_exceptions=True)
             logger.info("link to draft worker %s is down", self.address)
             self._notify(LinkEvent(self, LinkState.DOWN))

@@ -42,6 +42,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         finally:
             self._worker.detach(link)
             writer.cancel()
+            outbox.close()
 
     async def Describe(
         self, request: types_pb2.DescribeRequest, context: _DescribeContext

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import threading
 
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
@@ -79,3 +81,19 @@ class TestOutbox:
             return taken
 
         assert asyncio.run(asyncio.wait_for(run(), timeout=30)) == list(range(num_messages))
+
+    def test_nothing_stays_open_of_one_that_was_closed(self) -> None:
+        async def run() -> None:
+            for _ in range(20):
+                outbox: Outbox[SpeculateReply] = Outbox()
+                outbox.put(SpeculateReply(lost={1}))
+                await outbox.take()
+                outbox.close()
+                outbox.put(SpeculateReply(lost={2}))  # by a thread that does not know yet
+                del outbox
+                gc.collect()
+
+        asyncio.run(run())  # what the first loop of a process opens stays
+        before = len(os.listdir("/dev/fd"))
+        asyncio.run(run())
+        assert len(os.listdir("/dev/fd")) <= before
