@@ -111,8 +111,11 @@ async def serve(
     service: str,
     add_servicer: Callable[[grpc.aio.Server], None],
     failure: Callable[[], BaseException | None],
+    drain: Callable[[], None] = lambda: None,
 ) -> int:
     """Serves `service` at `address` until SIGTERM or SIGINT (returns 0) or until `failure()` (returns 1).
+
+    Then calls `drain`, and gives the calls that are running a second.
 
     Raises ConfigurationError when the address cannot be listened at.
     """
@@ -140,5 +143,6 @@ async def serve(
         except TimeoutError:
             continue
     await health_servicer.enter_graceful_shutdown()
+    drain()
     await server.stop(grace=1.0)
     return 0 if failure() is None else 1

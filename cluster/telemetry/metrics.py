@@ -21,7 +21,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.errors import ConfigurationError
-from protos.speculation.v1 import target_pb2
 
 _FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -104,15 +103,12 @@ class RouterMetrics:
             registry=registry,
         )
 
-    def count_tokens(self, num_tokens: int, speculation: target_pb2.SpeculationCounts) -> None:
-        """Counts what one step committed for one choice."""
-        self.generation_tokens.inc(num_tokens)
-        if not speculation.num_drafts:
-            return
-        self.num_drafts.inc(speculation.num_drafts)
-        self.num_draft_tokens.inc(speculation.num_draft_tokens)
-        self.num_accepted_tokens.inc(speculation.num_accepted_tokens)
-        for position in range(speculation.num_accepted_tokens):
+    def count_round(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Counts one round that verified draft tokens."""
+        self.num_drafts.inc()
+        self.num_draft_tokens.inc(num_draft_tokens)
+        self.num_accepted_tokens.inc(num_accepted_tokens)
+        for position in range(num_accepted_tokens):
             self._accepted_per_position.labels(self._model_name, str(position)).inc()
 
     def count_request(self, code: int) -> None:

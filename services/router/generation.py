@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from cluster.errors import InternalError, UnavailableError
+from cluster.errors import UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from protos.speculation.v1 import target_pb2
@@ -53,8 +53,10 @@ async def generate(
                     if request.choice_index == 0:  # choices of one prompt share it
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 last_token_at = now
-            metrics.count_tokens(len(reply.token_ids), reply.speculation)
-            stats.count(reply.speculation)
+            metrics.generation_tokens.inc(len(reply.token_ids))
+            for counts in reply.rounds:
+                metrics.count_round(*counts)
+                stats.count_round(*counts)
             piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason])
             if piece.finish_reason is not None:
                 metrics.e2e_latency.observe(time.perf_counter() - arrived_at)
@@ -62,7 +64,6 @@ async def generate(
             yield piece
             if piece.finish_reason is not None:
                 return
-    raise InternalError("the target worker ended the answer without a finish reason")
 
 
 async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
