@@ -31,6 +31,7 @@ class Call:
 
     def __init__(self, cancel: Callable[[], None]) -> None:
         self.has_ended = False  # the last reply has been taken, or the error raised
+        self._loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._waiting: CallReply | None = None
         self._arrival: asyncio.Future[None] | None = None
@@ -51,7 +52,7 @@ class Call:
     async def take(self) -> CallReply:
         """Waits for what has come since the last time. Raises the OutriderError that the call ended with."""
         if self._waiting is None:
-            self._arrival = asyncio.get_running_loop().create_future()
+            self._arrival = self._loop.create_future()
             await self._arrival
         assert self._waiting is not None
         reply, self._waiting = self._waiting, None

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 
 from cluster.errors import UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
@@ -60,7 +59,7 @@ async def generate(
             piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason])
             if piece.finish_reason is not None:
                 metrics.e2e_latency.observe(time.perf_counter() - arrived_at)
-                piece = replace(piece, speculation=stats)
+                piece.speculation = stats
             yield piece
             if piece.finish_reason is not None:
                 return
@@ -115,15 +114,15 @@ class _Writer:
             text = self._detokenizer.push(token_ids)
             if finish_reason is not None:
                 text += self._detokenizer.flush()
-            return Piece(text, tuple(token_ids), finish_reason)
+            return Piece(text, token_ids, finish_reason)
         # One by one: which token is the last must not depend on how many came at once.
         text = ""
         for num_tokens, token_id in enumerate(token_ids, start=1):
             text += self._matcher.push(self._detokenizer.push([token_id]))
             if self._matcher.has_stopped:
-                return Piece(text, tuple(token_ids[:num_tokens]), "stop")
+                return Piece(text, token_ids[:num_tokens], "stop")
         if finish_reason is not None:
             text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
             if self._matcher.has_stopped:
                 finish_reason = "stop"
-        return Piece(text, tuple(token_ids), finish_reason)
+        return Piece(text, token_ids, finish_reason)
