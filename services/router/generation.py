@@ -45,16 +45,15 @@ async def generate(
                 raise UnavailableError("the target worker gave the request up; retry")
             if reply.token_ids:
                 now = time.perf_counter()
-                if last_token_at is not None:
-                    metrics.inter_token_latency.observe(now - last_token_at)
-                else:
+                waited = None if last_token_at is None else now - last_token_at
+                metrics.tokens.count_tokens(len(reply.token_ids), waited)
+                if last_token_at is None:
                     metrics.time_to_first_token.observe(now - arrived_at)
                     if request.choice_index == 0:  # choices of one prompt share it
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 last_token_at = now
-            metrics.generation_tokens.inc(len(reply.token_ids))
             for counts in reply.rounds:
-                metrics.count_round(*counts)
+                metrics.tokens.count_round(*counts)
                 stats.count_round(*counts)
             piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason])
             if piece.finish_reason is not None:
