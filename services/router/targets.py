@@ -101,7 +101,7 @@ class Target:
     async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
         """Streams the replies to `request`, up to one with a finish reason. Closing the iterator frees the sequence.
 
-        What nobody takes is merged, so there is at most one reply more, of `max_tokens` at most.
+        What has not been taken yet is merged: at most one reply waits. Raises OutriderError.
         """
         if self._calls is None or self._calls.has_ended:
             self._calls = CallStream(self._stub.GenerateMany(), self._translate)

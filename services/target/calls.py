@@ -76,6 +76,8 @@ class Calls:
     def stream(self) -> Iterator[Outbox]:
         """The outbox of a new stream. Leaving it cancels the stream's calls."""
         outbox = Outbox()
+        if self._is_draining:
+            outbox.close()
         self._outboxes.add(outbox)
         try:
             yield outbox

@@ -177,6 +177,20 @@ async def test_a_router_that_does_not_read_gets_few_messages_and_every_token(ser
 
 
 @with_served
+async def test_a_router_that_leaves_while_a_message_waits_to_be_sent_frees_its_calls(served):
+    stream, single = served.stub.GenerateMany(), served.stub.Generate(request())
+    await stream.write(start(0))
+    await until(lambda: len(served.target.requests) == 2)
+    for _ in range(100):  # far more than a connection holds
+        for name in served.target.requests:
+            served.target.step(name, *[300] * 50_000)
+        await asyncio.sleep(0.001)
+    stream.cancel()
+    single.cancel()
+    await until(lambda: sorted(served.target.aborted) == ["one#0", "one#1"])
+
+
+@with_served
 async def test_a_client_that_takes_slowly_gets_few_replies_and_holds_up_nobody(served):
     async with calling(served) as caller:
         slow, quick = caller.generate(request("slow")), caller.generate(request("quick"))
