@@ -32,10 +32,10 @@ from cluster.targets.step_loop import StepLoop
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
+from services.garbage import keep_collections_short
 from services.launch.child import Child
 from services.launch.delay_proxy import DelayProxy
 from services.launch.local import free_ports
-from services.worker import keep_garbage_collection_short
 
 SIMULATED = ("target.engine=simulated", "draft.drafter=simulated")  # settings
 TIMEOUT_SECONDS = 30.0  # for what takes no time
@@ -99,7 +99,7 @@ class SimulatedCluster:
 
     def __enter__(self) -> SimulatedCluster:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-        keep_garbage_collection_short()
+        keep_collections_short()
         for worker in self.workers:
             worker.start()
         for child in self._children:

@@ -10,31 +10,26 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import grpc
 
 from cluster.config import Config, load_config
 from cluster.coordination.pool import DraftPool
 from cluster.model_folder import resolve_model_folder
-from cluster.targets.base import GenerationOutput
+from cluster.targets.base import GenerationOutput, Target
 from cluster.targets.registry import make_target
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2, target_pb2_grpc
+from services.target.calls import Calls, Outbox
 from services.target.servicer import TargetServicer
 from services.worker import prepare_process, serve
 
-if TYPE_CHECKING:
-    _Context = grpc.aio.ServicerContext[target_pb2.GenerateRequest, AsyncIterator[target_pb2.GenerateReply]]
 
-
-class StampedServicer(TargetServicer):
+class StampedCalls(Calls):
     """Every caller's request ID is used once."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
+    def __init__(self, target: Target, max_speculative_tokens: int) -> None:
+        super().__init__(target, max_speculative_tokens)
         self.stamps: dict[str, list[float]] = {}
 
     def publish(self, outputs: Sequence[GenerationOutput]) -> None:
@@ -43,12 +38,9 @@ class StampedServicer(TargetServicer):
             self.stamps[output.request_id.partition("#")[0]].append(now)
         super().publish(outputs)
 
-    async def Generate(  # noqa: N802
-        self, request: target_pb2.GenerateRequest, context: _Context
-    ) -> AsyncIterator[target_pb2.GenerateReply]:
+    def start(self, outbox: Outbox, call: int, request: target_pb2.GenerateRequest) -> None:
         self.stamps[request.request_id] = [time.perf_counter()]
-        async for reply in super().Generate(request, context):
-            yield reply
+        super().start(outbox, call, request)
 
 
 def main() -> None:
@@ -66,19 +58,20 @@ def main() -> None:
 async def _serve(config: Config, address: str) -> dict[str, list[float]]:
     fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
     target = make_target(config, DraftPool(fingerprint))
-    servicer = StampedServicer(target, config, fingerprint)
-    target.start(servicer.publish)
+    calls = StampedCalls(target, config.speculation.max_speculative_tokens)
+    servicer = TargetServicer(calls, target, config, fingerprint)
+    target.start(calls.publish)
     try:
         await serve(
             address,
             "speculation.v1.Target",
             lambda server: target_pb2_grpc.add_TargetServicer_to_server(servicer, server),
             failure=lambda: target.error,
+            drain=calls.drain,
         )
     finally:
-        servicer.end_calls()
         target.stop()
-    return servicer.stamps
+    return calls.stamps
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ HTTP/1.1 and notes when each chunk comes; it looks at the contents only after th
 
     lost       streams whose tokens are not all those that the target chose, or that do not end as they should
     late       from a token's publication by the target to its arrival at the client; the whole way: the target's
-               server, the router, and the client's own queue. A target whose replies are not read puts the tokens of
-               several steps into one chunk
+               server, the router, and the client's own queue. A router that falls behind puts the tokens of several
+               steps into one chunk
     first      what the way adds to the time to first token: from the request's departure to its arrival at the
                target, and from the first token's publication to its arrival
     CPU        of the router process, for each chunk, while all streams run

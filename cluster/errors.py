@@ -8,7 +8,7 @@ OutriderError
 ├── UnavailableError        503  UNAVAILABLE         no worker can answer now
 └── InternalError           500  INTERNAL            we broke something
 
-Foreign errors are translated once, where they enter: gRPC's in `from_grpc`, pydantic's in `cluster.config` and
+Foreign errors are translated once, where they enter: gRPC's in `from_status`, pydantic's in `cluster.config` and
 in the router's request parsing.
 """
 
@@ -64,17 +64,14 @@ class InternalError(OutriderError):
     pass
 
 
-_BY_GRPC_CODE: dict[grpc.StatusCode, type[OutriderError]] = {
-    error.grpc_code: error for error in (InvalidRequestError, NotFoundError, OverloadedError, UnavailableError)
+_BY_STATUS_CODE: dict[int, type[OutriderError]] = {
+    error.grpc_code.value[0]: error for error in (InvalidRequestError, NotFoundError, OverloadedError, UnavailableError)
 }
 
 # Names the offending field of an INVALID_ARGUMENT in the trailing metadata of a gRPC call.
 PARAM_METADATA_KEY = "outrider-param"
 
 
-def from_grpc(error: grpc.aio.AioRpcError) -> OutriderError:
-    """The exception that `error` stands for."""
-    kind = _BY_GRPC_CODE.get(error.code(), InternalError)
-    metadata = dict(error.trailing_metadata() or ())
-    param = metadata.get(PARAM_METADATA_KEY)
-    return kind(error.details() or error.code().name, param=param if isinstance(param, str) else None)
+def from_status(code: int, message: str, param: str | None = None) -> OutriderError:
+    """The exception that a gRPC status stands for; `code` is the status code's number."""
+    return _BY_STATUS_CODE.get(code, InternalError)(message, param=param)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import secrets
@@ -23,11 +22,11 @@ from cluster.config import WorkerConfig
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks
 from cluster.errors import PARAM_METADATA_KEY, ConfigurationError, OutriderError
+from services.garbage import keep_collections_short
 
 logger = logging.getLogger(__name__)
 
 _SWITCH_INTERVAL_SECONDS = 0.0005
-_GC_THRESHOLD = 10_000
 _SERVER_OPTIONS = (
     # Beyond 1,000 pending calls a server would cancel some at random; the router's queue limit is ours.
     ("grpc.server.max_pending_requests", 10_000),
@@ -52,17 +51,6 @@ def prepare_process(config: WorkerConfig) -> None:
             raise ConfigurationError(f"cannot pin to cpus {list(config.cpus)}: {error.strerror}") from error
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
-
-
-def keep_garbage_collection_short() -> None:
-    """Leaves what is there by now out of it, which is some hundred thousand objects, and looks at the rest less often.
-
-    A step makes a few objects for each of its sequences: at the default threshold of 700 the collector would run
-    several times in every step.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD, 10, 10)
 
 
 def loading_progress(model: str) -> Progress:
@@ -111,12 +99,15 @@ async def serve(
     service: str,
     add_servicer: Callable[[grpc.aio.Server], None],
     failure: Callable[[], BaseException | None],
+    drain: Callable[[], None] = lambda: None,
 ) -> int:
     """Serves `service` at `address` until SIGTERM or SIGINT (returns 0) or until `failure()` (returns 1).
 
+    Then calls `drain`, and gives the calls that are running a second.
+
     Raises ConfigurationError when the address cannot be listened at.
     """
-    keep_garbage_collection_short()
+    keep_collections_short()
     server = grpc.aio.server(options=_SERVER_OPTIONS)
     add_servicer(server)
     health_servicer = health.aio.HealthServicer()
@@ -140,5 +131,6 @@ async def serve(
         except TimeoutError:
             continue
     await health_servicer.enter_graceful_shutdown()
+    drain()
     await server.stop(grace=1.0)
     return 0 if failure() is None else 1

@@ -6,6 +6,8 @@ starts with `outrider_` otherwise.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -17,11 +19,10 @@ from prometheus_client import (
     generate_latest,
     start_http_server,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cluster.errors import ConfigurationError
-from protos.speculation.v1 import target_pb2
 
 _FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -58,9 +59,6 @@ class RouterMetrics:
         self.registry = registry = CollectorRegistry()
         self._model_name = model_name
 
-        def counter(name: str, documentation: str) -> Counter:
-            return Counter(name, documentation, ["model_name"], registry=registry).labels(model_name)
-
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, documentation, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
 
@@ -70,27 +68,19 @@ class RouterMetrics:
             ["model_name"],
             registry=registry,
         ).labels(model_name)
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of answered requests.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
-        self.num_drafts = counter("vllm:spec_decode_num_drafts", "Rounds that verified at least one draft token.")
-        self.num_draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
-        self.num_accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
-        self._accepted_per_position = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by their place in the draft.",
-            ["model_name", "position"],
+        self.prompt_tokens: Counter = Counter(
+            "vllm:prompt_tokens",
+            "Prompt tokens of answered requests.",
+            ["model_name"],
             registry=registry,
-        )
+        ).labels(model_name)
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "From the request's arrival to its first token.",
             _FIRST_TOKEN_BUCKETS,
         )
-        self.inter_token_latency = histogram(
-            "vllm:inter_token_latency_seconds",
-            "Between two arrivals of tokens of one choice; with speculation several come at once.",
-            _INTER_TOKEN_BUCKETS,
-        )
+        self.tokens = TokenTally(model_name)
+        registry.register(self.tokens)
         self.e2e_latency = histogram(
             "vllm:e2e_request_latency_seconds",
             "From the request's arrival to its last token.",
@@ -104,17 +94,6 @@ class RouterMetrics:
             registry=registry,
         )
 
-    def count_tokens(self, num_tokens: int, speculation: target_pb2.SpeculationCounts) -> None:
-        """Counts what one step committed for one choice."""
-        self.generation_tokens.inc(num_tokens)
-        if not speculation.num_drafts:
-            return
-        self.num_drafts.inc(speculation.num_drafts)
-        self.num_draft_tokens.inc(speculation.num_draft_tokens)
-        self.num_accepted_tokens.inc(speculation.num_accepted_tokens)
-        for position in range(speculation.num_accepted_tokens):
-            self._accepted_per_position.labels(self._model_name, str(position)).inc()
-
     def count_request(self, code: int) -> None:
         """Counts one request that ended with `code`."""
         self._requests.labels(self._model_name, str(code)).inc()
@@ -122,6 +101,69 @@ class RouterMetrics:
     def render(self) -> bytes:
         """The page in Prometheus's text format."""
         return generate_latest(self.registry)
+
+
+class TokenTally(Collector):
+    """What is counted for every chunk and round: in plain numbers, as counters that lock cost many times that.
+
+    All of it belongs to one thread.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._num_tokens = 0
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
+        self._num_accepted_per_position: list[int] = []
+        self._seconds = 0.0  # between tokens
+        self._counts = [0] * (len(_INTER_TOKEN_BUCKETS) + 1)  # by the first bucket whose limit was not exceeded
+
+    def count_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        """Counts tokens that came at once, `seconds` after those before them; None: the first of a choice."""
+        self._num_tokens += num_tokens
+        if seconds is not None:
+            self._seconds += seconds
+            self._counts[bisect.bisect_left(_INTER_TOKEN_BUCKETS, seconds)] += 1
+
+    def count_round(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Counts one round that verified draft tokens."""
+        self._num_drafts += 1
+        self._num_draft_tokens += num_draft_tokens
+        self._num_accepted_tokens += num_accepted_tokens
+        missing = num_accepted_tokens - len(self._num_accepted_per_position)
+        self._num_accepted_per_position.extend([0] * missing)
+        for position in range(num_accepted_tokens):
+            self._num_accepted_per_position[position] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        def counter(name: str, documentation: str, value: float) -> Metric:
+            family = CounterMetricFamily(name, documentation, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            return family
+
+        prefix = "vllm:spec_decode_num"
+        yield counter("vllm:generation_tokens", "Tokens generated.", self._num_tokens)
+        yield counter(f"{prefix}_drafts", "Rounds that verified at least one draft token.", self._num_drafts)
+        yield counter(f"{prefix}_draft_tokens", "Tokens drafted.", self._num_draft_tokens)
+        yield counter(f"{prefix}_accepted_tokens", "Draft tokens accepted.", self._num_accepted_tokens)
+        per_position = CounterMetricFamily(
+            f"{prefix}_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their place in the draft.",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(self._num_accepted_per_position):
+            per_position.add_metric([self._model_name, str(position)], count)
+        yield per_position
+        latency = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds",
+            "Between two arrivals of tokens of one choice; with speculation several come at once.",
+            labels=["model_name"],
+        )
+        limits = [*map(str, _INTER_TOKEN_BUCKETS), "+Inf"]
+        counts = zip(limits, itertools.accumulate(self._counts), strict=True)
+        latency.add_metric([self._model_name], list(counts), self._seconds)
+        yield latency
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import PlainValidator
@@ -146,7 +146,7 @@ class ChatReply(Reply):
         self,
         index: int,
         delta: dict[str, str],
-        token_ids: tuple[int, ...] = (),
+        token_ids: Sequence[int] = (),
         finish_reason: str | None = None,
         speculation: SpeculationStats | None = None,
     ) -> dict[str, Any]:

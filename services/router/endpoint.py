@@ -142,7 +142,7 @@ async def _whole(answer: _Answer) -> dict[str, Any]:
     choices = [
         Piece(
             text="".join(piece.text for piece in pieces),
-            token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+            token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
             finish_reason=pieces[-1].finish_reason,
             speculation=pieces[-1].speculation,
         )

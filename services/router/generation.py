@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 
-from cluster.errors import InternalError, UnavailableError
+from cluster.errors import UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from protos.speculation.v1 import target_pb2
@@ -46,23 +45,23 @@ async def generate(
                 raise UnavailableError("the target worker gave the request up; retry")
             if reply.token_ids:
                 now = time.perf_counter()
-                if last_token_at is not None:
-                    metrics.inter_token_latency.observe(now - last_token_at)
-                else:
+                waited = None if last_token_at is None else now - last_token_at
+                metrics.tokens.count_tokens(len(reply.token_ids), waited)
+                if last_token_at is None:
                     metrics.time_to_first_token.observe(now - arrived_at)
                     if request.choice_index == 0:  # choices of one prompt share it
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 last_token_at = now
-            metrics.count_tokens(len(reply.token_ids), reply.speculation)
-            stats.count(reply.speculation)
+            for counts in reply.rounds:
+                metrics.tokens.count_round(*counts)
+                stats.count_round(*counts)
             piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason])
             if piece.finish_reason is not None:
                 metrics.e2e_latency.observe(time.perf_counter() - arrived_at)
-                piece = replace(piece, speculation=stats)
+                piece.speculation = stats
             yield piece
             if piece.finish_reason is not None:
                 return
-    raise InternalError("the target worker ended the answer without a finish reason")
 
 
 async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -114,15 +113,15 @@ class _Writer:
             text = self._detokenizer.push(token_ids)
             if finish_reason is not None:
                 text += self._detokenizer.flush()
-            return Piece(text, tuple(token_ids), finish_reason)
+            return Piece(text, token_ids, finish_reason)
         # One by one: which token is the last must not depend on how many came at once.
         text = ""
         for num_tokens, token_id in enumerate(token_ids, start=1):
             text += self._matcher.push(self._detokenizer.push([token_id]))
             if self._matcher.has_stopped:
-                return Piece(text, tuple(token_ids[:num_tokens]), "stop")
+                return Piece(text, token_ids[:num_tokens], "stop")
         if finish_reason is not None:
             text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
             if self._matcher.has_stopped:
                 finish_reason = "stop"
-        return Piece(text, tuple(token_ids), finish_reason)
+        return Piece(text, token_ids, finish_reason)

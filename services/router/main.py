@@ -11,6 +11,7 @@ import uvicorn
 
 from cluster.config import Config, RouterConfig
 from cluster.errors import ConfigurationError
+from services.garbage import keep_collections_short
 from services.router.app import create_app
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def run(config: Config) -> int:
     signal.signal(signal.SIGINT, stop)
     host, port = listener.getsockname()[:2]
     logger.info("listening at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    keep_collections_short()
     server.run(sockets=[listener])
     return 0 if server.started else 1
 

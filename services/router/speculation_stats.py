@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from protos.speculation.v1 import target_pb2
-
 
 @dataclass(slots=True)
 class SpeculationStats:
@@ -15,16 +13,14 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)  # rounds by the number of drafts they accepted
 
-    def count(self, counts: target_pb2.SpeculationCounts) -> None:
-        """Takes in what one step did."""
-        if not counts.num_drafts:
-            return
-        self.num_drafts += counts.num_drafts
-        self.num_draft_tokens += counts.num_draft_tokens
-        self.num_accepted_tokens += counts.num_accepted_tokens
-        missing = counts.num_accepted_tokens + 1 - len(self.acceptance_histogram)
+    def count_round(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Takes in one round that verified draft tokens."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        missing = num_accepted_tokens + 1 - len(self.acceptance_histogram)
         self.acceptance_histogram.extend([0] * missing)
-        self.acceptance_histogram[counts.num_accepted_tokens] += 1
+        self.acceptance_histogram[num_accepted_tokens] += 1
 
     def to_json(self) -> dict[str, Any]:
         """Rates are null for a choice that nothing was drafted for."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,12 +18,10 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one for every chunk
-
 
 def event(value: Mapping[str, Any]) -> bytes:
     """`value` as one server-sent event."""
-    return b"data: " + _to_json(value).encode() + b"\n\n"
+    return b"data: " + to_json(value) + b"\n\n"
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -17,16 +17,16 @@ from cluster.errors import (
     OutriderError,
     OverloadedError,
     UnavailableError,
-    from_grpc,
 )
+from cluster.targets.replies import CallReply
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
+from services.router.calls import CallStream
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
 POLL_TIMEOUT_S = 3.0
 _MAX_MESSAGE_BYTES = 16 * 2**20
-_LOOKAHEAD_BYTES = 32  # of one call: two or three replies
 _NO_TARGET = "no target worker can answer now; see /health"
 
 _CHANNEL_OPTIONS = [
@@ -39,11 +39,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    # A message has what all of a stream's sequences were given since the last one: it is not cut by its size.
+    ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
-    # Replies that the router has no time to read stay with the target, which then sends several in one.
-    ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
-    ("grpc.http2.bdp_probe", 0),
     ("grpc.enable_http_proxy", 0),
 ]
 
@@ -69,6 +67,7 @@ class Target:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub = target_pb2_grpc.TargetStub(self._channel)
+        self._calls: CallStream | None = None
 
     @property
     def load(self) -> int:
@@ -99,36 +98,38 @@ class Target:
             await asyncio.sleep(POLL_INTERVAL_S)
             await self.poll()
 
-    async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[target_pb2.GenerateReply, None]:
-        """Streams the replies to `request`. Closing the iterator cancels the call."""
-        call = self._stub.Generate(request)
+    async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
+        """Streams the replies to `request`, up to one with a finish reason. Closing the iterator frees the sequence.
+
+        What has not been taken yet is merged: at most one reply waits. Raises OutriderError.
+        """
+        if self._calls is None or self._calls.has_ended:
+            self._calls = CallStream(self._stub.GenerateMany(), self._translate)
+        call = self._calls.start(request)
         self.num_in_flight += 1
         try:
-            async for reply in call:
-                yield reply
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
+            while not call.has_ended:
+                yield await call.take()
         finally:
             self.num_in_flight -= 1
             call.cancel()
 
     async def close(self) -> None:
+        if self._calls is not None:
+            await self._calls.close()
         await self._channel.close()
 
-    def _translate(self, error: grpc.aio.AioRpcError) -> OutriderError:
+    def _translate(self, error: OutriderError) -> OutriderError:
         """What the client is told: the worker's own words only about the request, which hold no secrets."""
-        translated = from_grpc(error)
-        if isinstance(translated, InvalidRequestError):
-            return translated
-        logger.warning("target %s: %s: %s", self.address, error.code().name, error.details())
-        if isinstance(translated, OverloadedError):
+        if isinstance(error, InvalidRequestError):
+            return error
+        logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)
+        if isinstance(error, OverloadedError):
             return OverloadedError("the target's queue is full; retry later")
-        if isinstance(translated, UnavailableError):
+        if isinstance(error, UnavailableError):
             # Until it has answered again, others are chosen.
             self._set_problem("was lost")
             return UnavailableError("the target worker was lost; retry")
-        if error.code() is grpc.StatusCode.CANCELLED:
-            return UnavailableError("the target worker gave the request up; retry")
         return InternalError("the target worker failed")
 
     def _set_problem(self, problem: str | None) -> None:

@@ -13,6 +13,7 @@ from cluster.targets.registry import make_target
 from cluster.telemetry.metrics import WorkerMetrics, serve_metrics
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2_grpc
+from services.target.calls import Calls
 from services.target.servicer import TargetServicer
 from services.worker import loading_progress, log_kv_cache, prepare_process, serve
 
@@ -29,8 +30,9 @@ def run(config: Config) -> int:
 async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> int:
     if config.target.metrics_port is not None:
         serve_metrics(WorkerMetrics(target.readings).registry, config.target.metrics_port)
-    servicer = TargetServicer(target, config, tokenizer_fingerprint)
-    target.start(servicer.publish)
+    calls = Calls(target, config.speculation.max_speculative_tokens)
+    servicer = TargetServicer(calls, target, config, tokenizer_fingerprint)
+    target.start(calls.publish)
     links = asyncio.create_task(target.run_links(_fixed_endpoints(config.draft.addresses)))
     try:
         return await serve(
@@ -38,9 +40,9 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
             "speculation.v1.Target",
             lambda server: target_pb2_grpc.add_TargetServicer_to_server(servicer, server),
             failure=lambda: target.error,
+            drain=calls.drain,
         )
     finally:
-        servicer.end_calls()
         links.cancel()
         target.stop()
 

@@ -195,3 +195,158 @@ class SpeculationCounts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationCounts: _TypeAlias = SpeculationCounts  # noqa: Y015
+
+@_typing.final
+class GenerateCommands(_message.Message):
+    """Applied in the order start, cancel."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartCall]: ...
+    @_builtins.property
+    def cancel(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """calls to free; one that has ended is ignored"""
+
+    def __init__(
+        self,
+        *,
+        start: _abc.Iterable[Global___StartCall] | None = ...,
+        cancel: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateCommands: _TypeAlias = GenerateCommands  # noqa: Y015
+
+@_typing.final
+class StartCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """a number never reused on this stream"""
+    @_builtins.property
+    def request(self) -> Global___GenerateRequest: ...
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        request: Global___GenerateRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
+
+@_typing.final
+class GenerateReplies(_message.Message):
+    """Columnar: what was committed since the last message. Entry i of calls, num_tokens and num_rounds belongs to one call;
+    token_ids and the columns of rounds hold the entries' values one after the other. Where the caller reads slowly a
+    message covers several steps.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    FINISH_REASONS_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """every one at most once"""
+
+    @_builtins.property
+    def num_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """an end-of-sequence token included"""
+
+    @_builtins.property
+    def finished(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """those of calls that have ended"""
+
+    @_builtins.property
+    def finish_reasons(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
+        """one for each of finished"""
+
+    @_builtins.property
+    def num_rounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """that verified at least one draft token; empty when no entry has any"""
+
+    @_builtins.property
+    def num_draft_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each round"""
+
+    @_builtins.property
+    def num_accepted_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each round"""
+
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallError]:
+        """of calls that have ended without a finish reason"""
+
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[_builtins.int] | None = ...,
+        num_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finished: _abc.Iterable[_builtins.int] | None = ...,
+        finish_reasons: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
+        num_rounds: _abc.Iterable[_builtins.int] | None = ...,
+        num_draft_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_accepted_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        errors: _abc.Iterable[Global___CallError] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "errors", b"errors", "finish_reasons", b"finish_reasons", "finished", b"finished", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_rounds", b"num_rounds", "num_tokens", b"num_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateReplies: _TypeAlias = GenerateReplies  # noqa: Y015
+
+@_typing.final
+class CallError(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    PARAM_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    code: _builtins.int
+    """a gRPC status code"""
+    message: _builtins.str
+    param: _builtins.str
+    """the field of the request that an INVALID_ARGUMENT is about, where it is about one"""
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        code: _builtins.int = ...,
+        message: _builtins.str = ...,
+        param: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "code", b"code", "message", b"message", "param", b"param"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallError: _TypeAlias = CallError  # noqa: Y015

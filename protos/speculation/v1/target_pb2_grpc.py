@@ -40,6 +40,11 @@ class TargetStub:
                 request_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReply.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/speculation.v1.Target/GenerateMany',
+                request_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateCommands.SerializeToString,
+                response_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReplies.FromString,
+                _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/speculation.v1.Target/Describe',
                 request_serializer=protos_dot_speculation_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
@@ -52,6 +57,14 @@ class TargetServicer:
 
     def Generate(self, request, context):
         """Generates one sequence. Cancelling the call frees it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Generates any number of sequences on one stream, with at most one message per step. A call lives as long as its
+        stream: when that ends, from either side, the worker frees every sequence that was started on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +83,11 @@ def add_TargetServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReply.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateCommands.FromString,
+                    response_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReplies.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -104,6 +122,33 @@ class Target:
             '/speculation.v1.Target/Generate',
             protos_dot_speculation_dot_v1_dot_target__pb2.GenerateRequest.SerializeToString,
             protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/speculation.v1.Target/GenerateMany',
+            protos_dot_speculation_dot_v1_dot_target__pb2.GenerateCommands.SerializeToString,
+            protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReplies.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
 import threading
@@ -23,7 +24,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from cluster.config import Config
-from cluster.errors import PARAM_METADATA_KEY
+from cluster.errors import from_status
+from cluster.targets.replies import UNFINISHED, CallReply, RoundCounts, encode_replies
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.app import create_app
@@ -143,23 +145,47 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
     async def Describe(self, request, context):
         return self.description
 
-    async def Generate(self, request, context):
+    async def GenerateMany(self, request_iterator, context):
+        messages: asyncio.Queue[target_pb2.GenerateReplies] = asyncio.Queue()
+        calls: dict[int, asyncio.Task[None]] = {}
+
+        def send(call: int, reply: CallReply) -> None:
+            messages.put_nowait(encode_replies({call: reply}))
+
+        async def obey() -> None:
+            async for commands in request_iterator:
+                for start in commands.start:
+                    answering = self._answer(start.request, functools.partial(send, start.call))
+                    calls[start.call] = asyncio.create_task(answering)
+                for call in commands.cancel:
+                    calls[call].cancel()
+
+        obeying = asyncio.create_task(obey())
+        try:
+            while True:
+                yield await messages.get()
+        finally:
+            for task in (obeying, *calls.values()):
+                task.cancel()
+
+    async def _answer(self, request: target_pb2.GenerateRequest, send: Callable[[CallReply], None]) -> None:
         self.requests.append(request)
         try:
             for index, reply in enumerate(self._replies(request)):
                 if index == self.fail_after and self.failing_choice in (None, request.choice_index):
                     code, details = self.failure
-                    await context.abort(code, details, ((PARAM_METADATA_KEY, "prompt"),))
+                    send(CallReply(error=from_status(code.value[0], details, "prompt")))
+                    return
                 await asyncio.sleep(self.delay_s)
                 if index == self.hang_after:
                     await asyncio.sleep(60)
-                yield reply
-        except (asyncio.CancelledError, GeneratorExit):  # the latter where a reply was waiting to be sent
+                send(reply)
+        except asyncio.CancelledError:
             self.num_cancelled += 1
             self.cancelled.set()
             raise
 
-    def _replies(self, request) -> Iterator[target_pb2.GenerateReply]:
+    def _replies(self, request) -> Iterator[CallReply]:
         prompt = list(request.prompt_token_ids)
         first = request.choice_index % len(prompt)
         prompt = prompt[first:] + prompt[:first]
@@ -173,10 +199,10 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         step = self.tokens_per_reply
         for start in range(0, len(answer), step):
             last = start + step >= len(answer)
-            yield target_pb2.GenerateReply(
-                token_ids=answer[start : start + step],
-                finish_reason=reason if last else target_pb2.FINISH_REASON_UNSPECIFIED,
-                speculation=target_pb2.SpeculationCounts(num_drafts=1, num_draft_tokens=4, num_accepted_tokens=3),
+            yield CallReply(
+                answer[start : start + step],
+                reason if last else UNFINISHED,
+                rounds=[RoundCounts(num_draft_tokens=4, num_accepted_tokens=3)],
             )
 
 

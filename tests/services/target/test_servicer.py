@@ -1,9 +1,10 @@
-"""What the target sends to a caller that reads more slowly than it generates."""
+"""Calls and streams of a target: what a slow caller gets, and what becomes of calls that end early or badly."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -11,67 +12,37 @@ import pytest
 
 from cluster.config import Config
 from cluster.engine.sequence import FinishReason
+from cluster.errors import PARAM_METADATA_KEY, InvalidRequestError, UnavailableError
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
-from protos.speculation.v1 import target_pb2, target_pb2_grpc
+from cluster.targets.replies import CallReply, RoundCounts, decode_replies
+from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.targets import Target as RouterTarget
-from services.target.servicer import TargetServicer, _next_output
+from services.target.calls import Calls, Outbox
+from services.target.servicer import TargetServicer
+
+LENGTH = target_pb2.FINISH_REASON_LENGTH
 
 
-def output(*token_ids: int, drafts: int = 0, accepted: int = 0, reason: FinishReason | None = None) -> GenerationOutput:
-    return GenerationOutput("request", token_ids, reason, drafts, accepted)
+class HandDrivenTarget(Target):
+    """Does what a test tells it: `step` commits tokens for one request."""
 
-
-async def taken(*waiting: GenerationOutput | None) -> GenerationOutput | None:
-    """What is taken of `waiting` at once."""
-    queue: asyncio.Queue[GenerationOutput | None] = asyncio.Queue()
-    for each in waiting:
-        queue.put_nowait(each)
-    return await _next_output(queue)
-
-
-@pytest.mark.parametrize(
-    ("waiting", "expected"),
-    [
-        ([output(1)], output(1)),
-        ([output(1), output(2), output(3)], [1, 2, 3]),
-        ([output(1), output(2, reason=FinishReason.LENGTH)], [1, 2]),
-        ([output(1), output(2, 3, drafts=4, accepted=1), output(4)], [1, 2, 3]),
-        ([output(1, 2, drafts=4, accepted=1), output(3)], [1, 2]),
-    ],
-)
-def test_outputs_that_wait_go_together_up_to_one_with_drafts(waiting, expected):
-    got = asyncio.run(taken(*waiting))
-    last = waiting[max(index for index, each in enumerate(waiting) if each.token_ids[-1] == got.token_ids[-1])]
-    assert list(got.token_ids) == list(getattr(expected, "token_ids", expected))
-    assert (got.finish_reason, got.num_draft_tokens, got.num_accepted_tokens) == (
-        last.finish_reason,
-        last.num_draft_tokens,
-        last.num_accepted_tokens,
-    )
-
-
-def test_the_engines_end_is_not_merged_away():
-    assert asyncio.run(taken(output(1), None)) is None
-
-
-class _BurstTarget(Target):
-    """Publishes all tokens of a request at once, and never the last of one that is endless."""
-
-    name, dtype, vocab_size, max_model_len, eos_token_ids = "burst", "none", 512, 4096, ()
+    name, dtype, vocab_size, max_model_len, eos_token_ids = "hand-driven", "none", 512, 4096, ()
 
     def __init__(self) -> None:
+        self.requests: list[str] = []
         self.aborted: list[str] = []
-        self.is_endless = False
 
     def start(self, publish: Publish) -> None:
         self._publish = publish
 
     def submit(self, request: GenerationRequest) -> None:
-        last = request.max_tokens - 1
-        for place in range(request.max_tokens):
-            reason = FinishReason.LENGTH if place == last and not self.is_endless else None
-            num_drafts = 4 if self.is_endless else 0  # nothing is merged then
-            self._publish([GenerationOutput(request.request_id, [place % 512], reason, num_drafts, 0)])
+        if request.max_tokens == 1111:
+            raise ZeroDivisionError("not foreseen")
+        self.requests.append(request.request_id)
+
+    def step(self, request_id: str, *token_ids: int, drafts: int = 0, accepted: int = 0, is_last: bool = False) -> None:
+        reason = FinishReason.LENGTH if is_last else None
+        self._publish([GenerationOutput(request_id, token_ids, reason, drafts, accepted)])
 
     def stop(self) -> None: ...
 
@@ -87,49 +58,302 @@ class _BurstTarget(Target):
         return ()
 
 
+class Served:
+    """A target behind its servicer, and a channel to it."""
+
+    def __init__(self) -> None:
+        self.target = HandDrivenTarget()
+        self.calls = Calls(self.target, 8)
+        self.target.start(self.calls.publish)
+        self.server = grpc.aio.server()
+        servicer = TargetServicer(self.calls, self.target, Config(), "fingerprint")
+        target_pb2_grpc.add_TargetServicer_to_server(servicer, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.channel = grpc.aio.insecure_channel(self.address)
+        self.stub = target_pb2_grpc.TargetStub(self.channel)
+
+
+def with_served(test):
+    """Runs an async test with a target that is served."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        async def body() -> None:
+            served = Served()
+            await served.server.start()
+            try:
+                await asyncio.wait_for(test(served), timeout=20)
+            finally:
+                await served.channel.close()
+                await served.server.stop(None)
+
+        asyncio.run(body())
+
+    del run.__wrapped__  # pytest would ask for its argument
+    return run
+
+
 @contextlib.asynccontextmanager
-async def serving(target: _BurstTarget) -> AsyncIterator[RouterTarget]:
-    """The router's side of a real call to a servicer."""
-    servicer = TargetServicer(target, Config(), "fingerprint")
-    target.start(servicer.publish)
-    server = grpc.aio.server()
-    target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    caller = RouterTarget(f"127.0.0.1:{port}", "fingerprint")
+async def calling(served: Served) -> AsyncIterator[RouterTarget]:
+    caller = RouterTarget(served.address, "fingerprint")
     yield caller
     await caller.close()
-    await server.stop(None)
 
 
-REQUEST = target_pb2.GenerateRequest(request_id="one", prompt_token_ids=[1, 2], max_tokens=2000)
+async def until(condition) -> None:
+    while not condition():  # noqa: ASYNC110  # whatever it is about has no event
+        await asyncio.sleep(0.005)
 
 
-def test_a_router_that_reads_slowly_gets_few_replies_and_every_token():
-    async def run() -> list[target_pb2.GenerateReply]:
-        replies = []
-        async with serving(_BurstTarget()) as caller:
-            async for reply in caller.generate(REQUEST):
-                replies.append(reply)
-                await asyncio.sleep(0.01)
-        return replies
+def request(request_id: str = "one", **fields) -> target_pb2.GenerateRequest:
+    fields = {"prompt_token_ids": [1, 2], "max_tokens": 2000} | fields
+    return target_pb2.GenerateRequest(request_id=request_id, **fields)
+
+
+def start(call: int, **fields) -> target_pb2.GenerateCommands:
+    return target_pb2.GenerateCommands(start=[target_pb2.StartCall(call=call, request=request(**fields))])
+
+
+def cancel(*calls: int) -> target_pb2.GenerateCommands:
+    return target_pb2.GenerateCommands(cancel=calls)
+
+
+async def read(stream) -> dict[int, CallReply]:
+    message = await stream.read()
+    assert message is not grpc.aio.EOF
+    return decode_replies(message)
+
+
+def test_an_outbox_keeps_one_reply_a_call():
+    async def run() -> dict[int, CallReply]:
+        outbox = Outbox()
+        for token in range(100):
+            outbox.put(1, CallReply([token]))
+            outbox.put(2, CallReply([token], rounds=(RoundCounts(4, token % 5),)))
+            outbox.put(3, CallReply([token]))
+        outbox.put(1, CallReply([100], LENGTH))
+        outbox.drop(3)
+        return await outbox.take()
 
     replies = asyncio.run(run())
-    assert [token for reply in replies for token in reply.token_ids] == [place % 512 for place in range(2000)]
-    assert len(replies) < 20
-    assert replies[-1].finish_reason == target_pb2.FINISH_REASON_LENGTH
+    assert replies == {
+        1: CallReply(list(range(101)), LENGTH),
+        2: CallReply(list(range(100)), rounds=[RoundCounts(4, token % 5) for token in range(100)]),
+    }
 
 
-def test_a_caller_that_leaves_while_replies_wait_to_be_sent_frees_its_sequence():
-    async def run(target: _BurstTarget) -> None:
-        target.is_endless = True
-        async with serving(target) as caller:
-            async with contextlib.aclosing(caller.generate(REQUEST)) as replies:
-                assert len((await anext(replies)).token_ids) == 1
-                await asyncio.sleep(0.1)  # the next ones fill what may be unread
-            for _ in range(200):
-                if not target.aborted:
-                    await asyncio.sleep(0.01)
-            assert target.aborted == ["one#0"]
+@with_served
+async def test_one_message_has_what_a_step_committed_for_all_calls(served):
+    stream = served.stub.GenerateMany()
+    for call in range(3):
+        await stream.write(start(call, request_id=f"r{call}"))
+    await until(lambda: len(served.target.requests) == 3)
+    for name in served.target.requests:
+        served.target.step(name, 7, 8, drafts=4, accepted=1, is_last=name == "r2#2")
+    rounds = [RoundCounts(4, 1)]
+    assert await read(stream) == {
+        0: CallReply([7, 8], rounds=rounds),
+        1: CallReply([7, 8], rounds=rounds),
+        2: CallReply([7, 8], LENGTH, rounds=rounds),
+    }
 
-    asyncio.run(run(_BurstTarget()))
+
+@with_served
+async def test_a_router_that_does_not_read_gets_few_messages_and_every_token(served):
+    stream = served.stub.GenerateMany()
+    await stream.write(start(5))
+    await until(lambda: served.target.requests)
+    num_steps, tokens = 1000, [300] * 2000
+    for step in range(num_steps):
+        served.target.step("one#0", *tokens, drafts=9, accepted=step % 10, is_last=step == num_steps - 1)
+        await asyncio.sleep(0)
+    reply, num_messages = CallReply(), 0
+    while reply.finish_reason != LENGTH:
+        reply.merge((await read(stream))[5])
+        num_messages += 1
+    assert len(reply.token_ids) == num_steps * len(tokens)
+    assert reply.rounds == [RoundCounts(9, step % 10) for step in range(num_steps)]
+    assert num_messages < num_steps / 2
+
+
+@with_served
+async def test_a_router_that_leaves_while_a_message_waits_to_be_sent_frees_its_calls(served):
+    stream, single = served.stub.GenerateMany(), served.stub.Generate(request())
+    await stream.write(start(0))
+    await until(lambda: len(served.target.requests) == 2)
+    for _ in range(100):  # far more than a connection holds
+        for name in served.target.requests:
+            served.target.step(name, *[300] * 50_000)
+        await asyncio.sleep(0.001)
+    stream.cancel()
+    single.cancel()
+    await until(lambda: sorted(served.target.aborted) == ["one#0", "one#1"])
+
+
+@with_served
+async def test_a_client_that_takes_slowly_gets_few_replies_and_holds_up_nobody(served):
+    async with calling(served) as caller:
+        slow, quick = caller.generate(request("slow")), caller.generate(request("quick"))
+        first = asyncio.create_task(anext(slow))
+        second = asyncio.create_task(anext(quick))
+        await until(lambda: len(served.target.requests) == 2)
+        served.target.step("slow#0", 0)
+        assert await first == CallReply([0])
+        for token in range(1, 200):
+            served.target.step("slow#0", token, drafts=1, accepted=token % 2, is_last=token == 199)
+            served.target.step("quick#1", token)
+            assert (await second).token_ids == [token]
+            second = asyncio.create_task(anext(quick))
+        rest = await anext(slow)
+        assert rest.token_ids == list(range(1, 200))
+        assert rest.rounds == [RoundCounts(1, token % 2) for token in range(1, 200)]
+        with pytest.raises(StopAsyncIteration):
+            await anext(slow)
+        second.cancel()
+
+
+@with_served
+async def test_cancelling_a_call_frees_it_and_no_other(served):
+    stream = served.stub.GenerateMany()
+    for call in (1, 2):
+        await stream.write(start(call))
+    await until(lambda: len(served.target.requests) == 2)
+    await stream.write(cancel(1, 9))  # the second is unknown
+    await until(lambda: served.target.aborted)
+    served.target.step("one#0", 5)
+    served.target.step("one#1", 6, is_last=True)
+    assert await read(stream) == {2: CallReply([6], LENGTH)}
+    await stream.write(cancel(2))  # has ended
+    await stream.write(start(3))
+    await until(lambda: len(served.target.requests) == 3)
+    assert served.target.aborted == ["one#0"]
+
+
+@with_served
+async def test_closing_a_generator_frees_its_sequence(served):
+    async with calling(served) as caller:
+        leaving, staying = caller.generate(request("leaving")), caller.generate(request("staying"))
+        first = asyncio.create_task(anext(leaving))
+        other = asyncio.create_task(anext(staying))
+        await until(lambda: len(served.target.requests) == 2)
+        served.target.step("leaving#0", 1)
+        assert await first == CallReply([1])
+        assert caller.num_in_flight == 2
+        await leaving.aclose()
+        await until(lambda: served.target.aborted == ["leaving#0"])
+        assert caller.num_in_flight == 1
+        served.target.step("staying#1", 2)
+        assert await other == CallReply([2])
+
+
+@pytest.mark.parametrize("is_half_closed", [False, True])
+def test_a_stream_that_ends_frees_all_its_calls(is_half_closed):
+    @with_served
+    async def run(served):
+        stream, other = served.stub.GenerateMany(), served.stub.GenerateMany()
+        await other.write(start(0))
+        await until(lambda: served.target.requests)
+        for call in range(3):
+            await stream.write(start(call))
+        await until(lambda: len(served.target.requests) == 4)
+        if is_half_closed:
+            await stream.done_writing()
+            assert await stream.read() is grpc.aio.EOF
+        else:
+            stream.cancel()
+        await until(lambda: served.target.aborted == ["one#1", "one#2", "one#3"])
+        served.target.step("one#0", 4)
+        assert await read(other) == {0: CallReply([4])}
+
+    run()
+
+
+@with_served
+async def test_a_call_that_cannot_be_started_leaves_the_others_alone(served):
+    async with calling(served) as caller:
+        good = asyncio.create_task(anext(caller.generate(request("good"))))
+        await until(lambda: served.target.requests)
+        with pytest.raises(InvalidRequestError, match="leaves nothing to generate") as caught:
+            await anext(caller.generate(request(max_tokens=0)))
+        assert caught.value.param == "max_tokens"
+        with pytest.raises(InvalidRequestError, match="token ID 600") as caught:
+            await anext(caller.generate(request(prompt_token_ids=[600])))
+        assert caught.value.param == "prompt"
+        with pytest.raises(Exception, match="the target worker failed"):
+            await anext(caller.generate(request(max_tokens=1111)))
+        odd = types_pb2.SamplingParams(logit_bias_token_ids=[3])
+        with pytest.raises(Exception, match="the target worker failed"):
+            await anext(caller.generate(request(sampling=odd)))
+        served.target.step("good#0", 3)
+        assert await good == CallReply([3])
+        assert served.target.requests == ["good#0"]
+
+
+@with_served
+async def test_a_number_that_is_running_cannot_be_started_again(served):
+    stream = served.stub.GenerateMany()
+    await stream.write(start(1))
+    await stream.write(start(1))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await until(lambda: served.target.aborted == ["one#0"])
+
+
+@with_served
+async def test_the_single_call_is_the_same_generation(served):
+    stream = served.stub.Generate(request())
+    await until(lambda: served.target.requests)
+    served.target.step("one#0", 1, 2, drafts=4, accepted=1)
+    served.target.step("one#0", 3, 4, 5, drafts=4, accepted=2)
+    served.target.step("one#0", 6, is_last=True)
+    counts = target_pb2.SpeculationCounts(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3)
+    expected = target_pb2.GenerateReply(token_ids=[1, 2, 3, 4, 5, 6], finish_reason=LENGTH, speculation=counts)
+    assert [reply async for reply in stream] == [expected]
+    left = served.stub.Generate(request())
+    await until(lambda: len(served.target.requests) == 2)
+    left.cancel()
+    await until(lambda: served.target.aborted == ["one#1"])
+    refused = served.stub.Generate(request(prompt_token_ids=[]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await refused.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(caught.value.trailing_metadata())[PARAM_METADATA_KEY] == "prompt"
+
+
+@with_served
+async def test_draining_starts_nothing_more_and_lets_what_runs_finish(served):
+    running, idle = served.stub.GenerateMany(), served.stub.GenerateMany()
+    await idle.write(cancel(0))
+    await running.write(start(1))
+    await until(lambda: served.target.requests)
+    served.calls.drain()
+    assert await idle.read() is grpc.aio.EOF
+    await running.write(start(2))
+    refused = (await read(running))[2].error
+    assert isinstance(refused, UnavailableError)
+    served.target.step("one#0", 4, is_last=True)
+    assert await read(running) == {1: CallReply([4], LENGTH)}
+    assert await running.read() is grpc.aio.EOF
+    assert served.target.aborted == []
+
+
+@with_served
+async def test_the_engines_end_ends_every_call_after_its_last_tokens(served):
+    stream, single = served.stub.GenerateMany(), served.stub.Generate(request())
+    await stream.write(start(1))
+    await until(lambda: len(served.target.requests) == 2)
+    served.target.error = RuntimeError("out of memory")
+    for name in served.target.requests:
+        served.target.step(name, 4)
+    await asyncio.sleep(0)
+    served.calls.drain()
+    reply = CallReply()
+    while reply.error is None:
+        reply.merge((await read(stream))[1])
+    assert reply.token_ids == [4]
+    assert isinstance(reply.error, UnavailableError)
+    assert (await single.read()).token_ids == [4]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await single.read()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,99 @@
+"""What a target tells a router of many calls at once: to and from the columns of `GenerateReplies`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from cluster.errors import OutriderError, from_status
+from protos.speculation.v1 import target_pb2
+
+T = TypeVar("T")
+
+UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class RoundCounts(NamedTuple):
+    """What came of one round that verified at least one draft token."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclass(slots=True)
+class CallReply:
+    """What was committed for one call since its last reply: by one step, or by several where nobody took it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: target_pb2.FinishReason.ValueType = UNFINISHED
+    rounds: Sequence[RoundCounts] = ()
+    error: OutriderError | None = None  # the call has ended with it, after these tokens
+
+    def merge(self, newer: CallReply) -> None:
+        """Takes in the reply that follows this one."""
+        self.token_ids += newer.token_ids
+        self.finish_reason = newer.finish_reason
+        if newer.rounds:
+            self.rounds = [*self.rounds, *newer.rounds]
+        self.error = newer.error
+
+
+def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateReplies:
+    """`replies` are by call number."""
+    message = target_pb2.GenerateReplies(
+        calls=replies,
+        num_tokens=[len(reply.token_ids) for reply in replies.values()],
+        token_ids=[token for reply in replies.values() for token in reply.token_ids],
+    )
+    for call, reply in replies.items():
+        if reply.finish_reason != UNFINISHED:
+            message.finished.append(call)
+            message.finish_reasons.append(reply.finish_reason)
+        elif reply.error is not None:
+            message.errors.append(_encode_error(call, reply.error))
+    if any(reply.rounds for reply in replies.values()):
+        message.num_rounds.extend([len(reply.rounds) for reply in replies.values()])
+        rounds = [counts for reply in replies.values() for counts in reply.rounds]
+        message.num_draft_tokens.extend([counts.num_draft_tokens for counts in rounds])
+        message.num_accepted_tokens.extend([counts.num_accepted_tokens for counts in rounds])
+    return message
+
+
+def decode_replies(message: target_pb2.GenerateReplies) -> dict[int, CallReply]:
+    """The replies by call number. Raises ValueError when the columns of the message do not fit together."""
+    token_ids = _split(list(message.token_ids), message.num_tokens)
+    replies = {call: CallReply(own) for call, own in zip(message.calls, token_ids, strict=True)}
+    if message.num_rounds:
+        counts = zip(message.num_draft_tokens, message.num_accepted_tokens, strict=True)
+        rounds = _split([RoundCounts(*each) for each in counts], message.num_rounds)
+        for reply, own_rounds in zip(replies.values(), rounds, strict=True):
+            reply.rounds = own_rounds
+    for call, reason in zip(message.finished, message.finish_reasons, strict=True):
+        _of(call, replies).finish_reason = reason
+    for error in message.errors:
+        _of(error.call, replies).error = from_status(error.code, error.message, error.param or None)
+    return replies
+
+
+def _encode_error(call: int, error: OutriderError) -> target_pb2.CallError:
+    return target_pb2.CallError(
+        call=call, code=error.grpc_code.value[0], message=error.message, param=error.param or ""
+    )
+
+
+def _of(call: int, replies: Mapping[int, CallReply]) -> CallReply:
+    reply = replies.get(call)
+    if reply is None:
+        raise ValueError(f"call {call} ends without an entry")
+    return reply
+
+
+def _split(values: list[T], lengths: Sequence[int]) -> Iterator[list[T]]:
+    """Cuts a flattened column back into its entries."""
+    if sum(lengths) != len(values):
+        raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(values)} values")
+    start = 0
+    for length in lengths:
+        yield values[start : start + length]
+        start += length

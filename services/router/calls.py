@@ -1,0 +1,170 @@
+"""The calls of this router on one target, which share one gRPC stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from cluster.errors import OutriderError, UnavailableError
+from cluster.targets.replies import UNFINISHED, CallReply, decode_replies
+from protos.speculation.v1 import target_pb2
+
+if TYPE_CHECKING:
+    _Stream = grpc.aio.StreamStreamCall[target_pb2.GenerateCommands, target_pb2.GenerateReplies]
+
+logger = logging.getLogger(__name__)
+
+_COMMAND_BYTES = 2**18  # a message of commands is not made much larger than that; workers take 16 MiB
+_WOKEN_AT_ONCE = 16
+
+
+class Call:
+    """One sequence. At most one reply waits to be taken: later ones are merged into it."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self.has_ended = False  # the last reply has been taken, or the error raised
+        self._loop = asyncio.get_running_loop()
+        self._cancel = cancel
+        self._waiting: CallReply | None = None
+        self._arrival: asyncio.Future[None] | None = None
+
+    def put(self, reply: CallReply) -> bool:
+        """Whether nothing was waiting before; then `wake` is to be called, now or a little later."""
+        if self._waiting is not None:
+            self._waiting.merge(reply)
+            return False
+        self._waiting = reply
+        return True
+
+    def wake(self) -> None:
+        """Lets `take` go on."""
+        if self._waiting is not None and self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def take(self) -> CallReply:
+        """Waits for what has come since the last time. Raises the OutriderError that the call ended with."""
+        if self._waiting is None:
+            self._arrival = self._loop.create_future()
+            await self._arrival
+        assert self._waiting is not None
+        reply, self._waiting = self._waiting, None
+        if reply.error is not None:
+            if not reply.token_ids:
+                self.has_ended = True
+                raise reply.error
+            self._waiting = CallReply(error=reply.error)  # the tokens first
+        self.has_ended = reply.finish_reason != UNFINISHED
+        return reply
+
+    def cancel(self) -> None:
+        """Frees the sequence unless it has ended."""
+        if not self.has_ended:
+            self._cancel()
+
+
+class CallStream:
+    """One life of the stream. What ends it ends every call on it; then another is to be made.
+
+    The reader never waits for a call, so that a client that reads slowly holds up nobody else. Calls are woken a few at
+    a time: a message that comes before all have had their turn is merged into those that wait, so that a router with
+    too much to do writes fewer and longer chunks instead of ever later ones.
+    """
+
+    def __init__(self, stream: _Stream, translate: Callable[[OutriderError], OutriderError]) -> None:
+        """`translate` says what callers are told of an error of the target, or of its loss."""
+        self.has_ended = False
+        self._stream = stream
+        self._translate = translate
+        self._numbers = itertools.count()
+        self._calls: dict[int, Call] = {}
+        self._woken_next: deque[Call] = deque()
+        self._commands: asyncio.Queue[target_pb2.GenerateCommands] = asyncio.Queue()
+        self._reader = asyncio.create_task(self._read())
+        self._writer = asyncio.create_task(self._write())
+
+    def start(self, request: target_pb2.GenerateRequest) -> Call:
+        number = next(self._numbers)
+        call = self._calls[number] = Call(lambda: self._cancel(number))
+        start = target_pb2.StartCall(call=number, request=request)
+        self._commands.put_nowait(target_pb2.GenerateCommands(start=[start]))
+        return call
+
+    async def close(self) -> None:
+        """To be called when nobody waits for a reply any more."""
+        self._stream.cancel()
+        self._reader.cancel()
+        self._writer.cancel()
+        await asyncio.gather(self._reader, self._writer, return_exceptions=True)
+
+    def _cancel(self, number: int) -> None:
+        if self._calls.pop(number, None) is not None:  # absent: its end has come, and was not taken
+            self._commands.put_nowait(target_pb2.GenerateCommands(cancel=[number]))
+
+    async def _write(self) -> None:
+        # The reader learns why the stream broke.
+        with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):
+            while True:
+                await self._stream.write(await self._next_commands())
+
+    async def _next_commands(self) -> target_pb2.GenerateCommands:
+        """All that are waiting, as one message; or some of them, where they are large."""
+        commands = await self._commands.get()
+        num_bytes = commands.ByteSize()
+        while num_bytes < _COMMAND_BYTES and not self._commands.empty():
+            following = self._commands.get_nowait()
+            num_bytes += following.ByteSize()
+            commands.MergeFrom(following)
+        return commands
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._stream:
+                self._sort(decode_replies(message))
+            reason = "the worker ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except Exception:  # whatever it is, nobody must be left waiting
+            logger.exception("a message of a target cannot be used")
+            reason = "unusable message"
+        self._end(UnavailableError(reason))
+
+    def _end(self, error: OutriderError) -> None:
+        self.has_ended = True
+        self._stream.cancel()
+        self._writer.cancel()
+        lost = self._translate(error)
+        # Each is raised by itself, with a traceback of its own.
+        self._deliver({number: CallReply(error=copy.copy(lost)) for number in self._calls})
+
+    def _sort(self, replies: dict[int, CallReply]) -> None:
+        for reply in replies.values():
+            if reply.error is not None:
+                reply.error = self._translate(reply.error)
+        self._deliver(replies)
+
+    def _deliver(self, replies: dict[int, CallReply]) -> None:
+        is_waking = bool(self._woken_next)
+        for number, reply in replies.items():
+            call = self._calls.get(number)
+            if call is None:  # cancelled meanwhile
+                continue
+            if reply.error is not None or reply.finish_reason != UNFINISHED:
+                del self._calls[number]
+            if call.put(reply):
+                self._woken_next.append(call)
+        if not is_waking:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        for _ in range(min(_WOKEN_AT_ONCE, len(self._woken_next))):
+            self._woken_next.popleft().wake()
+        if self._woken_next:
+            asyncio.get_running_loop().call_soon(self._wake_some)

@@ -1,0 +1,154 @@
+"""The calls in progress: what they ask for goes to the engine, what it publishes goes to the streams they came on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+
+from cluster.engine.sequence import FinishReason
+from cluster.errors import InternalError, InvalidRequestError, OutriderError, UnavailableError
+from cluster.targets.base import GenerationOutput, Target
+from cluster.targets.replies import UNFINISHED, CallReply, RoundCounts
+from protos.speculation.v1 import target_pb2
+from services.target.requests import to_engine
+
+logger = logging.getLogger(__name__)
+
+_FINISH_REASONS = {
+    None: UNFINISHED,
+    FinishReason.STOP: target_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: target_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: target_pb2.FINISH_REASON_ABORT,
+}
+
+
+class Outbox:
+    """What a stream has yet to be told: at most one reply a call, into which later ones are merged."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, str] = {}  # the engine's name of each call
+        self._waiting: dict[int, CallReply] = {}
+        self._is_closed = False
+        self._has_news = asyncio.Event()
+
+    def put(self, call: int, reply: CallReply) -> None:
+        waiting = self._waiting.get(call)
+        if waiting is None:
+            self._waiting[call] = reply
+        else:
+            waiting.merge(reply)
+        self._has_news.set()
+
+    def drop(self, call: int) -> None:
+        """Forgets what is waiting for `call`."""
+        self._waiting.pop(call, None)
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._is_closed = True
+        self._has_news.set()
+
+    async def take(self) -> dict[int, CallReply]:
+        """Waits for replies and returns all of them, by call; none once it is closed."""
+        while not (self._waiting or self._is_closed):
+            self._has_news.clear()
+            await self._has_news.wait()
+        replies, self._waiting = self._waiting, {}
+        return replies
+
+
+class Calls:
+    """All calls of all streams. But for `publish` it belongs to the event loop in which it was made."""
+
+    def __init__(self, target: Target, max_speculative_tokens: int) -> None:
+        self._target = target
+        self._max_speculative_tokens = max_speculative_tokens
+        self._loop = asyncio.get_running_loop()
+        self._suffixes = itertools.count()
+        self._outboxes: set[Outbox] = set()
+        self._running: dict[str, tuple[Outbox, int]] = {}  # by the engine's name
+        self._is_draining = False
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[Outbox]:
+        """The outbox of a new stream. Leaving it cancels the stream's calls."""
+        outbox = Outbox()
+        if self._is_draining:
+            outbox.close()
+        self._outboxes.add(outbox)
+        try:
+            yield outbox
+        finally:
+            self._outboxes.remove(outbox)
+            for call in list(outbox.running):
+                self.cancel(outbox, call)
+
+    def start(self, outbox: Outbox, call: int, request: target_pb2.GenerateRequest) -> None:
+        """What is wrong with `request` becomes a reply. Raises InvalidRequestError when `call` is running already."""
+        if call in outbox.running:
+            raise InvalidRequestError(f"call {call} has been started already")
+        request_id = f"{request.request_id}#{next(self._suffixes)}"  # callers' own names need not be unique
+        outbox.running[call] = request_id
+        self._running[request_id] = outbox, call
+        try:
+            if self._is_draining:
+                raise UnavailableError("the target is shutting down")
+            self._target.submit(to_engine(request, request_id, self._target, self._max_speculative_tokens))
+        except OutriderError as error:
+            self._fail(request_id, error)
+        except Exception:  # one that was not foreseen must not end the stream's other calls
+            logger.exception("a request could not be started")
+            self._fail(request_id, InternalError("the request could not be started"))
+
+    def cancel(self, outbox: Outbox, call: int) -> None:
+        """Frees the sequence of `call`; nothing more is said of it. Ignored when it has ended."""
+        outbox.drop(call)
+        request_id = outbox.running.get(call)
+        if request_id is not None:
+            self._end(request_id)
+            self._target.abort(request_id)
+
+    def publish(self, outputs: Sequence[GenerationOutput]) -> None:
+        """Called from the engine's thread after each step."""
+        self._loop.call_soon_threadsafe(self._sort, outputs)
+
+    def drain(self) -> None:
+        """Starts no more calls, and ends each stream after its last one. If the engine is dead, that is now."""
+        self._is_draining = True
+        if self._target.error is not None:
+            for request_id in list(self._running):
+                self._fail(request_id, UnavailableError("the target's engine stopped"))
+        for outbox in self._outboxes:
+            if not outbox.running:
+                outbox.close()
+
+    def _sort(self, outputs: Sequence[GenerationOutput]) -> None:
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is None:  # cancelled meanwhile
+                continue
+            outbox, call = running
+            outbox.put(call, _to_reply(output))
+            if output.finish_reason is not None:
+                self._end(output.request_id)
+
+    def _fail(self, request_id: str, error: OutriderError) -> None:
+        outbox, call = self._running[request_id]
+        outbox.put(call, CallReply(error=error))
+        self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        outbox, call = self._running.pop(request_id)
+        del outbox.running[call]
+        if self._is_draining and not outbox.running:
+            outbox.close()
+
+
+def _to_reply(output: GenerationOutput) -> CallReply:
+    reply = CallReply(list(output.token_ids), _FINISH_REASONS[output.finish_reason])
+    if output.num_draft_tokens:
+        reply.rounds = (RoundCounts(output.num_draft_tokens, output.num_accepted_tokens),)
+    return reply

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from cluster.telemetry.metrics import RouterMetrics
+
+
+def page_of(metrics: RouterMetrics) -> dict[str, float]:
+    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_chunks_and_rounds_are_on_the_page():
+    metrics = RouterMetrics("m")
+    for num_tokens, seconds in ((3, None), (1, 0.01), (2, 0.011), (1, 1000.0)):
+        metrics.tokens.count_tokens(num_tokens, seconds)
+    metrics.tokens.count_round(4, 1)
+    metrics.tokens.count_round(4, 0)
+    metrics.tokens.count_round(4, 3)
+    page = page_of(metrics)
+    assert page['vllm:generation_tokens_total{model_name="m"}'] == 7
+    bucket = 'vllm:inter_token_latency_seconds_bucket{{le="{}",model_name="m"}}'.format
+    assert [page[bucket(limit)] for limit in ("0.01", "0.025", "80.0", "+Inf")] == [1, 2, 2, 3]
+    assert page['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 3
+    assert page['vllm:inter_token_latency_seconds_sum{model_name="m"}'] == 0.01 + 0.011 + 1000.0
+    assert page['vllm:spec_decode_num_drafts_total{model_name="m"}'] == 3
+    assert page['vllm:spec_decode_num_draft_tokens_total{model_name="m"}'] == 12
+    assert page['vllm:spec_decode_num_accepted_tokens_total{model_name="m"}'] == 4
+    position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{}"}}'.format
+    assert [page[position(place)] for place in range(3)] == [2, 1, 1]
