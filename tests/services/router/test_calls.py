@@ -8,13 +8,15 @@ import threading
 import pytest
 
 from cluster.errors import UnavailableError
-from cluster.targets.replies import CallReply
+from cluster.targets.replies import CallReply, encode_replies
 from protos.speculation.v1 import target_pb2
-from services.router.calls import Call
+from services.router.calls import Call, CallStream
 from services.router.targets import Target
 
 from .conftest import wait_until
 from .test_completions import wait_for_health
+
+LENGTH = target_pb2.FINISH_REASON_LENGTH
 
 
 def request(choice_index: int = 0, max_tokens: int = 3) -> target_pb2.GenerateRequest:
@@ -38,6 +40,46 @@ def test_what_is_not_taken_is_merged_and_an_error_comes_after_the_tokens():
         assert call.has_ended
 
     asyncio.run(run())
+
+
+class TwoMessages:
+    """A stream whose second message comes when some calls have had their turn with the first, and others have not."""
+
+    def __init__(self, num_calls: int) -> None:
+        self._num_calls = num_calls
+
+    async def write(self, commands: target_pb2.GenerateCommands) -> None:
+        assert len(commands.start) == self._num_calls
+
+    def cancel(self) -> None: ...
+
+    async def __aiter__(self):
+        await asyncio.sleep(0.01)  # until every call waits
+        yield encode_replies({call: CallReply([1]) for call in range(self._num_calls)})
+        for _ in range(3):
+            await asyncio.sleep(0)
+        yield encode_replies({call: CallReply([2], LENGTH) for call in range(self._num_calls)})
+        await asyncio.sleep(60)
+
+
+def test_a_message_that_comes_early_is_merged_into_what_waits_for_its_turn():
+    async def replies(call: Call) -> list[list[int]]:
+        taken = []
+        while not call.has_ended:
+            taken.append((await call.take()).token_ids)
+        return taken
+
+    async def run() -> list[list[list[int]]]:
+        stream = CallStream(TwoMessages(200), lambda error: error)
+        calls = [stream.start(request()) for _ in range(200)]
+        taken = await asyncio.gather(*map(replies, calls))
+        await stream.close()
+        return taken
+
+    taken = asyncio.run(run())
+    num_early = taken.index([[1, 2]])
+    assert 0 < num_early < 150
+    assert taken == [[[1], [2]]] * num_early + [[[1, 2]]] * (200 - num_early)
 
 
 def test_a_broken_stream_fails_every_call_and_the_next_call_opens_another(background, target, tokenizer):
