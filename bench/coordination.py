@@ -27,7 +27,7 @@ from bench.in_process import SIMULATED, SimulatedCluster
 from bench.machine import describe_machine
 from bench.rounds import time_rounds
 from cluster.config import load_config
-from services.worker import keep_garbage_collection_short
+from services.garbage import keep_collections_short
 
 BASE_MS, SEQUENCE_US = 0.1, 6.0  # the bar, for a step
 MAX_BYTES = 24.0  # the bar, for a token
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("bench/results/coordination.json"))
     arguments = parser.parse_args(argv)
-    keep_garbage_collection_short()  # as the programs do
+    keep_collections_short()  # as the programs do
     print(
         "| sequences | rounds ms | codec ms | both ms (range) | alone ms (range) | bar ms | transport ms "
         "| bytes/token | k |"

@@ -7,8 +7,9 @@ Columns are filled with `extend` and read with `[:]`, which take half of what a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
+from cluster.coordination.columns import split
 from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.speculation.drafts import chain, is_chain
 from cluster.speculation.noise import NoiseKey
@@ -76,7 +77,7 @@ def decode_request(message: draft_pb2.SpeculateRequest) -> SpeculateRequest:
     entries = zip(
         columns.sequences,
         columns.bases,
-        _split(columns.token_ids[:], columns.lengths),
+        split(columns.token_ids[:], columns.lengths),
         columns.num_speculative_tokens,
         (shapes[number] for number in numbers),
         strict=True,
@@ -117,7 +118,7 @@ def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
     entries = zip(
         columns.sequences[:],
         columns.bases[:],
-        _split(columns.token_ids[:], lengths),
+        split(columns.token_ids[:], lengths),
         _decode_parents(columns.parents[:], lengths),
         strict=True,
     )
@@ -188,7 +189,7 @@ def _encode_parents(proposals: Collection[Proposal]) -> list[int]:
 def _decode_parents(column: Sequence[int], lengths: Sequence[int]) -> Sequence[list[int] | None]:
     if not column:
         return [None] * len(lengths)
-    trees = [_decode_tree(entry) for entry in _split(column, lengths)]
+    trees = [_decode_tree(entry) for entry in split(column, lengths)]
     return [None if is_chain(parents) else parents for parents in trees]
 
 
@@ -196,14 +197,3 @@ def _decode_tree(numbers: Sequence[int]) -> list[int]:
     if any(number > node for node, number in enumerate(numbers)):
         raise ValueError("a node comes before its parent")
     return [number - 1 for number in numbers]
-
-
-def _split(values: Sequence[int], lengths: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Cuts a flattened column back into its entries."""
-    if sum(lengths) != len(values):
-        raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(values)} values")
-    start = 0
-    for length in lengths:
-        end = start + length
-        yield values[start:end]
-        start = end

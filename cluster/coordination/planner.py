@@ -18,6 +18,7 @@ from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import Template, TreePolicy
 
 _STEPS_A_PLAN = 16  # depths change slowly, and choosing them takes as long as some hundred other lines
+_PLAN_SECONDS = 1.0  # where steps are slow, what a plan takes is little beside them
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
 _MAX_SHADOWS = 2
 _SHADOW_DEPTH = 3
@@ -57,6 +58,7 @@ class DepthPlanner:
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._opening_template: Template | None = None
         self._num_steps_to_plan = 0
+        self._plan_at = clock()
         self._num_planned_rows = 0
         self._calibration = Calibration()
         self._shadows: dict[SpeculativeSequence, float] = {}  # and when each may be drafted for again
@@ -83,12 +85,15 @@ class DepthPlanner:
         the load is another, as what pays for one sequence can cost a step of 64 four times its time."""
         now = self._clock()
         self.is_probing = self._is_learning and now >= self._probe_at
+        self._calibration.begin_step(now)
         if self.is_probing:
-            self._calibration.spoil()
+            self._calibration.skip_step()
             if not self._shadows:  # with shadows it goes on until one has a proposal to verify
                 self._probe_at = now + _PROBE_SECONDS
         self._num_steps_to_plan -= 1
-        return self._num_steps_to_plan <= 0 or not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
+        if self._num_steps_to_plan <= 0 or now >= self._plan_at:
+            return True
+        return not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
 
     def plan(
         self, decoding: Sequence[SpeculativeSequence], costs_of: Mapping[DraftLink, LinkCosts], num_rows: int
@@ -97,6 +102,7 @@ class DepthPlanner:
         if not decoding or (self._is_learning and not self.verify_seconds.is_known):
             return
         self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
+        self._plan_at = self._clock() + _PLAN_SECONDS
         self._num_planned_rows = num_rows
         any_link = next(iter(costs_of.values()), None)
         candidates = []
@@ -172,7 +178,7 @@ class DepthPlanner:
                 sequence.acceptance.observe(num_drafts, num_accepted)
             elif self._counts_rounds:
                 self._controller.observe(num_drafts, num_accepted)
-        self._calibration.count(num_tokens)
+        self._calibration.end_step(num_tokens, self._clock())
         if self._shadows:
             self._judge_shadows(rounds)
 
@@ -202,7 +208,7 @@ class DepthPlanner:
     def should_not_wait(self, num_plain: int, awaited: Sequence[SpeculativeSequence], seconds_to_wait: float) -> bool:
         """Whether the next step should be of all, with the proposals that are here, as most would wait for nothing.
 
-        By tokens a second of all it would nearly always wait: the `num_plain` that nobody drafts for lose a part of
+        By tokens a second of all it would nearly always wait: the `num_plain` without a drafter lose a part of
         their speed, the others would lose more of theirs. But they are the many, and speculation must not slow them
         down. The proposals that come too late are of use to the step after, as far as they still fit.
         """
@@ -237,9 +243,9 @@ class DepthPlanner:
         """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
         self.verify_seconds.observe(num_rows, seconds)
 
-    def spoil_window(self) -> None:
-        """A step did something else beside, such as prefill."""
-        self._calibration.spoil()
+    def skip_step(self) -> None:
+        """This step does something else beside, such as prefill: to be called before its rounds are observed."""
+        self._calibration.skip_step()
 
     def _set_min_gain(self) -> None:
         if isinstance(self._controller, GoodputController):

@@ -40,8 +40,7 @@ class Waits:
         now = started_at = self._clock()
         if len(awaited) < len(sequences):
             to_wait = self._seconds_to_wait(awaited, now)
-            num_plain = sum(s.link is None or s.depth == 0 for s in sequences)
-            if self._planner.should_not_wait(num_plain, awaited, to_wait):
+            if self._planner.should_not_wait(_num_without_drafter(sequences), awaited, to_wait):
                 self._learn((), 0.0)
                 return ()
             ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
@@ -86,3 +85,9 @@ class Waits:
             if use.num_owed and link not in still_awaited:
                 use.costs.observe_wait(waited, use.depth_owed, use.num_owed)
                 use.num_owed = use.depth_owed = 0
+
+
+def _num_without_drafter(sequences: Sequence[SpeculativeSequence]) -> int:
+    """Those for which there is no room, or that asked for k = 0. A plan that gives a sequence nothing has weighed
+    its time already."""
+    return sum(s.link is None and (s.depth > 0 or s.num_speculative_tokens == 0) for s in sequences)

@@ -20,16 +20,17 @@ class _Window:
     rate: float  # tokens a second, promised
     num_rows: int
     started_at: float
-    num_tokens: int = 0
-    is_spoiled: bool = False
+    num_tokens: int = 0  # in the steps that count
+    seconds: float = 0.0  # that these took
 
 
 class Calibration:
-    """A window lasts from one plan to the next."""
+    """A window lasts from one plan to the next; steps that do something else beside do not count in it."""
 
     def __init__(self) -> None:
         self._came_true = {True: 1.0, False: 1.0}  # with drafts, without
         self._window: _Window | None = None
+        self._step_started_at: float | None = None  # None: the step does not count
 
     @property
     def handicap(self) -> float:
@@ -43,24 +44,26 @@ class Calibration:
             self._learn(window, num_rows, now)
         self._window = _Window(has_drafts, rate, num_rows, now)
 
-    def count(self, num_tokens: int) -> None:
-        """So many were committed."""
-        if self._window is not None:
-            self._window.num_tokens += num_tokens
+    def begin_step(self, now: float) -> None:
+        """Its waits are a part of it."""
+        self._step_started_at = now
 
-    def spoil(self) -> None:
-        """Something else took time in this window: it says nothing."""
-        if self._window is not None:
-            self._window.is_spoiled = True
+    def skip_step(self) -> None:
+        """Something else takes time in this step, such as prefill: it says nothing."""
+        self._step_started_at = None
+
+    def end_step(self, num_tokens: int, now: float) -> None:
+        """So many were committed."""
+        if self._window is not None and self._step_started_at is not None:
+            self._window.num_tokens += num_tokens
+            self._window.seconds += now - self._step_started_at
 
     def _learn(self, window: _Window, num_rows: int, now: float) -> None:
-        seconds, kind = now - window.started_at, window.has_drafts
-        if seconds <= 0.0:
-            return
+        kind = window.has_drafts
         other = self._came_true[not kind]
-        self._came_true[not kind] = other + (1.0 - other) * min(1.0, seconds / _FORGET_SECONDS)
-        if window.is_spoiled or num_rows != window.num_rows or window.rate <= 0.0 or not window.num_tokens:
+        self._came_true[not kind] = other + (1.0 - other) * min(1.0, (now - window.started_at) / _FORGET_SECONDS)
+        if num_rows != window.num_rows or window.rate <= 0.0 or window.seconds <= 0.0:
             return
         low, high = _BOUNDS
-        share = min(max(window.num_tokens / seconds / window.rate, low), high)
+        share = min(max(window.num_tokens / window.seconds / window.rate, low), high)
         self._came_true[kind] += _WEIGHT * (share - self._came_true[kind])

@@ -20,9 +20,8 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _SCALE_RATE = 0.1
-_KNOT_RATE = 0.05
-_STALE_KNOT_RATE = 0.4
-_STALE = 32  # observations since a knot's last
+_KNOT_RATE = 0.05  # times the observations since the knot's last
+_MAX_KNOT_RATE = 0.4
 _MAX_KEPT = 16  # observations, when nobody asks
 _OBSERVATIONS_A_FILL = 8  # after which the knots, which move by a few percent at a time, are made a curve again
 _CLIP = 3.0  # one slow step (a page fault, a neighbour) must not move a curve far
@@ -33,9 +32,11 @@ class LearnedCurve:
     """Seconds over a count, linear between knots at 1, 2, 3, 4, 6, 8, 12, 16, ... that follow what is observed.
 
     A machine that slows down does so for all counts: what one knot sees moves them all by a common factor, and each
-    knot learns what is its own beside that, fast when it was not seen for long. The curve never falls: more rows
-    never cost less. A knot that nothing was observed near follows from its neighbours: below the first one that was,
-    flat; above the last, along the last slope that was seen.
+    knot learns what is its own beside that, the faster the longer it was not seen: a plain step among a dozen with
+    drafts has to weigh as much as these, or what they shift the common factor by would stay with it.
+
+    The curve never falls: more rows never cost less. A knot that nothing was observed near follows from its neighbours:
+    below the first one that was, flat; above the last, with the slope of the curve's upper half.
     """
 
     def __init__(self, maximum: int) -> None:
@@ -66,24 +67,27 @@ class LearnedCurve:
 
     def _learn_from(self, count: int, seconds: float) -> None:
         index, share = self._place(count)
-        expected = max(self._between(index, share), 1e-9) if self._num_observations > 0 else seconds
+        if self._num_observations == 0:
+            self._filled, self._fill_at = [max(seconds, 1e-9)] * len(self._knots), 1
+        expected = max(self._between(index, share), 1e-9)
         error = math.log(min(max(seconds, 1e-9) / expected, _CLIP))
         self._num_observations += 1
-        self._learn(index, 1.0 - share, expected, error)
+        self._learn(index, 1.0 - share, error)
         if share > 0.0:
-            self._learn(index + 1, share, expected, error)
+            self._learn(index + 1, share, error)
         self._log_scale += _SCALE_RATE * error
 
-    def _learn(self, knot: int, weight: float, expected: float, error: float) -> None:
+    def _learn(self, knot: int, weight: float, error: float) -> None:
         known = self._log_seconds[knot]
         if known is None:
-            self._log_seconds[knot] = math.log(expected) + weight * error - self._log_scale
-            self._fill_at = 0
-        elif self._num_observations - self._seen_at[knot] > _STALE:
-            self._log_seconds[knot] = known + _STALE_KNOT_RATE * weight * error
+            # From what its neighbours let one expect of it: the observation may have been at another count.
+            self._log_seconds[knot] = math.log(max(self._filled[knot], 1e-9)) + weight * error
             self._fill_at = 0
         else:
-            self._log_seconds[knot] = known + _KNOT_RATE * weight * error
+            rate = min(_MAX_KNOT_RATE, _KNOT_RATE * (self._num_observations - self._seen_at[knot]))
+            self._log_seconds[knot] = known + rate * weight * error
+            if rate == _MAX_KNOT_RATE:
+                self._fill_at = 0
         self._seen_at[knot] = self._num_observations
 
     def seconds(self, count: float) -> float:
@@ -114,7 +118,7 @@ class LearnedCurve:
         if self._num_observations < self._fill_at:
             return self._filled
         knots, filled = self._knots, [0.0] * len(self._knots)
-        last, slope = -1, 0.0  # the last knot that is known, and the slope to it
+        last = -1  # the last knot that is known
         for index, log_seconds in enumerate(self._log_seconds):
             if log_seconds is None:
                 continue
@@ -127,8 +131,13 @@ class LearnedCurve:
                 for between in range(last + 1, index):
                     filled[between] = filled[last] + slope * (knots[between] - knots[last])
             filled[index], last = seconds, index
-        for beyond in range(last + 1, len(knots)):
-            filled[beyond] = filled[last] + slope * (knots[beyond] - knots[last])
+        half = bisect.bisect_right(knots, knots[last] / 2) - 1  # not the last two: their difference is mostly noise
+        if 0 <= half < last:
+            slope = (filled[last] - filled[half]) / (knots[last] - knots[half])
+            for beyond in range(last + 1, len(knots)):
+                filled[beyond] = filled[last] + slope * (knots[beyond] - knots[last])
+        else:
+            filled[last + 1 :] = [filled[last]] * (len(knots) - last - 1)
         self._filled, self._fill_at = filled, self._num_observations + _OBSERVATIONS_A_FILL
         return filled
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
+from cluster.coordination.columns import split
 from cluster.errors import OutriderError, from_status
 from protos.speculation.v1 import target_pb2
-
-T = TypeVar("T")
 
 UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -62,11 +61,11 @@ def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateRepli
 
 def decode_replies(message: target_pb2.GenerateReplies) -> dict[int, CallReply]:
     """The replies by call number. Raises ValueError when the columns of the message do not fit together."""
-    token_ids = _split(list(message.token_ids), message.num_tokens)
-    replies = {call: CallReply(own) for call, own in zip(message.calls, token_ids, strict=True)}
+    token_ids = split(message.token_ids[:], message.num_tokens)
+    replies = {call: CallReply(list(own)) for call, own in zip(message.calls, token_ids, strict=True)}
     if message.num_rounds:
         counts = zip(message.num_draft_tokens, message.num_accepted_tokens, strict=True)
-        rounds = _split([RoundCounts(*each) for each in counts], message.num_rounds)
+        rounds = split([RoundCounts(*each) for each in counts], message.num_rounds)
         for reply, own_rounds in zip(replies.values(), rounds, strict=True):
             reply.rounds = own_rounds
     for call, reason in zip(message.finished, message.finish_reasons, strict=True):
@@ -87,13 +86,3 @@ def _of(call: int, replies: Mapping[int, CallReply]) -> CallReply:
     if reply is None:
         raise ValueError(f"call {call} ends without an entry")
     return reply
-
-
-def _split(values: list[T], lengths: Sequence[int]) -> Iterator[list[T]]:
-    """Cuts a flattened column back into its entries."""
-    if sum(lengths) != len(values):
-        raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(values)} values")
-    start = 0
-    for length in lengths:
-        yield values[start : start + length]
-        start += length

@@ -224,12 +224,13 @@ class StepLoop(Target):
         step = self._scheduler.schedule(drafts.__getitem__, lambda sequence: sequence not in drafts)
         if step:
             choices = self._choose([(scheduled, self._request_of[scheduled.sequence].request) for scheduled in step])
-            publish(self._commit(step, choices))
-            kind, seconds = _kind(step), time.perf_counter() - started_at
-            self._step_times[kind].add(seconds)
+            kind = _kind(step)
             if kind == "prefill":
-                self._coordinator.planner.spoil_window()
-            else:
+                self._coordinator.planner.skip_step()
+            publish(self._commit(step, choices))
+            seconds = time.perf_counter() - started_at
+            self._step_times[kind].add(seconds)
+            if kind != "prefill":
                 num_rows = sum(scheduled.num_choices for scheduled in step)
                 self._coordinator.observe_step(num_rows, seconds)
         if not self._running:

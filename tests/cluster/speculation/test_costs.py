@@ -37,6 +37,24 @@ def test_beyond_what_was_seen_the_last_slope_goes_on() -> None:
     assert float(curve.at(256)) == pytest.approx(0.256, rel=0.1)
 
 
+def test_a_step_a_little_larger_says_little_of_one_far_larger() -> None:
+    curve = curve_of({1: 0.010, 32: 0.032, 64: 0.064})
+    for _ in range(3):
+        curve.observe(67, 0.067)
+    assert float(curve.at(96)) == pytest.approx(0.096, rel=0.05)
+
+
+def test_what_a_large_step_shifts_a_small_one_takes_back() -> None:
+    """As when a dozen steps with drafts come between two plain ones."""
+    curve = curve_of({1: 0.010, 64: 0.064, 96: 0.096})
+    for _ in range(8):
+        for _ in range(12):
+            curve.observe(96, 0.130)
+        curve.observe(64, 0.064)
+    assert float(curve.at(64)) == pytest.approx(0.064, rel=0.08)
+    assert float(curve.at(96)) == pytest.approx(0.130, rel=0.05)
+
+
 def test_it_follows_a_change() -> None:
     curve = curve_of({4: 0.020})
     for _ in range(40):

@@ -1,0 +1,19 @@
+"""Columns of messages that hold the values of several entries, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def split(values: Sequence[T], lengths: Sequence[int]) -> Iterator[Sequence[T]]:
+    """Cuts a flattened column back into its entries. Raises ValueError when the lengths are not those of `values`."""
+    if sum(lengths) != len(values):
+        raise ValueError(f"lengths add up to {sum(lengths)} but there are {len(values)} values")
+    start = 0
+    for length in lengths:
+        end = start + length
+        yield values[start:end]
+        start = end

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import bench
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(bench.__path__)])
+def test_every_command_finds_what_it_imports(name: str) -> None:
+    importlib.import_module(f"bench.{name}")
