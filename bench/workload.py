@@ -18,7 +18,7 @@ from cluster.tokenization import Tokenizer
 from cluster.training.corpus import held_out_texts
 
 PROMPT_TOKENS = (32, 160)
-RAMP_SECONDS = 2.0  # until all streams are under way
+RAMP_TIMEOUT_SECONDS = 120.0
 
 
 def held_out_prompts(count: int, seed: int) -> list[list[int]]:
@@ -93,9 +93,10 @@ def run_window(
     Where streams do not keep step, the last of a burst end alone; here none does.
     """
     is_over = threading.Event()
+    under_way = threading.Semaphore(0)  # counts the streams that have had their first tokens
 
     def stream(first: int) -> None:
-        number = first
+        number, has_begun = first, False
         while not is_over.is_set():
             body = {
                 "prompt": list(prompts[number % len(prompts)]),
@@ -111,6 +112,9 @@ def run_window(
                 for _ in response.iter_lines():
                     if is_over.is_set():
                         return
+                    if not has_begun:
+                        has_begun = True
+                        under_way.release()
             number += num_streams
 
     def generated() -> tuple[float, float]:
@@ -120,7 +124,9 @@ def run_window(
     with httpx.Client(base_url=url, timeout=600, limits=limits) as client, ThreadPoolExecutor(num_streams) as threads:
         running = [threads.submit(stream, number) for number in range(num_streams)]
         try:
-            time.sleep(RAMP_SECONDS)
+            for _ in running:  # nobody's first prompt counts
+                if not under_way.acquire(timeout=RAMP_TIMEOUT_SECONDS):
+                    raise TimeoutError("not all streams get tokens")
             before, started_at = generated()
             time.sleep(seconds)
             after, ended_at = generated()
