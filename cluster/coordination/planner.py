@@ -57,7 +57,8 @@ class DepthPlanner:
         self._rates: dict[float, PositionRates] = {}  # by temperature
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._opening_template: Template | None = None
-        self._num_steps_to_plan = 0
+        self._is_on = True  # somebody gets drafts
+        self._num_steps_to_plan = 0.0
         self._plan_at = clock()
         self._num_planned_rows = 0
         self._calibration = Calibration()
@@ -73,6 +74,8 @@ class DepthPlanner:
             sequence.acceptance = SequenceAcceptance(shared)
         if sequence.num_speculative_tokens is None:
             sequence.depth, sequence.template = self.opening_depth, self._opening_template
+            # One among few is planned for at once, as nothing that was chosen for others is its own.
+            self._num_steps_to_plan -= _STEPS_A_PLAN / max(1, self._num_planned_rows)
         else:
             sequence.depth = min(sequence.num_speculative_tokens, self._max_depth)
 
@@ -122,7 +125,8 @@ class DepthPlanner:
             sequence.expected_tokens = tokens
         chosen = [depth for s, depth in zip(decoding, depths, strict=True) if s.num_speculative_tokens is None]
         if chosen:
-            self.opening_depth, self._opening_template = max(chosen), choice.template
+            self.opening_depth, self._opening_template = sorted(chosen)[len(chosen) // 2], choice.template
+        self._is_on = any(depths)
         if any(depths):
             for sequence in tuple(self._shadows):
                 self.close(sequence)
@@ -249,7 +253,7 @@ class DepthPlanner:
 
     def _set_min_gain(self) -> None:
         if isinstance(self._controller, GoodputController):
-            doubt = 1.0 if self.opening_depth > 0 else _DOUBT
+            doubt = 1.0 if self._is_on else _DOUBT
             self._controller.min_gain = doubt * self._calibration.handicap
 
     def _appoint_shadows(self, decoding: Sequence[SpeculativeSequence]) -> None:
