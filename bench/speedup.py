@@ -225,10 +225,12 @@ def _header(config: Config) -> str:
     )
 
 
-def _rows(point: Point) -> str:
-    def spread(values: list[float], digits: int = 0) -> str:
-        return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    """The median with its range."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
+
+def _rows(point: Point) -> str:
     start = f"| {point.num_streams} | {point.temperature:g} "
     decode_ms = point.plain.step_ms("outrider_step", ":decode")
     rows = [f"{start}| none | {spread(point.plain.tokens_per_second)} | 1 | | | | | | {decode_ms:.2f} (decode) | | |"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import describe_machine
-from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, Depth, over_best
+from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, Depth, over_best, spread
 from bench.workload import Run, held_out_prompts, run_streams
 from cluster.config import Config, load_config
 from services.launch.local import LocalCluster
@@ -80,7 +79,7 @@ class Point:
             ratios = [a / b for a, b in zip(own.tokens_per_second, chain.tokens_per_second, strict=True)]
             rows.append(
                 f"| {self.temperature:g} | {own.name} | {setting.kind} | {own.mean_drafts:.1f} "
-                f"| {own.acceptance_length:.2f} | {_spread(own.tokens_per_second)} | {_spread(ratios, 2)} "
+                f"| {own.acceptance_length:.2f} | {spread(own.tokens_per_second)} | {spread(ratios, 2)} "
                 f"| {own.step_ms('outrider_step', ':verify'):.1f} | {own.wait_ms:.1f} |"
             )
         for kind in (CHAIN, TREE):
@@ -154,10 +153,6 @@ def _write(arguments: argparse.Namespace, config: Config, points: Sequence[Point
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _spread(values: Sequence[float], digits: int = 0) -> str:
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -60,14 +61,7 @@ def run_streams(
     """Sends every prompt, `num_streams` at a time, and waits for all answers. A prompt's index is its seed."""
 
     def generate(index: int) -> int:
-        body = {
-            "prompt": list(prompts[index]),
-            "seed": index,
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "num_speculative_tokens": "auto" if num_speculative_tokens is None else num_speculative_tokens,
-        }
+        body = _body(prompts[index], index, temperature, num_speculative_tokens, max_tokens)
         response = client.post("/v1/completions", json=body)
         response.raise_for_status()
         return int(response.json()["usage"]["completion_tokens"])
@@ -98,16 +92,9 @@ def run_window(
     def stream(first: int) -> None:
         number, has_begun = first, False
         while not is_over.is_set():
-            body = {
-                "prompt": list(prompts[number % len(prompts)]),
-                "seed": number,
-                "temperature": temperature,
-                "max_tokens": max_tokens,
-                "ignore_eos": True,
-                "num_speculative_tokens": "auto" if num_speculative_tokens is None else num_speculative_tokens,
-                "stream": True,
-            }
-            with client.stream("POST", "/v1/completions", json=body) as response:
+            prompt = prompts[number % len(prompts)]
+            body = _body(prompt, number, temperature, num_speculative_tokens, max_tokens)
+            with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
                 response.raise_for_status()
                 for _ in response.iter_lines():
                     if is_over.is_set():
@@ -135,6 +122,19 @@ def run_window(
         for future in running:
             future.result()
     return Run(round(after - before), ended_at - started_at)
+
+
+def _body(
+    prompt: Sequence[int], seed: int, temperature: float, num_speculative_tokens: int | None, max_tokens: int
+) -> dict[str, Any]:
+    return {
+        "prompt": list(prompt),
+        "seed": seed,
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "num_speculative_tokens": "auto" if num_speculative_tokens is None else num_speculative_tokens,
+    }
 
 
 def read_counters(url: str) -> dict[str, float]:

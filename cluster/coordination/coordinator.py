@@ -33,7 +33,7 @@ from cluster.coordination.spread import Spread
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
 from cluster.speculation.drafts import Drafts
-from cluster.speculation.tree import depth_of
+from cluster.speculation.tree import num_levels
 
 NO_DRAFTS = Drafts()
 
@@ -189,14 +189,13 @@ class Coordinator:
             if sequence.is_shadow:
                 depth = self.planner.asked_depth(sequence, use.costs)
             elif depth > 0:
-                num_levels = depth
+                sequence.num_levels = depth
                 if has_trees:
                     shape = self.planner.shape(sequence, depth, use.costs)
-                    num_levels = depth if shape is None else depth_of(shape)
-                sequence.num_levels = num_levels
+                    sequence.num_levels = num_levels(shape, depth)
                 use.num_owed += 1
-                if num_levels > use.depth_owed:
-                    use.depth_owed = num_levels
+                if sequence.num_levels > use.depth_owed:
+                    use.depth_owed = sequence.num_levels
             if depth == 0:
                 sequence.awaited_since, sequence.is_late = None, False
                 continue

@@ -12,7 +12,7 @@ from cluster.coordination.sequence import SpeculativeSequence
 from cluster.coordination.spread import LinkUse, Spread
 from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.noise import NoiseDomain
-from cluster.speculation.tree import Shape, depth_of
+from cluster.speculation.tree import Shape, num_levels
 
 _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
 _MAX_REOPEN_SECONDS = 60.0
@@ -117,7 +117,7 @@ class Openings:
         sequence.link = use.link
         depth = sequence.depth or self._planner.asked_depth(sequence, use.costs)
         shape = self._planner.shape(sequence, depth, use.costs)
-        sequence.num_levels = depth if shape is None else depth_of(shape)
+        sequence.num_levels = num_levels(shape, depth)
         use.request.opens[sequence.name] = self._opening(sequence, depth, shape)
         sequence.acknowledged = len(sequence.token_ids)
         # The worker will hardly have room so soon for one that it refused: nobody waits for its answer.

@@ -46,9 +46,9 @@ def width_of(shape: Shape) -> int:
 
 
 @functools.lru_cache(256)
-def depth_of(shape: Shape) -> int:
-    """How many levels a tree has."""
-    return max(depths_of(shape), default=0)
+def num_levels(shape: Shape | None, num_nodes: int) -> int:
+    """How many levels the tree of `num_nodes` nodes has; without a shape it is a chain."""
+    return num_nodes if shape is None else max(depths_of(shape), default=0)
 
 
 def ranks_of(shape: Sequence[int]) -> list[int]:
