@@ -20,9 +20,9 @@ import yaml
 
 from cluster.config import Config
 from cluster.coordination.pool import DraftPool
-from cluster.coordination.worker import DraftWorker
 from cluster.drafters.registry import make_drafter
 from cluster.drafters.simulated import SimulatedDrafter
+from cluster.drafting.worker import DraftWorker
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from typing import cast
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.codec import decode_reply, encode_reply, encode_request
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import DraftLink, LinkEvent, LinkState
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.wire.codec import decode_reply, encode_reply, encode_request
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from protos.speculation.v1 import draft_pb2
 
 VOCAB_SIZE = 128_256

@@ -37,8 +37,8 @@ import yaml
 from bench.machine import describe_machine
 from cluster.config import Config, load_config
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.simulation import token_at
 from cluster.model_folder import resolve_model_folder
+from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from services.launch.child import Child
 from services.launch.local import free_ports

@@ -27,7 +27,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from bench.in_process import SIMULATED, SimulatedCluster  # noqa: E402
 from bench.machine import describe_machine  # noqa: E402
 from cluster.config import Config, load_config  # noqa: E402
-from cluster.engine.simulation import StepCurve  # noqa: E402
+from cluster.simulation.steps import StepCurve  # noqa: E402
 from cluster.targets.base import GenerationOutput  # noqa: E402
 
 MAX_REGRET = 0.1

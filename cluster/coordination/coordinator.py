@@ -24,7 +24,6 @@ from itertools import chain
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.link import DraftLink, LinkState
-from cluster.coordination.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 from cluster.coordination.openings import Openings
 from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.pool import DraftPool
@@ -34,6 +33,7 @@ from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.tree import num_levels
+from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 
 NO_DRAFTS = Drafts()
 

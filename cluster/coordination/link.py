@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from cluster.coordination.codec import decode_reply, encode_request
-from cluster.coordination.messages import SpeculateReply, SpeculateRequest
-from cluster.coordination.outbox import Outbox
 from cluster.errors import ConfigurationError
+from cluster.wire.codec import decode_reply, encode_request
+from cluster.wire.messages import SpeculateReply, SpeculateRequest
+from cluster.wire.outbox import Outbox
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)

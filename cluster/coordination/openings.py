@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.messages import Open, SpeculateReply, SpeculateRequest
 from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.coordination.spread import LinkUse, Spread
 from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.noise import NoiseDomain
 from cluster.speculation.tree import Shape, num_levels
+from cluster.wire.messages import Open, SpeculateReply, SpeculateRequest
 
 _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
 _MAX_REOPEN_SECONDS = 60.0

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cluster.coordination.link import DraftLink
-from cluster.coordination.messages import Proposal
 from cluster.speculation.acceptance_model import SequenceAcceptance
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree_policy import Template
+from cluster.wire.messages import Proposal
 
 
 @dataclass(eq=False, slots=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.coordination.link import DraftLink
-from cluster.coordination.messages import SpeculateRequest
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.speculation.costs import LinkCosts
+from cluster.wire.messages import SpeculateRequest
 
 _SILENT_TIMEOUTS = 5.0  # draft timeouts without a word from a worker that owes proposals: it is ejected
 _EJECT_SECONDS = 2.0

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 from cluster.config import SimulationConfig
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.engine.simulation import StepCurve, sleep_until, token_at, uniform_at
+from cluster.simulation.acceptance import AcceptanceSchedule
+from cluster.simulation.steps import StepCurve, sleep_until
+from cluster.simulation.tokens import token_at, uniform_at
 
 
 class SimulatedDrafter(Drafter):
@@ -86,27 +88,3 @@ class SimulatedDrafter(Drafter):
             if uniform_at(key, position, rank) < acceptance:
                 return [(token + other - rank) % self.vocab_size for other in range(sequence.width)]
         return [(token + 1 + rank) % self.vocab_size for rank in range(sequence.width)]
-
-
-class AcceptanceSchedule:
-    """How often drafts are right: by their place in a proposal, or from some second on by that second's number."""
-
-    def __init__(self, simulation: SimulationConfig, clock: Callable[[], float]) -> None:
-        numbers = simulation.acceptance
-        self._by_place = (numbers,) if isinstance(numbers, float) else numbers
-        self._schedule = simulation.acceptance_schedule
-        self._clock = clock
-        self._started_at: float | None = None
-
-    def start(self) -> None:
-        """The clock of the schedule starts with the first sequence."""
-        if self._started_at is None:
-            self._started_at = self._clock()
-
-    def at(self, place: int) -> float:
-        if self._schedule and self._started_at is not None:
-            elapsed = self._clock() - self._started_at
-            begun = [acceptance for second, acceptance in self._schedule if second <= elapsed]
-            if begun:
-                return begun[-1]
-        return self._by_place[min(place, len(self._by_place) - 1)]

@@ -9,7 +9,8 @@ from cluster.config import SimulationConfig, SpeculationConfig
 from cluster.coordination.pool import DraftPool
 from cluster.engine.blocks import BlockManager
 from cluster.engine.scheduler import ScheduledSequence
-from cluster.engine.simulation import StepCurve, sleep_until, token_at
+from cluster.simulation.steps import StepCurve, sleep_until
+from cluster.simulation.tokens import token_at
 from cluster.speculation.drafts import depths_of
 from cluster.targets.base import GenerationRequest
 from cluster.targets.step_loop import StepLoop

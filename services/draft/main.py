@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterable
 
 from cluster.config import Config
-from cluster.coordination.worker import DraftWorker
 from cluster.drafters.base import Drafter
 from cluster.drafters.registry import make_drafter
+from cluster.drafting.worker import DraftWorker
 from cluster.model_folder import resolve_model_folder
 from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
 from cluster.tokenization import Tokenizer

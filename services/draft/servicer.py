@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from cluster.coordination.codec import decode_request, encode_reply
-from cluster.coordination.messages import SpeculateReply
-from cluster.coordination.outbox import Outbox
-from cluster.coordination.worker import DraftWorker
 from cluster.drafters.base import Drafter
+from cluster.drafting.worker import DraftWorker
+from cluster.wire.codec import decode_request, encode_reply
+from cluster.wire.messages import SpeculateReply
+from cluster.wire.outbox import Outbox
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 from services.worker import new_epoch
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cluster.errors import OutriderError, UnavailableError
-from cluster.targets.replies import UNFINISHED, CallReply, decode_replies
+from cluster.wire.replies import UNFINISHED, CallReply, decode_replies
 from protos.speculation.v1 import target_pb2
 
 if TYPE_CHECKING:

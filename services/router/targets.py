@@ -18,7 +18,7 @@ from cluster.errors import (
     OverloadedError,
     UnavailableError,
 )
-from cluster.targets.replies import CallReply
+from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.calls import CallStream
 

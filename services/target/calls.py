@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InternalError, InvalidRequestError, OutriderError, UnavailableError
 from cluster.targets.base import GenerationOutput, Target
-from cluster.targets.replies import UNFINISHED, CallReply, RoundCounts
+from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts
 from protos.speculation.v1 import target_pb2
 from services.target.requests import to_engine
 

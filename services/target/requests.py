@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.coordination.codec import decode_sampling
 from cluster.errors import InvalidRequestError
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationRequest, Target
+from cluster.wire.codec import decode_sampling
 from protos.speculation.v1 import target_pb2
 
 

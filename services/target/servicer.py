@@ -10,7 +10,7 @@ import grpc
 
 from cluster.config import Config
 from cluster.targets.base import Target
-from cluster.targets.replies import UNFINISHED, CallReply, encode_replies
+from cluster.wire.replies import UNFINISHED, CallReply, encode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.target.calls import Calls, Outbox
 from services.worker import errors_as_status, new_epoch

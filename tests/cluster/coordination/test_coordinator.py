@@ -11,11 +11,11 @@ import pytest
 from cluster.config import SpeculationConfig
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import LinkEvent, LinkState
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 
 VOCAB_SIZE = 1000
 TIMEOUT_S = 0.050

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.messages import Proposal
 from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.speculation.costs import LinkCosts
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.wire.messages import Proposal
 
 NUM_STEPS_TO_A_PLAN = 16  # at most, for a few sequences
 ROWS = (1, 2, 4, 8, 16, 32)

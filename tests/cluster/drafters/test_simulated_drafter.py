@@ -5,7 +5,7 @@ import pytest
 from cluster.config import SimulationConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
-from cluster.engine.simulation import token_at
+from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 

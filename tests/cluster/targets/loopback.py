@@ -12,8 +12,8 @@ import grpc
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.pool import DraftPool
-from cluster.coordination.worker import DraftWorker
 from cluster.drafters.model import ModelDrafter
+from cluster.drafting.worker import DraftWorker
 from cluster.engine.runner import ModelRunner
 from cluster.targets.base import GenerationOutput, GenerationRequest
 from cluster.targets.rejection import RejectionSampler

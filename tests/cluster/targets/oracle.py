@@ -6,11 +6,11 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.coordination.messages import Proposal, SpeculateReply, SpeculateRequest
-from cluster.coordination.worker import Deliver
 from cluster.drafters.ngram import NgramDrafter
+from cluster.drafting.worker import Deliver
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import Drafts, depths_of
+from cluster.wire.messages import Proposal, SpeculateReply, SpeculateRequest
 
 from .loopback import BackgroundLoop, LoopbackDraft
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.in_process import SIMULATED, Answer, SimulatedCluster
 from cluster.config import load_config
-from cluster.engine.simulation import token_at
+from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 
 FAST = (

@@ -25,8 +25,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from cluster.config import Config
 from cluster.errors import from_status
-from cluster.targets.replies import UNFINISHED, CallReply, RoundCounts, encode_replies
 from cluster.tokenization import Tokenizer
+from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts, encode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.app import create_app
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from cluster.errors import UnavailableError
-from cluster.targets.replies import CallReply, encode_replies
+from cluster.wire.replies import CallReply, encode_replies
 from protos.speculation.v1 import target_pb2
 from services.router.calls import Call, CallStream
 from services.router.targets import Target

@@ -14,7 +14,7 @@ from cluster.config import Config
 from cluster.engine.sequence import FinishReason
 from cluster.errors import PARAM_METADATA_KEY, InvalidRequestError, UnavailableError
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
-from cluster.targets.replies import CallReply, RoundCounts, decode_replies
+from cluster.wire.replies import CallReply, RoundCounts, decode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.targets import Target as RouterTarget
 from services.target.calls import Calls, Outbox

@@ -4,7 +4,10 @@ import random
 
 import pytest
 
-from cluster.coordination.codec import (
+from cluster.speculation.drafts import Drafts, chain
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.wire.codec import (
     decode_reply,
     decode_request,
     decode_sampling,
@@ -12,10 +15,7 @@ from cluster.coordination.codec import (
     encode_request,
     encode_sampling,
 )
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
-from cluster.speculation.drafts import Drafts, chain
-from cluster.speculation.noise import NoiseKey
-from cluster.speculation.params import SamplingParams
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
 from protos.speculation.v1 import draft_pb2, types_pb2
 
 LARGEST_NAME = 2**64 - 1

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from cluster.coordination.run_ahead import Round, RunAhead
 from cluster.drafters.base import DraftSequence
+from cluster.drafting.run_ahead import Round, RunAhead
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 

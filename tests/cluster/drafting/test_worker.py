@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
-from cluster.coordination.worker import DraftWorker
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.drafting.worker import DraftWorker
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
 
 WAIT_S = 10.0  # for what must happen
 K, WINDOW = 3, 8

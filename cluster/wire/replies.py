@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.coordination.columns import split
 from cluster.errors import OutriderError, from_status
+from cluster.wire.columns import split
 from protos.speculation.v1 import target_pb2
 
 UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED

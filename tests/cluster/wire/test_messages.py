@@ -5,10 +5,10 @@ import gc
 import os
 import threading
 
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
-from cluster.coordination.outbox import Outbox
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.wire.outbox import Outbox
 
 
 def opening(name: int) -> Open:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.config import window_of
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
-from cluster.coordination.run_ahead import Round, RunAhead, average, runs_ahead
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.drafting.run_ahead import Round, RunAhead, average, runs_ahead
 from cluster.speculation.draft_temperature import DraftTemperature, factor_of
 from cluster.speculation.params import SamplingParams
 from cluster.telemetry.metrics import Reading, StepTime
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 
 _ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may change
 

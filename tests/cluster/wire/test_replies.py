@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import InternalError, InvalidRequestError, OverloadedError, UnavailableError
-from cluster.targets.replies import CallReply, RoundCounts, decode_replies, encode_replies
+from cluster.wire.replies import CallReply, RoundCounts, decode_replies, encode_replies
 from protos.speculation.v1 import target_pb2
 
 STOP, LENGTH = target_pb2.FINISH_REASON_STOP, target_pb2.FINISH_REASON_LENGTH

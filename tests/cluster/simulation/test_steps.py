@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from cluster.engine.simulation import StepCurve, sleep_until, token_at, uniform_at
+from cluster.simulation.steps import StepCurve, sleep_until
+from cluster.simulation.tokens import token_at, uniform_at
 from cluster.speculation.noise import NoiseKey
 
 

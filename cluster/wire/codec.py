@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 
-from cluster.coordination.columns import split
-from cluster.coordination.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from cluster.speculation.drafts import chain, is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree import Shape
+from cluster.wire.columns import split
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from protos.speculation.v1 import draft_pb2, types_pb2
 
 

@@ -1,7 +1,4 @@
-"""What simulated engines share: tokens that are a hash, and steps that take a set time and compute nothing.
-
-They stand in for models in load, fault and planning runs. All else is real: scheduler, blocks, rounds, wire.
-"""
+"""Steps that take a set time and compute nothing."""
 
 from __future__ import annotations
 
@@ -12,30 +9,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from cluster.speculation.noise import NoiseKey
-
-_MASK = 2**64 - 1
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1
 _prepared = threading.local()
-
-
-def token_at(key: NoiseKey, position: int, vocab_size: int) -> int:
-    """The token that the simulated target chooses at `position`, whatever comes before it."""
-    return _hash(key.low ^ position) % vocab_size
-
-
-def uniform_at(key: NoiseKey, position: int, rank: int = 0) -> float:
-    """A number in [0, 1), independent of the token and of the numbers of other ranks."""
-    return _hash(key.high ^ position ^ rank << 48) / 2**64
-
-
-def _hash(number: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _MASK
-    return number ^ number >> 31
 
 
 class StepCurve:
