@@ -15,6 +15,7 @@ import torch
 from cluster.config import SpeculationConfig
 from cluster.coordination.pool import DraftPool
 from cluster.engine import cpu_ops
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation import gumbel_max
 from cluster.speculation.noise import NoiseKey
@@ -132,11 +133,9 @@ def _measure_target(runner: ModelRunner, num_sequences: int, repeats: int) -> Fr
     target = TorchTarget(
         "bench",
         runner,
+        StepLimits(PROMPT_LEN + max_tokens, num_sequences, num_sequences * PROMPT_LEN),
         DraftPool(""),
         SpeculationConfig(num_speculative_tokens=0),
-        max_model_len=PROMPT_LEN + max_tokens,
-        max_num_seqs=num_sequences,
-        max_num_batched_tokens=num_sequences * PROMPT_LEN,
     )
     steps: list[float] = []
     outside: list[float] = []

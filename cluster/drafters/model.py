@@ -9,6 +9,7 @@ import torch
 
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.batch import Segment
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.sampling import SampleRequest, best_choices, sample
 from cluster.telemetry.metrics import Reading
@@ -30,14 +31,13 @@ class ModelDrafter(Drafter):
     is given up.
     """
 
-    def __init__(self, runner: ModelRunner, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.max_model_len = max_model_len
+    def __init__(self, runner: ModelRunner, limits: StepLimits) -> None:
+        self.max_model_len = limits.max_model_len
         self.vocab_size = runner.model.config.vocab_size
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.num_blocks = runner.blocks.num_blocks
         self._runner = runner
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._limits = limits
         self._caches: dict[DraftSequence, _Cache] = {}
 
     @property
@@ -46,7 +46,7 @@ class ModelDrafter(Drafter):
 
     @property
     def free_tokens(self) -> int:
-        if len(self._caches) >= self._max_num_seqs:
+        if len(self._caches) >= self._limits.max_num_seqs:
             return 0
         return self._runner.blocks.num_available_blocks * self._runner.blocks.block_size
 
@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
         return self._runner.blocks.readings()
 
     def admit(self, sequence: DraftSequence) -> bool:
-        if len(self._caches) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
+        if len(self._caches) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
         num_tokens = min(len(sequence.token_ids) + sequence.window, self.max_model_len)
         allocated = self._runner.blocks.allocate_for(sequence.token_ids, num_tokens)
@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
         segments: list[Segment] = []
         extended: list[tuple[DraftSequence, int]] = []  # with the node, for every row of logits
         without_room: list[DraftSequence] = []
-        budget, blocks = self._max_num_batched_tokens, self._runner.blocks
+        budget, blocks = self._limits.max_num_batched_tokens, self._runner.blocks
         for sequence in sequences:
             cache = self._caches[sequence]
             if not blocks.grow(cache.block_table, len(sequence.token_ids)):

@@ -9,6 +9,7 @@ import torch
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter
 from cluster.engine.batch import Segment
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
@@ -25,7 +26,7 @@ def new_drafter(new_runner: Callable[..., ModelRunner]) -> NewDrafter:
     def make(
         num_blocks: int = 64, max_model_len: int = 256, max_num_seqs: int = 8, max_num_batched_tokens: int = 64
     ) -> ModelDrafter:
-        return ModelDrafter(new_runner(4, num_blocks), max_model_len, max_num_seqs, max_num_batched_tokens)
+        return ModelDrafter(new_runner(4, num_blocks), StepLimits(max_model_len, max_num_seqs, max_num_batched_tokens))
 
     return make
 
