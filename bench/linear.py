@@ -1,6 +1,6 @@
 """A layer's matrix products on this CPU, by kernel: `python -m bench.linear`.
 
-PyTorch's `F.linear`, oneDNN with packed weights, and the kernel of our own, interleaved; medians in microseconds.
+PyTorch's `F.linear`, oneDNN with packed weights, and this project's kernel, interleaved; medians in microseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from cluster.config import Config
-from cluster.engine.cpu_ops import KernelLinear, has_kernels
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.cpu_linear import KernelLinear
 from cluster.engine.linear import Linear, PackedLinear, PlainLinear
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder

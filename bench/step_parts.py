@@ -14,7 +14,7 @@ import torch
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.pool import DraftPool
-from cluster.engine import cpu_ops
+from cluster.engine import cpu_kernels
 from cluster.engine.runner import ModelRunner
 from cluster.speculation import gumbel_max
 from cluster.speculation.noise import NoiseKey
@@ -23,7 +23,7 @@ from cluster.speculation.sampling import SampleRequest, perturbed_logits, sample
 from cluster.targets.base import GenerationOutput, GenerationRequest
 from cluster.targets.torch import TorchTarget
 
-KERNELS = ((cpu_ops._kernels, "decode"), (gumbel_max._sampling, "draw"))
+KERNELS = ((cpu_kernels.kernels, "decode"), (gumbel_max._sampling, "draw"))
 SAMPLED_ROWS = (1, 16, 64)
 RUNNING = (1, 64)  # sequences that decode together
 CONTEXT_LEN = 200
