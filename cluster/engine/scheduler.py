@@ -142,7 +142,7 @@ class Scheduler:
         self._blocks.cache(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens)
 
     def _make_room(self) -> bool:
-        """Gives every running sequence, the oldest first, the blocks of its own tokens, whatever that takes.
+        """Gives every running sequence, the oldest first, the blocks of its committed tokens, whatever that takes.
 
         Returns whether that was possible without taking any back. If not, drafts have only what is left of the
         blocks that their sequences hold.
