@@ -49,8 +49,8 @@ def main() -> None:
             wide = [torch.randn(rows, weight.shape[1]) for weight in weights]
             narrow = [x.to(dtype) for x in wide]
             runs = [
-                partial(_multiply, own, wide if kernel is KernelLinear else narrow)
-                for kernel, own in zip(kernels, linears, strict=True)
+                partial(_multiply, layers, wide if kernel is KernelLinear else narrow)
+                for kernel, layers in zip(kernels, linears, strict=True)
             ]
             times = _interleaved(arguments.repeats, *runs)
             print(f"| {str(dtype)[6:]} | {rows} |", *(f"{time:.0f} |" for time in times), flush=True)
@@ -66,11 +66,11 @@ def _interleaved(repeats: int, *functions: Callable[[], None]) -> list[float]:
     """Median microseconds a layer of each function."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats + 3):
-        for function, own in zip(functions, times, strict=True):
+        for function, microseconds in zip(functions, times, strict=True):
             started_at = time.perf_counter()
             function()
-            own.append((time.perf_counter() - started_at) / NUM_LAYERS * 1e6)
-    return [statistics.median(own[3:]) for own in times]
+            microseconds.append((time.perf_counter() - started_at) / NUM_LAYERS * 1e6)
+    return [statistics.median(microseconds[3:]) for microseconds in times]
 
 
 if __name__ == "__main__":

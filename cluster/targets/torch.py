@@ -12,7 +12,7 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.engine.scheduler import ScheduledSequence
 from cluster.speculation.drafts import path_to
-from cluster.speculation.sampling import SampleRequest, sample
+from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.targets.base import GenerationRequest
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
@@ -47,6 +47,7 @@ class TorchTarget(StepLoop):
             max_num_batched_tokens=max_num_batched_tokens,
         )
         self._runner = runner
+        self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
 
     def _choose(self, step: Sequence[tuple[ScheduledSequence, GenerationRequest]]) -> list[int]:
@@ -57,7 +58,7 @@ class TorchTarget(StepLoop):
             if scheduled.yields_choices
             for asked in _sample_requests(scheduled, request)
         ]
-        choices = sample(logits, requests) if requests else []
+        choices = self._sampler.sample(logits, requests) if requests else []
         return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
 
     def _forget(self, sequence: engine.Sequence) -> None:

@@ -266,7 +266,7 @@ class TestModel:
             start, rows = 0, []
             for chunk in chunks:
                 company = Segment(tokens[: 1 + start % 9], 0, other, num_logits=1)
-                own = Segment(tokens[start : start + chunk], start, table, num_logits=chunk)
-                rows.append(runner.run([company, own])[1:])
+                segment = Segment(tokens[start : start + chunk], start, table, num_logits=chunk)
+                rows.append(runner.run([company, segment])[1:])
                 start += chunk
             assert torch.equal(torch.cat(rows), whole)
