@@ -11,7 +11,7 @@ from cluster.drafters.base import Drafter
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.simulated import SimulatedDrafter
-from cluster.engine.cpu_ops import has_kernels
+from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.limits import StepLimits
 from cluster.engine.loader import Progress
 from cluster.engine.model_config import ModelConfig

@@ -151,7 +151,7 @@ class Scheduler(Generic[SequenceT]):
         yield Reading("vllm:num_preemptions", preempted, self.num_preemptions, is_counter=True)
 
     def _make_room(self) -> bool:
-        """Gives every running sequence, the oldest first, the blocks of its own tokens, whatever that takes.
+        """Gives every running sequence, the oldest first, the blocks of its committed tokens, whatever that takes.
 
         Returns whether that was possible without taking any back. If not, drafts have only what is left of the
         blocks that their sequences hold.

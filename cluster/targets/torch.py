@@ -11,7 +11,7 @@ from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import path_to
-from cluster.speculation.sampling import SampleRequest, sample
+from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.targets.base import TargetModel
 from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.rejection import RejectionSampler
@@ -35,12 +35,13 @@ class TorchTarget(StepLoop):
         model = TargetModel(name, dtype, config.vocab_size, config.eos_token_ids)
         super().__init__(model, limits, runner.blocks, pool, speculation)
         self._runner = runner
+        self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
 
     def _choose(self, step: Sequence[Scheduled]) -> list[int]:
         logits = self._runner.run([scheduled.segment() for scheduled in step])
         requests = [row for scheduled in step if scheduled.yields_choices for row in _sample_requests(scheduled)]
-        choices = sample(logits, requests) if requests else []
+        choices = self._sampler.sample(logits, requests) if requests else []
         return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
 
     def _forget(self, generation: Generation) -> None:

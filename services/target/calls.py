@@ -21,7 +21,6 @@ _FINISH_REASONS = {
     None: UNFINISHED,
     FinishReason.STOP: target_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: target_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORT: target_pb2.FINISH_REASON_ABORT,
 }
 
 
