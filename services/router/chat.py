@@ -9,10 +9,11 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 
 from cluster.errors import InvalidRequestError
+from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
 from services.router.chat_template import ChatTemplate
 from services.router.endpoint import Endpoint, Serving
 from services.router.errors import excerpt
-from services.router.protocol import UNSUPPORTED_FIELDS, GenerationRequest, MaxTokens, Piece, Reply
+from services.router.reply import Piece, Reply
 from services.router.speculation_stats import SpeculationStats
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ def _refusal(reason: str, value: object) -> InvalidRequestError:
     return InvalidRequestError(f"{reason} (got {excerpt(value)})", param="messages")
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ApiRequest):
     unsupported_fields = UNSUPPORTED_FIELDS | {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
