@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.config import WorkerConfig
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks
-from cluster.errors import PARAM_METADATA_KEY, ConfigurationError, OutriderError
+from cluster.errors import ConfigurationError, OutriderError
 from services.garbage import keep_collections_short
 
 logger = logging.getLogger(__name__)
@@ -85,12 +85,10 @@ def new_epoch() -> int:
 
 @asynccontextmanager
 async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Ends the call with the status of an OutriderError, and the field it names in the trailing metadata."""
+    """Ends the call with the status of an OutriderError."""
     try:
         yield
     except OutriderError as error:
-        if error.param is not None:
-            context.set_trailing_metadata(((PARAM_METADATA_KEY, error.param),))
         await context.abort(error.grpc_code, error.message)
 
 
