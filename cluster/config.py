@@ -62,7 +62,10 @@ class WorkerConfig(_Section):
         (),
         description="where the pool's workers listen, for those who call them; a worker listens at the first",
     )
-    metrics_port: Port | None = Field(None, description="0 picks a free port; default: no metrics page")
+    metrics_host: str = Field(
+        "127.0.0.1", description="where the metrics page listens; 0.0.0.0: reachable from other machines"
+    )
+    metrics_port: Port | None = Field(None, description="port of the metrics page; 0: a free one; null: no page")
 
     @property
     def listen_address(self) -> str:
