@@ -132,7 +132,7 @@ def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-gpu-memory",
         type=_above_zero(float),
         metavar="GB",
-        help="of the draft's own GPU (default: it has none)",
+        help="of the GPU that the draft has to itself (default: it shares the target's)",
     )
     parser.add_argument("--context", type=_above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
     parser.add_argument("--sequences", type=_above_zero(int), default=1, metavar="N", help="at once; default 1")

@@ -33,7 +33,7 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 4096
 
-# Known to OpenAI or vLLM, not served yet: the values that ask for nothing.
+# Fields of OpenAI or vLLM that are not served yet, with the values that are taken because they ask for nothing.
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stop_token_ids": ([],),
@@ -103,7 +103,7 @@ class StreamOptions(BaseModel):
 
 
 class ApiRequest(BaseModel, abc.ABC):
-    """A request whose every field is within its own bounds; the model's limits are checked later."""
+    """A request whose every field is within bounds that hold for all models; the model's limits are checked later."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
@@ -165,7 +165,7 @@ class ApiRequest(BaseModel, abc.ABC):
     @property
     @abc.abstractmethod
     def num_characters(self) -> int:
-        """Of the text to tokenise."""
+        """Length of the text to tokenise."""
 
 
 R = TypeVar("R", bound=ApiRequest)

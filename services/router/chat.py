@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # What a client may call a role, and what chat templates call it.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UNSUPPORTED_ROLES = frozenset({"tool", "function"})
-# Of a message. What a client repeats of an earlier answer has them too, empty.
+# Fields of a message. An earlier answer that a client sends back has them too, empty: that is accepted.
 _UNSUPPORTED_MESSAGE_FIELDS = frozenset({"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
 
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})

@@ -32,7 +32,7 @@ from services.router.streaming import (
 )
 from services.router.wire_requests import build_generate_requests
 
-# Longer texts are tokenised in a thread (which holds no lock of the interpreter), so that streams go on.
+# Longer texts are tokenised in a thread, so that streams go on: the tokenizer releases the interpreter's lock.
 _LONG_TEXT_CHARACTERS = 16_384
 
 R = TypeVar("R", bound=ApiRequest)

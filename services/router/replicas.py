@@ -120,14 +120,14 @@ class Replica:
         await self._channel.close()
 
     def _translate(self, error: OutriderError) -> OutriderError:
-        """What the client is told: the worker's own words only about the request, which hold no secrets."""
+        """What the client is told. Only a message about the request is passed on; others may hold secrets."""
         if isinstance(error, InvalidRequestError):
             return error
         logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)
         if isinstance(error, OverloadedError):
             return OverloadedError("the target's queue is full; retry later")
         if isinstance(error, UnavailableError):
-            # Until it has answered again, others are chosen.
+            # The other replicas are chosen until it has answered a poll.
             self._set_problem("was lost")
             return UnavailableError("the target worker was lost; retry")
         return InternalError("the target worker failed")

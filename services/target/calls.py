@@ -1,4 +1,4 @@
-"""The calls in progress: what they ask for goes to the engine, what it publishes goes to the streams they came on."""
+"""The calls in progress: their requests go to the engine, and what it commits goes to the streams they came on."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Calls:
             self._target.submit(to_engine(request, request_id, self._target, self._max_speculative_tokens))
         except OutriderError as error:
             self._fail(request_id, error)
-        except Exception:  # one that was not foreseen must not end the stream's other calls
+        except Exception:  # an unforeseen one must not end the other calls of the stream
             logger.exception("a request could not be started")
             self._fail(request_id, InternalError("the request could not be started"))
 
@@ -115,10 +115,10 @@ class Calls:
 
     def publish(self, outputs: Sequence[GenerationOutput]) -> None:
         """Called from the engine's thread after each step."""
-        self._loop.call_soon_threadsafe(self._sort, outputs)
+        self._loop.call_soon_threadsafe(self._distribute, outputs)
 
     def drain(self) -> None:
-        """Starts no more calls, and ends each stream after its last one. If the engine is dead, that is now."""
+        """Starts no more calls and ends each stream after its last one; at once, with errors, if the engine is dead."""
         self._is_draining = True
         if self._target.error is not None:
             for request_id in list(self._running):
@@ -127,7 +127,7 @@ class Calls:
             if not stream.running:
                 stream.close()
 
-    def _sort(self, outputs: Sequence[GenerationOutput]) -> None:
+    def _distribute(self, outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:  # cancelled meanwhile
