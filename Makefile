@@ -9,13 +9,13 @@ KERNELS := $(wildcard cluster/*/kernels/*.[ch])
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
 
-.PHONY: help setup serve test bench format lint typecheck protos train clean
+.PHONY: help setup serve test bench format lint typecheck protos docs train clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
 	@echo "make test  [ARGS='-k name ...']       run the tests"
 	@echo "make bench                            measure speed and acceptance; results in bench/results"
-	@echo "make setup | format | lint | typecheck | protos | train"
+	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
 setup: $(READY_DEV)
 
@@ -57,6 +57,9 @@ typecheck: $(READY_DEV)
 # protoc runs from the project's root, with imports written from there: any other root breaks the modules.
 protos: $(READY_DEV)
 	$(BIN)/python -m protos.generate
+
+docs: $(READY_DEV)
+	$(BIN)/python -m services.configuration_page
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -20,7 +20,7 @@ from cluster.targets.base import GenerationOutput, Target
 from cluster.targets.registry import make_target
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2, target_pb2_grpc
-from services.target.calls import Calls, Outbox
+from services.target.calls import Calls, RouterStream
 from services.target.servicer import TargetServicer
 from services.worker import prepare_process, serve
 
@@ -38,9 +38,9 @@ class StampedCalls(Calls):
             self.stamps[output.request_id.partition("#")[0]].append(now)
         super().publish(outputs)
 
-    def start(self, outbox: Outbox, call: int, request: target_pb2.GenerateRequest) -> None:
+    def start(self, stream: RouterStream, call: int, request: target_pb2.GenerateRequest) -> None:
         self.stamps[request.request_id] = [time.perf_counter()]
-        super().start(outbox, call, request)
+        super().start(stream, call, request)
 
 
 def main() -> None:

@@ -38,31 +38,51 @@ class WorkerConfig(_Section):
     """One pool of workers, all with the same model and engine settings."""
 
     model: str = Field(description="Hugging Face folder, hub name, or the name of a bundled model")
-    dtype: Dtype = Field("auto", description="auto: bfloat16; for a draft on a CPU without AVX-512 float32")
+    dtype: Dtype = Field(
+        "auto",
+        description="type of weights and activations; auto: bfloat16, for a draft on a CPU without AVX-512 float32",
+    )
     quantization: QuantizationName | None = Field(
         None, description="keep the layers' projections as integers, made from the checkpoint at start"
     )
     quantization_group_size: PositiveInt = Field(32, description="weights that share a scale in int4: 32 or 128")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: PositiveInt | None = Field(None, description="compute threads; default: every core it may use")
-    cpus: tuple[int, ...] | None = Field(None, description="pin the worker to these cores")
-    replicas: PositiveInt = 1
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: a GPU where PyTorch finds one, else the CPU"
+    )
+    threads: PositiveInt | None = Field(
+        None, description="compute threads; null: one for each core that the worker may use"
+    )
+    cpus: tuple[int, ...] | None = Field(
+        None, description="cores to pin the worker to; null: the launcher divides a small machine's cores"
+    )
     block_size: PositiveInt = Field(16, description="tokens in a KV block")
     kv_cache_bytes: PositiveInt | None = Field(
-        DEFAULT_KV_CACHE_BYTES, description="null: by memory_utilization on a GPU, the default on a CPU"
+        DEFAULT_KV_CACHE_BYTES,
+        description="memory of the KV cache; null: by memory_utilization on a GPU, the default on a CPU",
     )
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.9, description="share of the GPU memory that is free beside the weights; the KV cache gets it"
+        0.9,
+        description="where kv_cache_bytes is null, share of the GPU memory beside the weights that the KV cache gets",
     )
-    enable_prefix_caching: bool = Field(True, description="reuse the KV of tokens that earlier sequences began with")
-    max_model_len: PositiveInt | None = Field(None, description="default: the model's own limit")
+    enable_prefix_caching: bool = Field(
+        True, description="keep full blocks of committed tokens and reuse them for sequences that begin alike"
+    )
+    max_model_len: PositiveInt | None = Field(
+        None, description="tokens of the longest sequence, prompt and answer; null: the model's limit"
+    )
     max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
     addresses: tuple[Address, ...] = Field(
         (),
-        description="where the pool's workers listen, for those who call them; a worker listens at the first",
+        description="where the pool's workers listen, for those who call them; a worker itself listens at the first; "
+        "`outrider serve` chooses its own",
     )
-    metrics_port: Port | None = Field(None, description="0 picks a free port; default: no metrics page")
+    metrics_host: str = Field(
+        "127.0.0.1", description="where the metrics page listens; 0.0.0.0: reachable from other machines"
+    )
+    metrics_port: Port | None = Field(
+        None, description="port of the metrics page; 0: a free one; null: no page (the launcher picks a port)"
+    )
 
     @property
     def listen_address(self) -> str:
@@ -74,32 +94,47 @@ class WorkerConfig(_Section):
 
 
 class TargetConfig(WorkerConfig):
-    model: str = "outrider-target-12m"
+    model: str = Field(
+        "outrider-target-12m",
+        description="Hugging Face folder, hub name, or the name of a bundled model; the router reads its tokenizer too",
+    )
+    replicas: PositiveInt = Field(1, description="target workers that the launcher starts")
     engine: EngineName = Field(
-        "torch", description="simulated: computes nothing, see `simulation`; `model` gives tokenizer and limits"
+        "torch",
+        description="torch: runs the model; simulated: computes nothing, see `simulation`, and takes only tokenizer "
+        "and limits from `model`",
     )
     numerics: Numerics = Field(
-        "fast", description="invariant: the same bits whatever the batch and the cut of the work, or no start at all"
+        "fast",
+        description="fast: logits may differ in their last bits with the batch; invariant: the same bits whatever the "
+        "batch and the cut of the work, or no start at all",
     )
 
 
 class DraftConfig(WorkerConfig):
-    model: str = "outrider-draft-2m"
-    replicas: Annotated[int, Field(ge=0)] = 1
+    model: str = Field(
+        "outrider-draft-2m",
+        description="Hugging Face folder, hub name, or the name of a bundled model, with the target's tokenizer; only "
+        "read where drafter is model",
+    )
+    replicas: Annotated[int, Field(ge=0)] = Field(
+        1, description="draft workers that the launcher starts; 0: no speculation"
+    )
     drafter: DrafterName = Field(
         "model",
-        description="ngram: the text's own repetitions; self-int4, layer-skip: the target's model in 4 bits, or some "
-        "of its layers, in place of `model`; simulated: for a simulated target, see `simulation`",
+        description="model: `draft.model`; ngram: repetitions in the text so far; self-int4, layer-skip: the target's "
+        "model in 4 bits, or some of its layers; simulated: for a simulated target, see `simulation`",
     )
     layers: LayerChoice = Field("even", description="which layers layer-skip keeps: even, last-half or a list")
-    ngram_min: PositiveInt = Field(1, description="shortest and longest run of tokens that ngram looks up")
-    ngram_max: PositiveInt = 4
+    ngram_min: PositiveInt = Field(1, description="tokens of the shortest run that ngram looks up")
+    ngram_max: PositiveInt = Field(4, description="tokens of the longest run that ngram looks up")
 
 
 class SpeculationConfig(_Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
         4,
-        description="draft tokens a round (k): where the controller begins, or stays when it is fixed; 0: no draft",
+        description="draft tokens a round (k): where the controller begins, or stays when it is fixed; 0: no draft "
+        "worker is started and the target gets every core",
     )
     max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
         16, description="the most that a controller chooses and that a request may ask for"
@@ -117,13 +152,14 @@ class SpeculationConfig(_Section):
     )
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="tokens past the committed ones that a drafter may go at most; within that it goes 2k+2 far. "
-        "0: no further than k, which is the default where the launcher finds that draft and target share cores",
+        description="tokens past the committed ones that a drafter may go at most; within that it goes 2k+2 far; "
+        "0: no further than k; null: the 2k+2 of max_speculative_tokens, or 0 where the launcher finds that draft and "
+        "target share cores",
     )
     run_ahead_branches: Annotated[int, Field(ge=0, le=8)] | None = Field(
         None,
-        description="second-best drafts that run-ahead follows beside the best; default 2, or 0 where draft and target "
-        "share cores",
+        description="second-best drafts that run-ahead follows beside the best; null: 2, or 0 where the launcher finds "
+        "that draft and target share cores",
     )
     tree_width: Annotated[int, Field(ge=1, le=8)] = Field(
         1,
@@ -192,9 +228,11 @@ _Curve = Annotated[
 
 
 class SimulationConfig(_Section):
-    """Of simulated engines. The default curves are those of the 190M pair of `bench.models` on two cores."""
+    """What simulated engines do; a curve is linear between its points, and beyond the last goes on as before it."""
 
-    vocab_size: PositiveInt | None = Field(None, description="default: the target's model has it")
+    vocab_size: PositiveInt | None = Field(
+        None, description="tokens in the vocabulary; null: as many as the target's model has"
+    )
     target_step_ms: _Curve = Field(
         ((1, 24.0), (4, 26.0), (8, 38.0), (16, 56.0), (32, 100.0), (64, 180.0)),
         description="time of a step of the target: pairs of rows and ms",
@@ -223,18 +261,22 @@ class SimulationConfig(_Section):
 
 
 class RouterConfig(_Section):
-    host: str = "127.0.0.1"
-    port: Port = 8000
+    host: str = Field("127.0.0.1", description="address to listen at; 0.0.0.0: all of the machine's")
+    port: Port = Field(8000, description="port to listen at; 0: a free one")
     max_waiting_requests: PositiveInt = Field(1024, description="requests in flight before new ones are answered 503")
-    max_body_bytes: PositiveInt = 8 * 2**20
+    max_body_bytes: PositiveInt = Field(8 * 2**20, description="bytes of a request's body before it is answered 413")
 
 
 class Config(_Section):
-    target: TargetConfig = TargetConfig()
-    draft: DraftConfig = DraftConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
-    router: RouterConfig = RouterConfig()
-    simulation: SimulationConfig = SimulationConfig()
+    target: TargetConfig = Field(TargetConfig(), description="The workers that verify and decide.")
+    draft: DraftConfig = Field(DraftConfig(), description="The workers that propose.")
+    speculation: SpeculationConfig = Field(SpeculationConfig(), description="How deep, and how, to speculate.")
+    router: RouterConfig = Field(RouterConfig(), description="The HTTP server.")
+    simulation: SimulationConfig = Field(
+        SimulationConfig(),
+        description="What simulated engines do (`target.engine` and `draft.drafter` both `simulated`). The default "
+        "curves are those of the 190M pair of `bench.models` on two cores.",
+    )
 
     @model_validator(mode="after")
     def _rejection_has_probabilities(self) -> Config:

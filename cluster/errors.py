@@ -68,9 +68,6 @@ _BY_STATUS_CODE: dict[int, type[OutriderError]] = {
     error.grpc_code.value[0]: error for error in (InvalidRequestError, NotFoundError, OverloadedError, UnavailableError)
 }
 
-# Names the offending field of an INVALID_ARGUMENT in the trailing metadata of a gRPC call.
-PARAM_METADATA_KEY = "outrider-param"
-
 
 def from_status(code: int, message: str, param: str | None = None) -> OutriderError:
     """The exception that a gRPC status stands for; `code` is the status code's number."""

@@ -25,7 +25,7 @@ _PROGRAMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _ServeOption:
+class ServeOption:
     """A flag of `serve` that stands for settings."""
 
     flag: str
@@ -38,23 +38,23 @@ class _ServeOption:
         return self.flag.removeprefix("--").replace("-", "_")
 
 
-_SERVE_OPTIONS = (
-    _ServeOption("--host", "H", ("router.host",), "address the router listens at"),
-    _ServeOption("--port", "P", ("router.port",), "port the router listens at; default 8000"),
-    _ServeOption("--target", "MODEL", ("target.model",), "Hugging Face folder, hub name or bundled model"),
-    _ServeOption("--draft", "MODEL", ("draft.model",), "likewise, with the target's tokenizer"),
-    _ServeOption(
+SERVE_OPTIONS = (
+    ServeOption("--host", "H", ("router.host",), "address the router listens at"),
+    ServeOption("--port", "P", ("router.port",), "port the router listens at; default 8000"),
+    ServeOption("--target", "MODEL", ("target.model",), "Hugging Face folder, hub name or bundled model"),
+    ServeOption("--draft", "MODEL", ("draft.model",), "likewise, with the target's tokenizer"),
+    ServeOption(
         "--num-speculative-tokens",
         "K",
         ("speculation.num_speculative_tokens",),
         "draft tokens a round, at first; 0 starts no draft worker and gives the target every core",
     ),
-    _ServeOption(
+    ServeOption(
         "--controller", "C", ("speculation.controller",), "who chooses k: goodput (default), threshold or fixed"
     ),
-    _ServeOption("--dtype", "TYPE", ("target.dtype", "draft.dtype"), "auto, float32 or bfloat16, for target and draft"),
-    _ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),
-    _ServeOption("--draft-replicas", "N", ("draft.replicas",), "draft workers"),
+    ServeOption("--dtype", "TYPE", ("target.dtype", "draft.dtype"), "auto, float32 or bfloat16, for target and draft"),
+    ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),
+    ServeOption("--draft-replicas", "N", ("draft.replicas",), "draft workers"),
 )
 
 
@@ -110,7 +110,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
-    for option in _SERVE_OPTIONS:
+    for option in SERVE_OPTIONS:
         parser.add_argument(option.flag, metavar=option.metavar, help=option.purpose)
 
 
@@ -132,7 +132,7 @@ def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-gpu-memory",
         type=_above_zero(float),
         metavar="GB",
-        help="of the draft's own GPU (default: it has none)",
+        help="of the GPU that the draft has to itself (default: it shares the target's)",
     )
     parser.add_argument("--context", type=_above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
     parser.add_argument("--sequences", type=_above_zero(int), default=1, metavar="N", help="at once; default 1")
@@ -169,7 +169,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     options = [
         f"{setting}={value}"
-        for option in _SERVE_OPTIONS
+        for option in SERVE_OPTIONS
         if (value := getattr(arguments, option.destination)) is not None
         for setting in option.settings
     ]

@@ -1,4 +1,4 @@
-"""How often a program's garbage is collected."""
+"""Fewer and shorter runs of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ _THRESHOLD = 10_000
 
 
 def keep_collections_short() -> None:
-    """Leaves what is there by now out of them, some hundred thousand objects, and looks at the rest less often.
+    """To be called when a program is set up: excludes the objects that exist now, and collects the others less often.
 
-    A step makes a few objects for each of its sequences, in a worker as in the router: at the default threshold of 700
-    the collector would run several times in every step.
+    A collection would visit the some hundred thousand objects of a program that has been set up. And a step makes a few
+    objects for each of its sequences, in a worker as in the router: at the default threshold of 700 the collector would
+    run several times in every step.
     """
     gc.collect()
     gc.freeze()

@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,8 @@ from grpc_reflection.v1alpha import reflection
 from cluster.config import WorkerConfig
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks
-from cluster.errors import PARAM_METADATA_KEY, ConfigurationError, OutriderError
+from cluster.errors import ConfigurationError, OutriderError
+from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
 from services.garbage import keep_collections_short
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _SERVER_OPTIONS = (
     ("grpc.server.max_pending_requests", 10_000),
     ("grpc.server.max_pending_requests_hard_limit", 20_000),
     ("grpc.max_receive_message_length", 16 * 2**20),
-    ("grpc.so_reuseport", 0),  # a port in use must be an error, not a coin toss between two servers
+    ("grpc.so_reuseport", 0),  # a port in use must be an error; else two servers would share its connections
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
@@ -78,6 +79,13 @@ def log_kv_cache(num_blocks: int, worker: WorkerConfig, num_slots: int) -> None:
     )
 
 
+def serve_readings(worker: WorkerConfig, read: Callable[[], Iterable[Reading]]) -> None:
+    """Serves a metrics page with what `read` returns, if `worker` has a port for one."""
+    if worker.metrics_port is not None:
+        port = serve_metrics(WorkerMetrics(read).registry, worker.metrics_host, worker.metrics_port)
+        logger.info("metrics page at %s, port %d", worker.metrics_host, port)
+
+
 def new_epoch() -> int:
     """A number that differs after every restart."""
     return secrets.randbits(64)
@@ -85,12 +93,10 @@ def new_epoch() -> int:
 
 @asynccontextmanager
 async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Ends the call with the status of an OutriderError, and the field it names in the trailing metadata."""
+    """Ends the call with the status of an OutriderError."""
     try:
         yield
     except OutriderError as error:
-        if error.param is not None:
-            context.set_trailing_metadata(((PARAM_METADATA_KEY, error.param),))
         await context.abort(error.grpc_code, error.message)
 
 
@@ -103,7 +109,7 @@ async def serve(
 ) -> int:
     """Serves `service` at `address` until SIGTERM or SIGINT (returns 0) or until `failure()` (returns 1).
 
-    Then calls `drain`, and gives the calls that are running a second.
+    Before it returns it calls `drain` and gives running calls a second to end.
 
     Raises ConfigurationError when the address cannot be listened at.
     """

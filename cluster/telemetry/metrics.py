@@ -1,6 +1,6 @@
 """What the programs count, by Prometheus's rules: raw counters and histograms, rates are left to the reader.
 
-Each program has a class of its own over its own registry. A metric is named as in vLLM where vLLM has it and
+Each program has its class here, with a registry of its own. A metric is named as in vLLM where vLLM has it and
 starts with `outrider_` otherwise.
 """
 
@@ -220,12 +220,12 @@ class WorkerMetrics(Collector):
         yield from families.values()
 
 
-def serve_metrics(registry: CollectorRegistry, port: int) -> int:
-    """Serves `registry` at `/metrics` on loopback from a daemon thread; returns the port (0: a free one)."""
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
+    """Serves `registry` at `/metrics` from a daemon thread; returns the port (0: a free one)."""
     try:
-        server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
+        server, _ = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot serve metrics on port {port}: {error.strerror}; set another `metrics_port`"
+            f"cannot serve metrics at {host}:{port}: {error.strerror}; set another `metrics_port` or `metrics_host`"
         ) from error
     return int(server.server_port)

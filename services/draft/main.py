@@ -10,11 +10,11 @@ from cluster.drafters.base import Drafter
 from cluster.drafters.registry import make_drafter
 from cluster.drafting.worker import DraftWorker
 from cluster.model_folder import resolve_model_folder
-from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
+from cluster.telemetry.metrics import Reading
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
-from services.worker import loading_progress, log_kv_cache, prepare_process, serve
+from services.worker import loading_progress, log_kv_cache, prepare_process, serve, serve_readings
 
 
 def run(config: Config) -> int:
@@ -40,8 +40,7 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
         config.speculation.num_run_ahead_branches,
         tunes_temperature=config.speculation.tunes_draft_temperature,
     )
-    if config.draft.metrics_port is not None:
-        serve_metrics(WorkerMetrics(lambda: _readings(worker, drafter)).registry, config.draft.metrics_port)
+    serve_readings(config.draft, lambda: _readings(worker, drafter))
     worker.start()
     servicer = DraftServicer(worker, drafter, description)
     try:

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything is started."""
+"""Checks of the models that need nothing to be started."""
 
 from __future__ import annotations
 

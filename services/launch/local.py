@@ -29,12 +29,12 @@ _POLL_SECONDS = 0.05
 
 
 class Worker(Child):
-    """A target or draft worker, on its own addresses and cores."""
+    """A target or draft worker of the cluster, with the address and the cores that are set aside for it."""
 
     def __init__(self, config_file: Path, config: Config, pool: str, index: int) -> None:
         worker = config.target if pool == "target" else config.draft
         metrics_port = (worker.metrics_port if index == 0 else None) or free_ports(1)[0]
-        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
+        self.metrics_url = f"{_local_url(worker.metrics_host, metrics_port)}/metrics"
         arguments = [
             *(pool, "--config", str(config_file)),
             *("--set", f"{pool}.addresses=[{worker.addresses[index]!r}]"),
@@ -76,7 +76,7 @@ class LocalCluster:
         self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
         config_file = Path(self._folder.name) / "cluster.yaml"
         self.proxies = _proxies(self.config)
-        # Targets and the router call the proxies, where there are some; a draft worker listens at its own address.
+        # Where there are proxies they are called in place of the draft workers, which listen behind them.
         called = self.config
         if self.proxies:
             addresses = tuple(proxy.address for proxy in self.proxies)
@@ -88,9 +88,7 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        host = self.config.router.host
-        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        return f"http://{shown}:{self.config.router.port}"
+        return _local_url(self.config.router.host, self.config.router.port)
 
     @property
     def _children(self) -> list[Child]:
@@ -187,6 +185,12 @@ Outrider is ready at {cluster.url} after {seconds:.1f} s. Try:
 """,
         flush=True,
     )
+
+
+def _local_url(host: str, port: int) -> str:
+    """Where this machine reaches a server that listens at `host`, which may stand for all of its addresses."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
 
 def _core_shares(config: Config) -> CoreShares:

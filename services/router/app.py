@@ -27,7 +27,7 @@ from services.router.completions import Completions
 from services.router.endpoint import Serving
 from services.router.errors import error_handlers
 from services.router.middleware import Admission, RequestIds
-from services.router.targets import Target, TargetPool
+from services.router.replicas import Replica, ReplicaPool
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
@@ -46,7 +46,7 @@ def create_app(config: Config) -> Starlette:
     serving = Serving(
         model_id=model_id,
         tokenizer=tokenizer,
-        pool=TargetPool(config.target.addresses, tokenizer.fingerprint()),
+        pool=ReplicaPool(config.target.addresses, tokenizer.fingerprint()),
         metrics=RouterMetrics(model_id),
         max_body_bytes=config.router.max_body_bytes,
     )
@@ -108,10 +108,10 @@ def _information_routes(serving: Serving) -> list[Route]:
         return JSONResponse(describe_model())
 
     async def health(_: Request) -> Response:
-        targets = [_describe(target) for target in pool.targets]
+        targets = [_describe(replica) for replica in pool.replicas]
         if pool.usable:
             return JSONResponse({"status": "ok", "model": serving.model_id, "targets": targets})
-        reasons = [f"target {target.address}: {target.problem}" for target in pool.targets]
+        reasons = [f"target {replica.address}: {replica.problem}" for replica in pool.replicas]
         body = {"status": "unavailable", "model": serving.model_id, "targets": targets}
         return JSONResponse(body | {"reason": "; ".join(reasons)}, status_code=503, headers={"retry-after": "1"})
 
@@ -130,10 +130,10 @@ def _information_routes(serving: Serving) -> list[Route]:
     ]
 
 
-def _describe(target: Target) -> dict[str, Any]:
-    """A target's entry in `/health`."""
-    entry: dict[str, Any] = {"address": target.address, "problem": target.problem}
-    description = target.description
+def _describe(replica: Replica) -> dict[str, Any]:
+    """A replica's entry in `/health`."""
+    entry: dict[str, Any] = {"address": replica.address, "problem": replica.problem}
+    description = replica.description
     if description is not None:
         entry |= {
             "model": description.model.name,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMMAND_BYTES = 2**18  # a message of commands is not made much larger than that; workers take 16 MiB
-_WOKEN_AT_ONCE = 16
+_COMMAND_BYTES = 2**18  # a message that has reached them gets no more commands; workers take messages of 16 MiB
+_WOKEN_AT_ONCE = 16  # calls; then the event loop does its other work first
 
 
 class Call:
@@ -37,7 +37,7 @@ class Call:
         self._arrival: asyncio.Future[None] | None = None
 
     def put(self, reply: CallReply) -> bool:
-        """Whether nothing was waiting before; then `wake` is to be called, now or a little later."""
+        """Keeps `reply` for `take`. Returns whether none was waiting: then the caller has to `wake`, now or soon."""
         if self._waiting is not None:
             self._waiting.merge(reply)
             return False
@@ -60,7 +60,7 @@ class Call:
             if not reply.token_ids:
                 self.has_ended = True
                 raise reply.error
-            self._waiting = CallReply(error=reply.error)  # the tokens first
+            self._waiting = CallReply(error=reply.error)  # for the next `take`: the tokens come first
         self.has_ended = reply.finish_reason != UNFINISHED
         return reply
 
@@ -71,7 +71,7 @@ class Call:
 
 
 class CallStream:
-    """One life of the stream. What ends it ends every call on it; then another is to be made.
+    """One gRPC stream to a target. Whatever ends it ends every call on it; the next call needs a new one.
 
     The reader never waits for a call, so that a client that reads slowly holds up nobody else. Calls are woken a few at
     a time: a message that comes before all have had their turn is merged into those that wait, so that a router with
@@ -105,11 +105,11 @@ class CallStream:
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
 
     def _cancel(self, number: int) -> None:
-        if self._calls.pop(number, None) is not None:  # absent: its end has come, and was not taken
+        if self._calls.pop(number, None) is not None:  # absent: the last reply has come, and was not taken
             self._commands.put_nowait(target_pb2.GenerateCommands(cancel=[number]))
 
     async def _write(self) -> None:
-        # The reader learns why the stream broke.
+        # When the stream breaks, `_read` learns why and ends the calls.
         with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):
             while True:
                 await self._stream.write(await self._next_commands())
@@ -127,7 +127,7 @@ class CallStream:
     async def _read(self) -> None:
         try:
             async for message in self._stream:
-                self._sort(decode_replies(message))
+                self._receive(decode_replies(message))
             reason = "the worker ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -141,10 +141,10 @@ class CallStream:
         self._stream.cancel()
         self._writer.cancel()
         lost = self._translate(error)
-        # Each is raised by itself, with a traceback of its own.
+        # Copies: one exception that many tasks raise would collect the tracebacks of all.
         self._deliver({number: CallReply(error=copy.copy(lost)) for number in self._calls})
 
-    def _sort(self, replies: dict[int, CallReply]) -> None:
+    def _receive(self, replies: dict[int, CallReply]) -> None:
         for reply in replies.values():
             if reply.error is not None:
                 reply.error = self._translate(reply.error)

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 
 from cluster.errors import InvalidRequestError
+from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
 from services.router.chat_template import ChatTemplate
 from services.router.endpoint import Endpoint, Serving
 from services.router.errors import excerpt
-from services.router.protocol import UNSUPPORTED_FIELDS, GenerationRequest, MaxTokens, Piece, Reply
+from services.router.reply import Piece, Reply
 from services.router.speculation_stats import SpeculationStats
 
 logger = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 # What a client may call a role, and what chat templates call it.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _UNSUPPORTED_ROLES = frozenset({"tool", "function"})
-# Of a message. What a client repeats of an earlier answer has them too, empty.
+# Fields of a message. An earlier answer that a client sends back has them too, empty: that is accepted.
 _UNSUPPORTED_MESSAGE_FIELDS = frozenset({"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
 
 _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
@@ -79,7 +80,7 @@ def _refusal(reason: str, value: object) -> InvalidRequestError:
     return InvalidRequestError(f"{reason} (got {excerpt(value)})", param="messages")
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ApiRequest):
     unsupported_fields = UNSUPPORTED_FIELDS | {
         "tools": ([],),
         "tool_choice": ("none", "auto"),

@@ -111,7 +111,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, for reading by a model and not by a browser: no character is escaped for HTML."""
+    """Unlike Jinja's filter it escapes no character for HTML: a model reads it, not a browser."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Self
 from pydantic import PlainValidator, model_validator
 
 from cluster.errors import InvalidRequestError
+from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
 from services.router.endpoint import Endpoint
-from services.router.protocol import UNSUPPORTED_FIELDS, GenerationRequest, MaxTokens, Piece, Reply
+from services.router.reply import Piece, Reply
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
@@ -35,7 +36,7 @@ def _prompt(value: object) -> str | list[int]:
     raise ValueError("should be a string, a list of token IDs, or a list of either")
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(ApiRequest):
     unsupported_fields = UNSUPPORTED_FIELDS | {
         "logprobs": (),
         "suffix": (),

@@ -17,10 +17,12 @@ from starlette.responses import JSONResponse, Response
 from cluster.errors import OutriderError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import Tokenizer
+from services.router.api_request import ApiRequest, parse_request
 from services.router.body import read_json_object
 from services.router.errors import ModelNotFoundError, envelope, excerpt
 from services.router.generation import generate, interleave
-from services.router.protocol import GenerationRequest, Piece, Reply, Usage, parse_request
+from services.router.replicas import ReplicaPool
+from services.router.reply import Piece, Reply, Usage
 from services.router.streaming import (
     DONE,
     EventStream,
@@ -28,13 +30,12 @@ from services.router.streaming import (
     note_outcome,
     until_disconnected,
 )
-from services.router.targets import TargetPool
-from services.router.validation import build_generate_requests
+from services.router.wire_requests import build_generate_requests
 
-# Longer texts are tokenised in a thread (which holds no lock of the interpreter), so that streams go on.
+# Longer texts are tokenised in a thread, so that streams go on: the tokenizer releases the interpreter's lock.
 _LONG_TEXT_CHARACTERS = 16_384
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=ApiRequest)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Serving:
 
     model_id: str
     tokenizer: Tokenizer
-    pool: TargetPool
+    pool: ReplicaPool
     metrics: RouterMetrics
     max_body_bytes: int
 

@@ -81,7 +81,7 @@ def error_response(error: OutriderError, headers: Mapping[str, str] | None = Non
 
 
 def error_handlers() -> dict[Any, ExceptionHandler]:
-    """What makes an application answer every failure, its own and the framework's, in the envelope."""
+    """The handlers that answer every failure, the framework's too, in the envelope."""
 
     async def on_outrider_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, OutriderError)

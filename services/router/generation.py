@@ -11,10 +11,10 @@ from cluster.errors import UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from protos.speculation.v1 import target_pb2
-from services.router.protocol import Piece
+from services.router.replicas import ReplicaPool
+from services.router.reply import Piece
 from services.router.speculation_stats import SpeculationStats
 from services.router.stop import StopMatcher, StopStrings
-from services.router.targets import TargetPool
 
 _FINISH_REASONS = {
     target_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -24,7 +24,7 @@ _FINISH_REASONS = {
 
 
 async def generate(
-    pool: TargetPool,
+    pool: ReplicaPool,
     request: target_pb2.GenerateRequest,
     *,
     stop_strings: StopStrings,
@@ -42,7 +42,7 @@ async def generate(
     async with contextlib.aclosing(pool.choose().generate(request)) as replies:
         async for reply in replies:
             if reply.finish_reason not in _FINISH_REASONS:
-                raise UnavailableError("the target worker gave the request up; retry")
+                raise UnavailableError("the target worker ended the answer for a reason that this router does not know")
             if reply.token_ids:
                 now = time.perf_counter()
                 waited = None if last_token_at is None else now - last_token_at
@@ -69,7 +69,7 @@ async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncG
 
     The first error of one ends them all and is raised. Closing it closes them all.
     """
-    if len(sequences) == 1:  # the rest would do the same, with a task more for every stream
+    if len(sequences) == 1:  # needs no task beside the caller's, which every stream of one choice would pay for
         async with contextlib.aclosing(sequences[0]) as pieces:
             async for piece in pieces:
                 yield 0, piece

@@ -43,8 +43,8 @@ def run(config: Config) -> int:
     def stop(_: int, __: FrameType | None) -> None:
         server.should_exit = True
 
-    # The server installs its own handlers while it runs and then raises the signal again for ours: with the
-    # default ones the process would die of it after a clean shutdown.
+    # While it runs the server has handlers of its own; after a clean shutdown it raises the signal again, and the
+    # default handlers would end the process with an error.
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     host, port = listener.getsockname()[:2]

@@ -16,7 +16,7 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestIds:
-    """Gives every answer an `x-request-id`: the client's own where it sent a printable one."""
+    """Gives every answer an `x-request-id`: the one that the client sent, if it is printable."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

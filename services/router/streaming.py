@@ -84,5 +84,5 @@ class EventStream(Response):
 
 
 def note_outcome(scope: Scope, code: int) -> None:
-    """Says how a request ended that had been answered with another status, or not at all."""
+    """Has the request counted as `code`, whatever status its answer began with, if it began at all."""
     scope.setdefault("state", {})["outcome"] = code

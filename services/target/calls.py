@@ -1,4 +1,4 @@
-"""The calls in progress: what they ask for goes to the engine, what it publishes goes to the streams they came on."""
+"""The calls in progress: their requests go to the engine, and what it commits goes to the streams they came on."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ _FINISH_REASONS = {
 }
 
 
-class Outbox:
-    """What a stream has yet to be told: at most one reply a call, into which later ones are merged."""
+class RouterStream:
+    """One stream of a router: the calls that run on it, and what it has yet to be told of each.
+
+    At most one reply a call waits; later ones are merged into it.
+    """
 
     def __init__(self) -> None:
-        self.running: dict[int, str] = {}  # the engine's name of each call
+        self.running: dict[int, str] = {}  # the ID of each call's request in the engine
         self._waiting: dict[int, CallReply] = {}
         self._is_closed = False
         self._has_news = asyncio.Event()
@@ -67,83 +70,83 @@ class Calls:
         self._max_speculative_tokens = max_speculative_tokens
         self._loop = asyncio.get_running_loop()
         self._suffixes = itertools.count()
-        self._outboxes: set[Outbox] = set()
-        self._running: dict[str, tuple[Outbox, int]] = {}  # by the engine's name
+        self._streams: set[RouterStream] = set()
+        self._running: dict[str, tuple[RouterStream, int]] = {}  # by the request's ID in the engine
         self._is_draining = False
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[Outbox]:
-        """The outbox of a new stream. Leaving it cancels the stream's calls."""
-        outbox = Outbox()
+    def stream(self) -> Iterator[RouterStream]:
+        """A new stream. Leaving it cancels the stream's calls."""
+        stream = RouterStream()
         if self._is_draining:
-            outbox.close()
-        self._outboxes.add(outbox)
+            stream.close()
+        self._streams.add(stream)
         try:
-            yield outbox
+            yield stream
         finally:
-            self._outboxes.remove(outbox)
-            for call in list(outbox.running):
-                self.cancel(outbox, call)
+            self._streams.remove(stream)
+            for call in list(stream.running):
+                self.cancel(stream, call)
 
-    def start(self, outbox: Outbox, call: int, request: target_pb2.GenerateRequest) -> None:
+    def start(self, stream: RouterStream, call: int, request: target_pb2.GenerateRequest) -> None:
         """What is wrong with `request` becomes a reply. Raises InvalidRequestError when `call` is running already."""
-        if call in outbox.running:
+        if call in stream.running:
             raise InvalidRequestError(f"call {call} has been started already")
-        request_id = f"{request.request_id}#{next(self._suffixes)}"  # callers' own names need not be unique
-        outbox.running[call] = request_id
-        self._running[request_id] = outbox, call
+        request_id = f"{request.request_id}#{next(self._suffixes)}"  # callers' IDs need not be unique
+        stream.running[call] = request_id
+        self._running[request_id] = stream, call
         try:
             if self._is_draining:
                 raise UnavailableError("the target is shutting down")
             self._target.submit(to_engine(request, request_id, self._target, self._max_speculative_tokens))
         except OutriderError as error:
             self._fail(request_id, error)
-        except Exception:  # one that was not foreseen must not end the stream's other calls
+        except Exception:  # an unforeseen one must not end the other calls of the stream
             logger.exception("a request could not be started")
             self._fail(request_id, InternalError("the request could not be started"))
 
-    def cancel(self, outbox: Outbox, call: int) -> None:
+    def cancel(self, stream: RouterStream, call: int) -> None:
         """Frees the sequence of `call`; nothing more is said of it. Ignored when it has ended."""
-        outbox.drop(call)
-        request_id = outbox.running.get(call)
+        stream.drop(call)
+        request_id = stream.running.get(call)
         if request_id is not None:
             self._end(request_id)
             self._target.abort(request_id)
 
     def publish(self, outputs: Sequence[GenerationOutput]) -> None:
         """Called from the engine's thread after each step."""
-        self._loop.call_soon_threadsafe(self._sort, outputs)
+        self._loop.call_soon_threadsafe(self._distribute, outputs)
 
     def drain(self) -> None:
-        """Starts no more calls, and ends each stream after its last one. If the engine is dead, that is now."""
+        """Starts no more calls and ends each stream after its last one; at once, with errors, if the engine is dead."""
         self._is_draining = True
         if self._target.error is not None:
             for request_id in list(self._running):
                 self._fail(request_id, UnavailableError("the target's engine stopped"))
-        for outbox in self._outboxes:
-            if not outbox.running:
-                outbox.close()
+        for stream in self._streams:
+            if not stream.running:
+                stream.close()
 
-    def _sort(self, outputs: Sequence[GenerationOutput]) -> None:
+    def _distribute(self, outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:
             running = self._running.get(output.request_id)
             if running is None:  # cancelled meanwhile
                 continue
-            outbox, call = running
-            outbox.put(call, _to_reply(output))
+            stream, call = running
+            stream.put(call, _to_reply(output))
             if output.finish_reason is not None:
                 self._end(output.request_id)
 
     def _fail(self, request_id: str, error: OutriderError) -> None:
-        outbox, call = self._running[request_id]
-        outbox.put(call, CallReply(error=error))
+        stream, call = self._running[request_id]
+        stream.put(call, CallReply(error=error))
         self._end(request_id)
 
     def _end(self, request_id: str) -> None:
-        outbox, call = self._running.pop(request_id)
-        del outbox.running[call]
-        if self._is_draining and not outbox.running:
-            outbox.close()
+        stream, call = self._running.pop(request_id)
+        del stream.running[call]
+        if self._is_draining and not stream.running:
+            stream.close()
 
 
 def _to_reply(output: GenerationOutput) -> CallReply:

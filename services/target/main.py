@@ -10,12 +10,11 @@ from cluster.coordination.pool import DraftPool
 from cluster.model_folder import resolve_model_folder
 from cluster.targets.base import Target
 from cluster.targets.registry import make_target
-from cluster.telemetry.metrics import WorkerMetrics, serve_metrics
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2_grpc
 from services.target.calls import Calls
 from services.target.servicer import TargetServicer
-from services.worker import loading_progress, log_kv_cache, prepare_process, serve
+from services.worker import loading_progress, log_kv_cache, prepare_process, serve, serve_readings
 
 
 def run(config: Config) -> int:
@@ -28,8 +27,7 @@ def run(config: Config) -> int:
 
 
 async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> int:
-    if config.target.metrics_port is not None:
-        serve_metrics(WorkerMetrics(target.readings).registry, config.target.metrics_port)
+    serve_readings(config.target, target.readings)
     calls = Calls(target, config.speculation.max_speculative_tokens)
     servicer = TargetServicer(calls, target, config, tokenizer_fingerprint)
     target.start(calls.publish)

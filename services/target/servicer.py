@@ -10,14 +10,13 @@ import grpc
 
 from cluster.config import Config
 from cluster.targets.base import Target
-from cluster.wire.replies import UNFINISHED, CallReply, encode_replies
+from cluster.wire.replies import encode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
-from services.target.calls import Calls, Outbox
+from services.target.calls import Calls, RouterStream
 from services.worker import errors_as_status, new_epoch
 
 if TYPE_CHECKING:
-    _Context = grpc.aio.ServicerContext[target_pb2.GenerateRequest, AsyncIterator[target_pb2.GenerateReply]]
-    _ManyContext = grpc.aio.ServicerContext[target_pb2.GenerateCommands, target_pb2.GenerateReplies]
+    _Context = grpc.aio.ServicerContext[target_pb2.GenerateCommands, target_pb2.GenerateReplies]
     _DescribeContext = grpc.aio.ServicerContext[types_pb2.DescribeRequest, Awaitable[target_pb2.TargetDescription]]
 
 
@@ -29,43 +28,28 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._epoch = new_epoch()
 
-    async def Generate(
-        self, request: target_pb2.GenerateRequest, context: _Context
-    ) -> AsyncIterator[target_pb2.GenerateReply]:
-        async with errors_as_status(context):
-            with self._calls.stream() as outbox:
-                self._calls.start(outbox, 0, request)
-                while replies := await outbox.take():
-                    reply = replies[0]
-                    if reply.token_ids or reply.error is None:
-                        yield _to_single(reply)
-                    if reply.error is not None:
-                        raise reply.error
-                    if reply.finish_reason != UNFINISHED:
-                        return
-
-    async def GenerateMany(  # type: ignore[override]  # a handler that iterates, as `Generate`
-        self, request_iterator: AsyncIterator[target_pb2.GenerateCommands], context: _ManyContext
+    async def GenerateMany(  # type: ignore[override]  # an async generator
+        self, request_iterator: AsyncIterator[target_pb2.GenerateCommands], context: _Context
     ) -> AsyncIterator[target_pb2.GenerateReplies]:
         async with errors_as_status(context):
-            with self._calls.stream() as outbox:
-                obeying = asyncio.create_task(self._obey(request_iterator, outbox))
-                obeying.add_done_callback(lambda _: outbox.close())
+            with self._calls.stream() as stream:
+                obeying = asyncio.create_task(self._obey(request_iterator, stream))
+                obeying.add_done_callback(lambda _: stream.close())
                 try:
                     # The next message is made when this one has been handed over: what comes meanwhile is merged.
-                    while replies := await outbox.take():
+                    while replies := await stream.take():
                         yield encode_replies(replies)
                     if obeying.done():
                         obeying.result()  # raises what was wrong with a command
                 finally:
                     obeying.cancel()
 
-    async def _obey(self, commands: AsyncIterator[target_pb2.GenerateCommands], outbox: Outbox) -> None:
+    async def _obey(self, commands: AsyncIterator[target_pb2.GenerateCommands], stream: RouterStream) -> None:
         async for message in commands:
             for start in message.start:
-                self._calls.start(outbox, start.call, start.request)
+                self._calls.start(stream, start.call, start.request)
             for call in message.cancel:
-                self._calls.cancel(outbox, call)
+                self._calls.cancel(stream, call)
 
     async def Describe(
         self, request: types_pb2.DescribeRequest, context: _DescribeContext
@@ -92,15 +76,3 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             num_draft_links_configured=len(self._config.draft.addresses),
             eos_token_ids=target.model.eos_token_ids,
         )
-
-
-def _to_single(reply: CallReply) -> target_pb2.GenerateReply:
-    return target_pb2.GenerateReply(
-        token_ids=reply.token_ids,
-        finish_reason=reply.finish_reason,
-        speculation=target_pb2.SpeculationCounts(
-            num_drafts=len(reply.rounds),
-            num_draft_tokens=sum(counts.num_draft_tokens for counts in reply.rounds),
-            num_accepted_tokens=sum(counts.num_accepted_tokens for counts in reply.rounds),
-        ),
-    )

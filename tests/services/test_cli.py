@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from cluster.config import Config
 from services import cli
+from services.configuration_page import PAGE
 from services.launch import local
 
-README = Path(__file__).parents[2] / "README.md"
 
-
-def test_every_option_of_serve_is_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_of_serve_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     offered = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
-    assert offered <= set(re.findall(r"--[a-z-]+", README.read_text(encoding="utf-8")))
+    assert offered <= set(re.findall(r"--[a-z-]+", PAGE.read_text(encoding="utf-8")))
 
 
 def test_options_of_serve_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,14 @@ from __future__ import annotations
 
 import logging
 
+import httpx
 import pytest
 
-from services.worker import loading_progress
+from cluster.config import TargetConfig
+from cluster.errors import ConfigurationError
+from cluster.telemetry.metrics import Reading
+from services.launch.local import free_ports
+from services.worker import loading_progress, serve_readings
 
 
 def test_progress_is_logged_once_a_second_and_at_the_end(
@@ -18,3 +23,18 @@ def test_progress_is_logged_once_a_second_and_at_the_end(
             now += 0.4
             progress(done, 8)
     assert caplog.messages == [f"loading a model: {percent} %" for percent in (37, 75, 100)]
+
+
+def test_a_metrics_page_listens_where_it_is_told_to() -> None:
+    (port,) = free_ports(1)
+    worker = TargetConfig(metrics_host="127.0.0.2", metrics_port=port)
+    serve_readings(worker, lambda: [Reading("outrider_answers", "Answers.", 42)])
+    assert "outrider_answers 42.0" in httpx.get(f"http://127.0.0.2:{port}/metrics").text
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/metrics")
+    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.2:{port}: .*metrics_host"):
+        serve_readings(worker, list)
+
+
+def test_without_a_port_there_is_no_metrics_page() -> None:
+    serve_readings(TargetConfig(metrics_host="nowhere.invalid"), list)

@@ -30,7 +30,6 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """still running"""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -38,7 +37,6 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """still running"""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -90,6 +88,8 @@ Global___TargetDescription: _TypeAlias = TargetDescription  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """One sequence to generate."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -138,63 +138,6 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
-
-@_typing.final
-class GenerateReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    FINISH_REASON_FIELD_NUMBER: _builtins.int
-    SPECULATION_FIELD_NUMBER: _builtins.int
-    finish_reason: Global___FinishReason.ValueType
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """committed since the last reply, an end-of-sequence token included"""
-
-    @_builtins.property
-    def speculation(self) -> Global___SpeculationCounts: ...
-    def __init__(
-        self,
-        *,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        finish_reason: Global___FinishReason.ValueType = ...,
-        speculation: Global___SpeculationCounts | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GenerateReply: _TypeAlias = GenerateReply  # noqa: Y015
-
-@_typing.final
-class SpeculationCounts(_message.Message):
-    """What speculation did for this sequence since the last reply."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
-    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
-    num_drafts: _builtins.int
-    """rounds that verified at least one draft token"""
-    num_draft_tokens: _builtins.int
-    num_accepted_tokens: _builtins.int
-    def __init__(
-        self,
-        *,
-        num_drafts: _builtins.int = ...,
-        num_draft_tokens: _builtins.int = ...,
-        num_accepted_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___SpeculationCounts: _TypeAlias = SpeculationCounts  # noqa: Y015
 
 @_typing.final
 class GenerateCommands(_message.Message):

@@ -35,11 +35,6 @@ class TargetStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
-                '/speculation.v1.Target/Generate',
-                request_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReply.FromString,
-                _registered_method=True)
         self.GenerateMany = channel.stream_stream(
                 '/speculation.v1.Target/GenerateMany',
                 request_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateCommands.SerializeToString,
@@ -54,13 +49,6 @@ class TargetStub:
 
 class TargetServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def Generate(self, request, context):
-        """Generates one sequence. Cancelling the call frees it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
         """Generates any number of sequences on one stream, with at most one message per step. A call lives as long as its
@@ -79,11 +67,6 @@ class TargetServicer:
 
 def add_TargetServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Generate,
-                    request_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReply.SerializeToString,
-            ),
             'GenerateMany': grpc.stream_stream_rpc_method_handler(
                     servicer.GenerateMany,
                     request_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.GenerateCommands.FromString,
@@ -104,33 +87,6 @@ def add_TargetServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Target:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Generate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/speculation.v1.Target/Generate',
-            protos_dot_speculation_dot_v1_dot_target__pb2.GenerateRequest.SerializeToString,
-            protos_dot_speculation_dot_v1_dot_target__pb2.GenerateReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def GenerateMany(request_iterator,

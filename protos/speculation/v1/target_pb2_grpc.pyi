@@ -15,8 +15,6 @@ GRPC_VERSION: str
 
 class TargetStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.UnaryStreamMultiCallable[_target_pb2.GenerateRequest, _target_pb2.GenerateReply]
-    """Generates one sequence. Cancelling the call frees it."""
     GenerateMany: _aio.StreamStreamMultiCallable[_target_pb2.GenerateCommands, _target_pb2.GenerateReplies]
     """Generates any number of sequences on one stream, with at most one message per step. A call lives as long as its
     stream: when that ends, from either side, the worker frees every sequence that was started on it.
@@ -24,14 +22,6 @@ class TargetStub:
     Describe: _aio.UnaryUnaryMultiCallable[_types_pb2.DescribeRequest, _target_pb2.TargetDescription]
 
 class TargetServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
-    def Generate(
-        self,
-        request: _target_pb2.GenerateRequest,
-        context: _aio.ServicerContext[_target_pb2.GenerateRequest, _abc.AsyncIterator[_target_pb2.GenerateReply]],
-    ) -> _abc.AsyncIterator[_target_pb2.GenerateReply]:
-        """Generates one sequence. Cancelling the call frees it."""
-
     @_abc_1.abstractmethod
     def GenerateMany(
         self,

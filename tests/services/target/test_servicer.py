@@ -13,12 +13,12 @@ import pytest
 from cluster.config import Config
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
-from cluster.errors import PARAM_METADATA_KEY, InvalidRequestError, UnavailableError
+from cluster.errors import InvalidRequestError, UnavailableError
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
 from cluster.wire.replies import CallReply, RoundCounts, decode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
-from services.router.targets import Target as RouterTarget
-from services.target.calls import Calls, Outbox
+from services.router.replicas import Replica
+from services.target.calls import Calls, RouterStream
 from services.target.servicer import TargetServicer
 
 LENGTH = target_pb2.FINISH_REASON_LENGTH
@@ -96,8 +96,8 @@ def with_served(test):
 
 
 @contextlib.asynccontextmanager
-async def calling(served: Served) -> AsyncIterator[RouterTarget]:
-    caller = RouterTarget(served.address, "fingerprint")
+async def calling(served: Served) -> AsyncIterator[Replica]:
+    caller = Replica(served.address, "fingerprint")
     yield caller
     await caller.close()
 
@@ -126,16 +126,16 @@ async def read(stream) -> dict[int, CallReply]:
     return decode_replies(message)
 
 
-def test_an_outbox_keeps_one_reply_a_call():
+def test_a_stream_keeps_one_reply_a_call():
     async def run() -> dict[int, CallReply]:
-        outbox = Outbox()
+        stream = RouterStream()
         for token in range(100):
-            outbox.put(1, CallReply([token]))
-            outbox.put(2, CallReply([token], rounds=(RoundCounts(4, token % 5),)))
-            outbox.put(3, CallReply([token]))
-        outbox.put(1, CallReply([100], LENGTH))
-        outbox.drop(3)
-        return await outbox.take()
+            stream.put(1, CallReply([token]))
+            stream.put(2, CallReply([token], rounds=(RoundCounts(4, token % 5),)))
+            stream.put(3, CallReply([token]))
+        stream.put(1, CallReply([100], LENGTH))
+        stream.drop(3)
+        return await stream.take()
 
     replies = asyncio.run(run())
     assert replies == {
@@ -180,15 +180,15 @@ async def test_a_router_that_does_not_read_gets_few_messages_and_every_token(ser
 
 @with_served
 async def test_a_router_that_leaves_while_a_message_waits_to_be_sent_frees_its_calls(served):
-    stream, single = served.stub.GenerateMany(), served.stub.Generate(request())
-    await stream.write(start(0))
+    stream = served.stub.GenerateMany()
+    for call in range(2):
+        await stream.write(start(call))
     await until(lambda: len(served.target.requests) == 2)
     for _ in range(100):  # far more than a connection holds
         for name in served.target.requests:
             served.target.step(name, *[300] * 50_000)
         await asyncio.sleep(0.001)
     stream.cancel()
-    single.cancel()
     await until(lambda: sorted(served.target.aborted) == ["one#0", "one#1"])
 
 
@@ -278,6 +278,9 @@ async def test_a_call_that_cannot_be_started_leaves_the_others_alone(served):
         with pytest.raises(InvalidRequestError, match="leaves nothing to generate") as caught:
             await anext(caller.generate(request(max_tokens=0)))
         assert caught.value.param == "max_tokens"
+        with pytest.raises(InvalidRequestError, match="the prompt is empty") as caught:
+            await anext(caller.generate(request(prompt_token_ids=[])))
+        assert caught.value.param == "prompt"
         with pytest.raises(InvalidRequestError, match="token ID 600") as caught:
             await anext(caller.generate(request(prompt_token_ids=[600])))
         assert caught.value.param == "prompt"
@@ -303,24 +306,18 @@ async def test_a_number_that_is_running_cannot_be_started_again(served):
 
 
 @with_served
-async def test_the_single_call_is_the_same_generation(served):
-    stream = served.stub.Generate(request())
-    await until(lambda: served.target.requests)
-    served.target.step("one#0", 1, 2, drafts=4, accepted=1)
-    served.target.step("one#0", 3, 4, 5, drafts=4, accepted=2)
-    served.target.step("one#0", 6, is_last=True)
-    counts = target_pb2.SpeculationCounts(num_drafts=2, num_draft_tokens=8, num_accepted_tokens=3)
-    expected = target_pb2.GenerateReply(token_ids=[1, 2, 3, 4, 5, 6], finish_reason=LENGTH, speculation=counts)
-    assert [reply async for reply in stream] == [expected]
-    left = served.stub.Generate(request())
-    await until(lambda: len(served.target.requests) == 2)
-    left.cancel()
-    await until(lambda: served.target.aborted == ["one#1"])
-    refused = served.stub.Generate(request(prompt_token_ids=[]))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await refused.read()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert dict(caught.value.trailing_metadata())[PARAM_METADATA_KEY] == "prompt"
+async def test_several_steps_of_a_call_come_as_one_reply_up_to_its_last(served):
+    async with calling(served) as caller:
+        replies = caller.generate(request())
+        first = asyncio.create_task(anext(replies))
+        await until(lambda: served.target.requests)
+        served.target.step("one#0", 1, 2, drafts=4, accepted=1)
+        served.target.step("one#0", 3, 4, 5, drafts=4, accepted=2)
+        served.target.step("one#0", 6, is_last=True)
+        assert await first == CallReply([1, 2, 3, 4, 5, 6], LENGTH, rounds=[RoundCounts(4, 1), RoundCounts(4, 2)])
+        with pytest.raises(StopAsyncIteration):
+            await anext(replies)
+    assert served.target.aborted == []
 
 
 @with_served
@@ -342,20 +339,19 @@ async def test_draining_starts_nothing_more_and_lets_what_runs_finish(served):
 
 @with_served
 async def test_the_engines_end_ends_every_call_after_its_last_tokens(served):
-    stream, single = served.stub.GenerateMany(), served.stub.Generate(request())
-    await stream.write(start(1))
+    streams = [served.stub.GenerateMany(), served.stub.GenerateMany()]
+    for stream in streams:
+        await stream.write(start(1))
     await until(lambda: len(served.target.requests) == 2)
     served.target.error = RuntimeError("out of memory")
     for name in served.target.requests:
         served.target.step(name, 4)
     await asyncio.sleep(0)
     served.calls.drain()
-    reply = CallReply()
-    while reply.error is None:
-        reply.merge((await read(stream))[1])
-    assert reply.token_ids == [4]
-    assert isinstance(reply.error, UnavailableError)
-    assert (await single.read()).token_ids == [4]
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await single.read()
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    for stream in streams:
+        reply = CallReply()
+        while reply.error is None:
+            reply.merge((await read(stream))[1])
+        assert reply.token_ids == [4]
+        assert isinstance(reply.error, UnavailableError)
+        assert await stream.read() is grpc.aio.EOF

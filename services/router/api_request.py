@@ -1,4 +1,4 @@
-"""What the OpenAI protocols of both endpoints have in common: the checked request, pieces of text, the reply's frame.
+"""What the requests of both endpoints have in common: their fields, and how a body becomes a request.
 
 A field of a request is checked strictly: no "0.5" and no true for a number. A field among its
 `unsupported_fields` is known but not served yet: anything but its default is refused. Any other field is
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
@@ -26,7 +25,6 @@ from pydantic import (
 
 from cluster.errors import InvalidRequestError
 from services.router.errors import excerpt
-from services.router.speculation_stats import SpeculationStats
 from services.router.stop import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,7 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 4096
 
-# Known to OpenAI or vLLM, not served yet: the values that ask for nothing.
+# Fields of OpenAI or vLLM that are not served yet, with the values that are taken because they ask for nothing.
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stop_token_ids": ([],),
@@ -104,8 +102,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class GenerationRequest(BaseModel, abc.ABC):
-    """A request whose every field is within its own bounds; the model's limits are checked later."""
+class ApiRequest(BaseModel, abc.ABC):
+    """A request whose every field is within bounds that hold for all models; the model's limits are checked later."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
@@ -167,10 +165,10 @@ class GenerationRequest(BaseModel, abc.ABC):
     @property
     @abc.abstractmethod
     def num_characters(self) -> int:
-        """Of the text to tokenise."""
+        """Length of the text to tokenise."""
 
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=ApiRequest)
 
 
 def parse_request(kind: type[R], fields: dict[str, Any]) -> R:
@@ -204,84 +202,3 @@ def _translate(error: ValidationError) -> InvalidRequestError:
         return InvalidRequestError(f"{param} is required", param=param)
     reason = complaint["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return InvalidRequestError(f"{param} {reason} (got {excerpt(complaint['input'])})", param=param)
-
-
-@dataclass(slots=True)  # not frozen: made for every chunk, that takes twice the time
-class Piece:
-    """A part of one choice, or all of it. `text` may be empty: tokens can end inside a character."""
-
-    text: str
-    token_ids: Sequence[int]
-    finish_reason: str | None  # "stop" or "length" on the last piece
-    speculation: SpeculationStats | None = None  # of the whole choice, on the last piece
-
-
-@dataclass(frozen=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-
-    def to_json(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-        }
-
-
-@dataclass(frozen=True)
-class Reply(abc.ABC):
-    """What every object of one answer has in common."""
-
-    id_prefix: ClassVar[str]
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-
-    id: str
-    created: int
-    model: str
-    seed: int
-    has_token_ids: bool = False  # choices carry the token IDs of their text
-    has_speculation_stats: bool = False  # choices say, at their end, what speculation did
-    include_usage: bool = False  # the usage of a streamed answer comes at its end and is null until then
-
-    def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        objects = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return self._frame(self.whole_object, objects) | {"usage": usage.to_json()}
-
-    def chunks(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more."""
-        for choice in self._deltas(index, piece, is_first=is_first):
-            chunk = self._frame(self.chunk_object, [choice])
-            yield chunk | {"usage": None} if self.include_usage else chunk
-
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last object of a streamed answer whose usage was asked for."""
-        return self._frame(self.chunk_object, []) | {"usage": usage.to_json()}
-
-    @abc.abstractmethod
-    def _choice(self, index: int, choice: Piece) -> dict[str, Any]: ...
-
-    @abc.abstractmethod
-    def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]: ...
-
-    def _with_extras(
-        self, choice: dict[str, Any], token_ids: Sequence[int], speculation: SpeculationStats | None
-    ) -> dict[str, Any]:
-        """`choice` with what the client asked for beyond OpenAI's fields."""
-        if self.has_token_ids:
-            choice["token_ids"] = list(token_ids)
-        if self.has_speculation_stats and speculation is not None:
-            choice["speculation"] = speculation.to_json()
-        return choice
-
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-            "seed": self.seed,
-        }

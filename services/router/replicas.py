@@ -1,4 +1,4 @@
-"""The target replicas: which of them can answer, which is least loaded, and calling one."""
+"""The replicas of the target: which of them can answer, which is least loaded, and calling one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Limits:
     max_speculative_tokens: int
 
 
-class Target:
+class Replica:
     """One target worker as the router sees it. Make it inside a running event loop."""
 
     def __init__(self, address: str, tokenizer_fingerprint: str) -> None:
@@ -120,14 +120,14 @@ class Target:
         await self._channel.close()
 
     def _translate(self, error: OutriderError) -> OutriderError:
-        """What the client is told: the worker's own words only about the request, which hold no secrets."""
+        """What the client is told. Only a message about the request is passed on; others may hold secrets."""
         if isinstance(error, InvalidRequestError):
             return error
         logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)
         if isinstance(error, OverloadedError):
             return OverloadedError("the target's queue is full; retry later")
         if isinstance(error, UnavailableError):
-            # Until it has answered again, others are chosen.
+            # The other replicas are chosen until it has answered a poll.
             self._set_problem("was lost")
             return UnavailableError("the target worker was lost; retry")
         return InternalError("the target worker failed")
@@ -141,19 +141,19 @@ class Target:
         self.problem = problem
 
 
-class TargetPool:
+class ReplicaPool:
     """The replicas at `addresses`, polled in the background while the pool is entered."""
 
     def __init__(self, addresses: Sequence[str], tokenizer_fingerprint: str) -> None:
-        self.targets: tuple[Target, ...] = ()
+        self.replicas: tuple[Replica, ...] = ()
         self._addresses = tuple(addresses)
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._polls: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> TargetPool:
-        self.targets = tuple(Target(address, self._tokenizer_fingerprint) for address in self._addresses)
-        await asyncio.gather(*(target.poll() for target in self.targets))
-        self._polls = [asyncio.create_task(target.poll_forever()) for target in self.targets]
+    async def __aenter__(self) -> ReplicaPool:
+        self.replicas = tuple(Replica(address, self._tokenizer_fingerprint) for address in self._addresses)
+        await asyncio.gather(*(replica.poll() for replica in self.replicas))
+        self._polls = [asyncio.create_task(replica.poll_forever()) for replica in self.replicas]
         return self
 
     async def __aexit__(
@@ -165,17 +165,17 @@ class TargetPool:
         for poll in self._polls:
             poll.cancel()
         await asyncio.gather(*self._polls, return_exceptions=True)
-        for target in self.targets:
+        for replica in self.replicas:
             with contextlib.suppress(grpc.aio.BaseError):
-                await target.close()
+                await replica.close()
 
     @property
-    def usable(self) -> list[Target]:
-        return [target for target in self.targets if target.problem is None]
+    def usable(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.problem is None]
 
     def limits(self) -> Limits:
         """Raises UnavailableError when no replica can answer."""
-        descriptions = [target.description for target in self.usable if target.description is not None]
+        descriptions = [replica.description for replica in self.usable if replica.description is not None]
         if not descriptions:
             raise UnavailableError(_NO_TARGET)
         return Limits(
@@ -184,9 +184,9 @@ class TargetPool:
             max_speculative_tokens=min(description.max_speculative_tokens for description in descriptions),
         )
 
-    def choose(self) -> Target:
+    def choose(self) -> Replica:
         """The least loaded replica. Raises UnavailableError when none can answer."""
         usable = self.usable
         if not usable:
             raise UnavailableError(_NO_TARGET)
-        return min(usable, key=lambda target: target.load)
+        return min(usable, key=lambda replica: replica.load)

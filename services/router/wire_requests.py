@@ -1,4 +1,4 @@
-"""From a request that is well-formed to one that this model can serve, in the wire's form."""
+"""Builds what is asked of targets from a checked request, within the limits of the model that they serve."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from cluster.errors import InvalidRequestError
 from protos.speculation.v1 import target_pb2, types_pb2
+from services.router.api_request import ApiRequest
 from services.router.errors import ContextLengthError, excerpt
-from services.router.protocol import GenerationRequest
-from services.router.targets import Limits
+from services.router.replicas import Limits
 
 
 def build_generate_requests(
-    request: GenerationRequest,
+    request: ApiRequest,
     *,
     request_id: str,
     prompts: Sequence[Sequence[int]],
@@ -57,7 +57,7 @@ def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, param: str) 
         _check_token_id(token_id, vocab_size, param)
 
 
-def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_model_len: int) -> int:
     """How many tokens a choice may have. Raises ContextLengthError when there is no room for them."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
@@ -86,7 +86,7 @@ def _check_token_id(token_id: int, vocab_size: int, param: str) -> None:
         )
 
 
-def _sampling(request: GenerationRequest, vocab_size: int) -> types_pb2.SamplingParams:
+def _sampling(request: ApiRequest, vocab_size: int) -> types_pb2.SamplingParams:
     for token_id in request.logit_bias:
         _check_token_id(token_id, vocab_size, "logit_bias")
     return types_pb2.SamplingParams(

@@ -1,0 +1,29 @@
+"""Every setting is explained, and the page of them is as it would be written now."""
+
+from __future__ import annotations
+
+from cluster.config import Config
+from services.cli import SERVE_OPTIONS
+from services.configuration_page import PAGE, make_page
+
+
+def test_every_setting_has_a_description() -> None:
+    for section, field in Config.model_fields.items():
+        assert field.description, section
+        assert field.annotation is not None
+        for name, setting in field.annotation.model_fields.items():
+            assert setting.description, f"{section}.{name}"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == make_page(), "run `make docs`"
+
+
+def test_the_page_has_every_setting_and_option() -> None:
+    page = make_page()
+    for field in Config.model_fields.values():
+        assert field.annotation is not None
+        for name in field.annotation.model_fields:
+            assert f"| `{name}` |" in page
+    for option in SERVE_OPTIONS:
+        assert f"`{option.flag} {option.metavar}`" in page

@@ -1,0 +1,49 @@
+"""The documents are complete and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from services.router.api_request import IGNORED_FIELDS
+from services.router.chat import ChatRequest
+from services.router.completions import CompletionRequest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings of `page`."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), link
+        if anchor:
+            assert anchor in anchors(linked), link
+
+
+def test_every_metric_is_explained() -> None:
+    page = (ROOT / "docs" / "OPERATING.md").read_text(encoding="utf-8")
+    sources = [*(ROOT / "cluster").rglob("*.py"), *(ROOT / "services").rglob("*.py")]
+    declared = re.compile(r'(?:Reading|counter|readings|Gauge|Counter|histogram)\(\s*"((?:outrider_|vllm:)\w+)"')
+    names = {name for path in sources for name in declared.findall(path.read_text(encoding="utf-8"))}
+    assert len(names) > 25
+    assert not {name for name in names if name not in page}
+
+
+@pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
+def test_every_field_of_a_request_is_explained(request_type: type[ChatRequest] | type[CompletionRequest]) -> None:
+    page = (ROOT / "docs" / "API.md").read_text(encoding="utf-8")
+    fields = {*request_type.model_fields, *request_type.unsupported_fields, *IGNORED_FIELDS} - {"stream_options"}
+    assert not {field for field in fields if f"`{field}`" not in page}
