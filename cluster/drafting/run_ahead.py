@@ -50,8 +50,8 @@ class RunAhead:
 
     def width(self, sequence: DraftSequence, *, may_branch: bool) -> int:
         """The children that a node of `sequence` needs."""
-        own = 1 if sequence.shape is None else width_of(sequence.shape)
-        return max(own, 2) if may_branch and self._num_branches and runs_ahead(sequence) else own
+        asked = 1 if sequence.shape is None else width_of(sequence.shape)
+        return max(asked, 2) if may_branch and self._num_branches and runs_ahead(sequence) else asked
 
     def nodes(
         self, sequences: Sequence[DraftSequence], max_model_len: int, *, may_branch: bool = True

@@ -76,8 +76,8 @@ class PositionRates:
         self._rounds.clear()
         self._num_rounds_to_renew = min(_MAX_ROUNDS_TO_RENEW, 1 + self._num_rounds_ever // 4)
         before, self._rates = _INITIAL_RATE, []
-        for own_tested, own_accepted in zip(tested, accepted, strict=True):
-            before = (own_accepted + _INITIAL_WEIGHT * before) / (own_tested + _INITIAL_WEIGHT)
+        for num_tested, num_accepted in zip(tested, accepted, strict=True):
+            before = (num_accepted + _INITIAL_WEIGHT * before) / (num_tested + _INITIAL_WEIGHT)
             self._rates.append(before)
         self.expected = [0.0, *itertools.accumulate(self._rates)]
 
@@ -119,8 +119,8 @@ class SequenceAcceptance:
 
     def survival(self) -> list[float]:
         """For each depth, the probability that a draft so deep is committed; never rises."""
-        own: list[float] = survivals([self])[0].tolist()
-        return own
+        survival: list[float] = survivals([self])[0].tolist()
+        return survival
 
 
 def survivals(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
@@ -134,7 +134,7 @@ def own_rates(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
         sequence.take_in()  # of all, before the shared rates are looked at
     shared = list({id(sequence.shared): sequence.shared for sequence in sequences}.values())
     row_of = {id(rates): row for row, rates in enumerate(shared)}
-    rates = np.array([own.rates for own in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]
+    rates = np.array([kind.rates for kind in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]
     factors = np.array([sequence.factor for sequence in sequences])
-    own: FloatArray = np.minimum(rates * factors[:, None], _MAX_RATE)
-    return own
+    scaled: FloatArray = np.minimum(rates * factors[:, None], _MAX_RATE)
+    return scaled

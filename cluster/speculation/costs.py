@@ -32,7 +32,7 @@ class LearnedCurve:
     """Seconds over a count, linear between knots at 1, 2, 3, 4, 6, 8, 12, 16, ... that follow what is observed.
 
     A machine that slows down does so for all counts: what one knot sees moves them all by a common factor, and each
-    knot learns what is its own beside that, the faster the longer it was not seen: a plain step among a dozen with
+    knot learns what it differs by beside that, the faster the longer it was not seen: a plain step among a dozen with
     drafts has to weigh as much as these, or what they shift the common factor by would stay with it.
 
     The curve never falls: more rows never cost less. A knot that nothing was observed near follows from its neighbours:
@@ -97,8 +97,8 @@ class LearnedCurve:
 
     def _between(self, index: int, share: float) -> float:
         filled = self._fill()
-        own = filled[index] if share == 0.0 else (1.0 - share) * filled[index] + share * filled[index + 1]
-        return own * math.exp(self._log_scale)
+        seconds = filled[index] if share == 0.0 else (1.0 - share) * filled[index] + share * filled[index + 1]
+        return seconds * math.exp(self._log_scale)
 
     def at(self, counts: float | FloatArray | IntArray) -> FloatArray:
         """Seconds at `counts`. Something must have been observed."""

@@ -27,7 +27,7 @@ from cluster.speculation.drafts import depths_of
 Shape = tuple[int, ...]
 """The parents of a tree's nodes, as in Drafts. Siblings are in the order of their ranks."""
 
-Acceptance = npt.NDArray[np.float64]
+AcceptanceTable = npt.NDArray[np.float64]
 """[num_depths, num_ranks]; deeper nodes are accepted as those of the last depth."""
 
 
@@ -61,7 +61,7 @@ def ranks_of(shape: Sequence[int]) -> list[int]:
     return ranks
 
 
-def best_tree(acceptance: Acceptance, num_nodes: int, max_depth: int | None = None) -> tuple[Shape, list[float]]:
+def best_tree(acceptance: AcceptanceTable, num_nodes: int, max_depth: int | None = None) -> tuple[Shape, list[float]]:
     """The tree of `num_nodes` nodes that commits most tokens, and for each node the probability that it is accepted.
 
     Its first n nodes are the best tree of n nodes. Of equally likely nodes the deeper goes first. There are fewer
@@ -80,16 +80,16 @@ def best_tree(acceptance: Acceptance, num_nodes: int, max_depth: int | None = No
         node = len(parents)
         parents.append(parent)
         survival.append(-negative)
-        own = falling[min(depth, len(falling)) - 1]
-        if rank + 1 < len(own):
+        of_depth = falling[min(depth, len(falling)) - 1]
+        if rank + 1 < len(of_depth):
             before = survival[parent] if parent >= 0 else 1.0
-            heapq.heappush(candidates, (-before * own[rank + 1], -depth, parent, rank + 1))
+            heapq.heappush(candidates, (-before * of_depth[rank + 1], -depth, parent, rank + 1))
         below = falling[min(depth, len(falling) - 1)]
         heapq.heappush(candidates, (negative * below[0], -depth - 1, node, 0))
     return tuple(parents), survival
 
 
-def expected_tokens(shape: Sequence[int], acceptance: Acceptance) -> float:
+def expected_tokens(shape: Sequence[int], acceptance: AcceptanceTable) -> float:
     """E of any tree."""
     falling = np.minimum.accumulate(acceptance, axis=1)
     survival: list[float] = []
@@ -99,7 +99,7 @@ def expected_tokens(shape: Sequence[int], acceptance: Acceptance) -> float:
     return 1.0 + sum(survival)
 
 
-def token_rate(shape: Sequence[int], acceptance: Acceptance, time: RoundTime) -> float:
+def token_rate(shape: Sequence[int], acceptance: AcceptanceTable, time: RoundTime) -> float:
     """E over the time of a round."""
     depths = [0, *depths_of(shape)]
     num_rows = Counter(depths[parent + 1] for parent in set(shape))  # of each step of the draft
@@ -107,7 +107,7 @@ def token_rate(shape: Sequence[int], acceptance: Acceptance, time: RoundTime) ->
     return expected_tokens(shape, acceptance) / seconds
 
 
-def best_shape(acceptance: Acceptance, num_nodes: Iterable[int], time: RoundTime) -> Shape:
+def best_shape(acceptance: AcceptanceTable, num_nodes: Iterable[int], time: RoundTime) -> Shape:
     """The shape with the highest token rate among those whose number of nodes is in `num_nodes`.
 
     A deep tree takes more steps of the draft, a broad one more of the target's rows for a token: every depth is tried.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.speculation.drafts import Drafts, chain, depths_of
-from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape, best_tree, ranks_of, token_rate
+from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, best_tree, ranks_of, token_rate
 
 DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # that are told apart when a depth is chosen
 LEAST_GAIN = 1.03  # over the chain: what is measured is not known to the last percent
@@ -36,12 +36,12 @@ class Template:
     shares: npt.NDArray[np.float64]  # [nodes], of what the first child leaves over; 0 for a first child
 
     @classmethod
-    def of(cls, acceptance: Acceptance, num_nodes: int, max_level: int) -> Template:
+    def of(cls, acceptance: AcceptanceTable, num_nodes: int, max_level: int) -> Template:
         parents, _ = best_tree(acceptance, num_nodes, max_level)
         levels, ranks = np.array(depths_of(parents), int), np.array(ranks_of(parents), int)
-        own = acceptance[np.minimum(levels, len(acceptance)) - 1]
-        of_rank = np.take_along_axis(own, ranks[:, None], axis=1)[:, 0]
-        left_over = np.maximum(1.0 - own[:, 0], 1e-9)
+        of_level = acceptance[np.minimum(levels, len(acceptance)) - 1]
+        of_rank = np.take_along_axis(of_level, ranks[:, None], axis=1)[:, 0]
+        left_over = np.maximum(1.0 - of_level[:, 0], 1e-9)
         return cls(parents, levels, np.where(ranks > 0, of_rank / left_over, 0.0))
 
     def survivals(self, rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -52,8 +52,8 @@ class Template:
         alive = np.empty((len(rates), len(self.parents)))
         for node, (parent, level, share) in enumerate(zip(self.parents, self.levels, self.shares, strict=True)):
             first = rates[:, min(level, rates.shape[1]) - 1]
-            own = first if share == 0.0 else (1.0 - first) * share
-            alive[:, node] = own if parent < 0 else own * alive[:, parent]
+            reached = first if share == 0.0 else (1.0 - first) * share
+            alive[:, node] = reached if parent < 0 else reached * alive[:, parent]
         falling: npt.NDArray[np.float64] = np.minimum.accumulate(alive, axis=1)
         return falling
 
@@ -107,11 +107,11 @@ class TreePolicy:
             self._shapes.clear()
             self._templates = []
 
-    def acceptance(self) -> Acceptance:
+    def acceptance(self) -> AcceptanceTable:
         """The probability of each depth and rank, as measured."""
         if_not_before = self._num_hits / self._num_tried
         not_before = np.cumprod(1.0 - if_not_before, axis=1)
-        rates: Acceptance = if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
+        rates: AcceptanceTable = if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
         return rates
 
     def count(self, drafts: Drafts, chosen: Sequence[int]) -> None:
@@ -139,7 +139,7 @@ class TreePolicy:
                 return
 
 
-def _best(acceptance: Acceptance, num_nodes: int, time: RoundTime) -> Shape | None:
+def _best(acceptance: AcceptanceTable, num_nodes: int, time: RoundTime) -> Shape | None:
     shape, of_chain = best_shape(acceptance, [num_nodes], time), tuple(chain(num_nodes))
     if token_rate(shape, acceptance, time) < LEAST_GAIN * token_rate(of_chain, acceptance, time):
         return None

@@ -61,13 +61,13 @@ def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateRepli
 
 def decode_replies(message: target_pb2.GenerateReplies) -> dict[int, CallReply]:
     """The replies by call number. Raises ValueError when the columns of the message do not fit together."""
-    token_ids = split(message.token_ids[:], message.num_tokens)
-    replies = {call: CallReply(list(own)) for call, own in zip(message.calls, token_ids, strict=True)}
+    columns = split(message.token_ids[:], message.num_tokens)
+    replies = {call: CallReply(list(token_ids)) for call, token_ids in zip(message.calls, columns, strict=True)}
     if message.num_rounds:
         counts = zip(message.num_draft_tokens, message.num_accepted_tokens, strict=True)
-        rounds = split([RoundCounts(*each) for each in counts], message.num_rounds)
-        for reply, own_rounds in zip(replies.values(), rounds, strict=True):
-            reply.rounds = own_rounds
+        columns_of_rounds = split([RoundCounts(*each) for each in counts], message.num_rounds)
+        for reply, rounds in zip(replies.values(), columns_of_rounds, strict=True):
+            reply.rounds = rounds
     for call, reason in zip(message.finished, message.finish_reasons, strict=True):
         _of(call, replies).finish_reason = reason
     for error in message.errors:

@@ -18,7 +18,7 @@ from cluster.speculation.depth import (
     ThresholdController,
 )
 from cluster.speculation.drafts import depths_of as levels_of
-from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape, token_rate
+from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, token_rate
 from cluster.speculation.tree_policy import Template
 
 MAX_DEPTH = 8
@@ -132,7 +132,7 @@ class TestGoodput:
         assert chosen >= 0.98 * best
 
 
-def templates(rates: Acceptance) -> list[Template]:
+def templates(rates: AcceptanceTable) -> list[Template]:
     return [Template.of(rates, MAX_DEPTH, level) for level in range(1, 1 + MAX_DEPTH)]
 
 

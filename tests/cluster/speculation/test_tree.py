@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cluster.speculation.drafts import chain, depths_of
-from cluster.speculation.tree import Acceptance, RoundTime, Shape, best_shape, best_tree, expected_tokens
+from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, best_tree, expected_tokens
 
 DESIGN = np.array([[0.78, 0.12, 0.05, 0.02]])  # about what the bundled pair's draft is worth
 
@@ -18,12 +18,12 @@ def all_trees(num_nodes: int) -> Iterator[Shape]:
     return itertools.product(*(range(-1, node) for node in range(num_nodes)))
 
 
-def random_acceptance(seed: int, num_depths: int = 3, num_ranks: int = 3) -> Acceptance:
+def random_acceptance(seed: int, num_depths: int = 3, num_ranks: int = 3) -> AcceptanceTable:
     rates = np.random.default_rng(seed).dirichlet([1.0] * (num_ranks + 1), size=num_depths)
     return -np.sort(-rates[:, :num_ranks], axis=1)
 
 
-def brute_force(acceptance: Acceptance, num_nodes: int, max_depth: int) -> float:
+def brute_force(acceptance: AcceptanceTable, num_nodes: int, max_depth: int) -> float:
     trees = (tree for tree in all_trees(num_nodes) if max(depths_of(tree), default=0) <= max_depth)
     return max(expected_tokens(tree, acceptance) for tree in trees)
 
