@@ -76,8 +76,8 @@ class PositionRates:
         self._rounds.clear()
         self._num_rounds_to_renew = min(_MAX_ROUNDS_TO_RENEW, 1 + self._num_rounds_ever // 4)
         before, self._rates = _INITIAL_RATE, []
-        for num_tested, num_accepted in zip(tested, accepted, strict=True):
-            before = (num_accepted + _INITIAL_WEIGHT * before) / (num_tested + _INITIAL_WEIGHT)
+        for seen, confirmed in zip(tested, accepted, strict=True):
+            before = (confirmed + _INITIAL_WEIGHT * before) / (seen + _INITIAL_WEIGHT)
             self._rates.append(before)
         self.expected = [0.0, *itertools.accumulate(self._rates)]
 
