@@ -1,8 +1,10 @@
 """What running the rounds costs a target, with simulated engines: `python -m bench.coordination`.
 
-Processor time of a step, by the threads' own clocks: on the engine's thread flush, wait, drafts and commit (the wait
-itself costs none); on the links' thread making and reading the messages. The rest of that thread is transport (asyncio
-and gRPC) and is shown apart. Bytes are protobuf payload of both directions, opens apart, for a committed token.
+Processor time of a step, by the threads' own clocks. Critical is what draft or target stands idle for: on the engine's
+thread from the choices to the advances, and from the last proposal that is waited for to its drafts (the wait itself
+costs none); on the links' thread making and reading the messages. The other part, learning and planning, runs while the
+drafters draft. The rest of the links' thread is transport (asyncio and gRPC) and is shown apart. Bytes are protobuf
+payload of both directions, opens apart, for a committed token.
 
 Between two steps both threads sleep and others' work takes the caches, so that the same lines are measured once more
 back to back ("alone", `bench.rounds`): the difference is waking threads and filling caches.
@@ -25,7 +27,7 @@ from pathlib import Path
 
 from bench.in_process import SIMULATED, SimulatedCluster
 from bench.machine import describe_machine
-from bench.rounds import time_rounds
+from bench.rounds import RoundsTime, time_rounds
 from cluster.config import load_config
 from services.garbage import keep_collections_short
 
@@ -59,15 +61,17 @@ class Cost:
     """Of a step with `num_sequences` sequences, and of a committed token."""
 
     num_sequences: int
-    rounds_ms: float  # on the engine's thread
-    codec_ms: float  # on the links' thread
+    rounds_ms: float  # on the engine's thread, critical
+    codec_ms: float  # on the links' thread, critical
+    other_ms: float  # on the engine's thread, while the drafters draft
     transport_ms: float  # the rest of that thread
     bytes_per_token: float
     mean_drafts: float
-    alone_ms: float  # back to back
+    alone_ms: float  # the critical part on both threads, back to back
+    alone_other_ms: float
 
     @property
-    def coordination_ms(self) -> float:
+    def critical_ms(self) -> float:
         return self.rounds_ms + self.codec_ms
 
     @property
@@ -94,11 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results/coordination.json"))
     arguments = parser.parse_args(argv)
     keep_collections_short()  # as the programs do
+    print("| | between two steps, ms | | | | | back to back, ms | | | | |")
     print(
-        "| sequences | rounds ms | codec ms | both ms (range) | alone ms (range) | bar ms | transport ms "
+        "| sequences | rounds | codec | critical: both (range) | other | transport | critical (range) | bar | other "
         "| bytes/token | k |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     costs: dict[int, list[Cost]] = {}
     for num_sequences in arguments.sequences:
         costs[num_sequences] = measure(num_sequences, arguments.seconds, arguments.repeats)
@@ -127,19 +132,19 @@ def measure(num_sequences: int, seconds: float, repeats: int) -> list[Cost]:
         for _ in range(num_sequences):
             cluster.submit(FOREVER)
         time.sleep(WARM_UP_SECONDS)
-        for alone_ms in alone:
+        for one_alone in alone:
             before = _counters(cluster)
             time.sleep(seconds)
             grown = {name: value - before[name] for name, value in _counters(cluster).items()}
-            costs.append(_cost(num_sequences, grown, alone_ms))
+            costs.append(_cost(num_sequences, grown, one_alone))
     return costs
 
 
 def _counters(cluster: SimulatedCluster) -> Mapping[str, float]:
     counters: defaultdict[str, float] = defaultdict(float)
     for reading in cluster.target.readings():
-        kind = f":{reading.labels['kind']}" if "kind" in reading.labels else ""
-        counters[reading.name + kind] += reading.value
+        kind = reading.labels.get("kind") or reading.labels.get("part")
+        counters[f"{reading.name}:{kind}" if kind else reading.name] += reading.value
     counters["links"] = cluster.links_cpu_seconds()
     answers = list(cluster.answers.values())
     counters["drafts"] = sum(answer.num_draft_tokens for answer in answers)
@@ -147,17 +152,19 @@ def _counters(cluster: SimulatedCluster) -> Mapping[str, float]:
     return counters
 
 
-def _cost(num_sequences: int, grown: Mapping[str, float], alone_ms: float) -> Cost:
+def _cost(num_sequences: int, grown: Mapping[str, float], alone: RoundsTime) -> Cost:
     num_steps = sum(grown[f"outrider_steps:{kind}"] for kind in ("prefill", "verify", "decode"))
     codec = grown["outrider_link_codec_seconds"]
     return Cost(
         num_sequences=num_sequences,
-        rounds_ms=1e3 * grown["outrider_coordination_seconds"] / num_steps,
+        rounds_ms=1e3 * grown["outrider_coordination_seconds:critical"] / num_steps,
         codec_ms=1e3 * codec / num_steps,
+        other_ms=1e3 * grown["outrider_coordination_seconds:other"] / num_steps,
         transport_ms=1e3 * (grown["links"] - codec) / num_steps,
         bytes_per_token=grown["outrider_link_bytes:round"] / grown["outrider_committed_tokens"],
         mean_drafts=grown["drafts"] / grown["rounds"],
-        alone_ms=alone_ms,
+        alone_ms=alone.critical_ms,
+        alone_other_ms=alone.other_ms,
     )
 
 
@@ -165,12 +172,13 @@ def _row(costs: Sequence[Cost]) -> str:
     def median(name: str) -> float:
         return float(statistics.median(getattr(cost, name) for cost in costs))
 
-    both, alone = [cost.coordination_ms for cost in costs], [cost.alone_ms for cost in costs]
+    both, alone = [cost.critical_ms for cost in costs], [cost.alone_ms for cost in costs]
     return (
         f"| {costs[0].num_sequences} | {median('rounds_ms'):.3f} | {median('codec_ms'):.3f} "
-        f"| {statistics.median(both):.3f} ({min(both):.3f}-{max(both):.3f}) "
+        f"| {statistics.median(both):.3f} ({min(both):.3f}-{max(both):.3f}) | {median('other_ms'):.3f} "
+        f"| {median('transport_ms'):.3f} "
         f"| {statistics.median(alone):.3f} ({min(alone):.3f}-{max(alone):.3f}) | {costs[0].bar_ms:.3f} "
-        f"| {median('transport_ms'):.3f} | {median('bytes_per_token'):.1f} | {median('mean_drafts'):.1f} |"
+        f"| {median('alone_other_ms'):.3f} | {median('bytes_per_token'):.1f} | {median('mean_drafts'):.1f} |"
     )
 
 
@@ -190,13 +198,13 @@ def measure_third(num_sequences: int, seconds: float) -> Third:
             rates = sorted((len(cluster.answers[name].token_ids) - before[name]) / passed for name in names)[::-1]
             return rates, sum(answer.num_draft_tokens > 0 for answer in cluster.answers.values())
 
-    own, num_speculated = rates(None)
+    drafted, num_speculated = rates(None)
     plain, _ = rates(0)
     return Third(
         num_sequences,
         num_speculated,
-        statistics.median(own[:num_speculated]),
-        statistics.median(own[num_speculated:]),
+        statistics.median(drafted[:num_speculated]),
+        statistics.median(drafted[num_speculated:]),
         statistics.median(plain),
     )
 

@@ -34,7 +34,7 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import SampleRequest, sample
+from cluster.speculation.sampling import Sampler, SampleRequest
 
 CONTEXT_LEN = 200
 SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 64), (8, 1), (64, 1))  # sequences, tokens of each
@@ -72,6 +72,7 @@ class Engine:
         config = Config().target.model_copy(update=settings)
         self.weights = quantization or dtype
         self.runner = ModelRunner.from_config(config, dtype_on_cpu=torch.bfloat16)
+        self._sampler = Sampler(self.runner.model.device)
         num_blocks = self.runner.blocks.num_blocks_for(CONTEXT_LEN)
         tables = [self.runner.blocks.allocate(num_blocks) for _ in range(max(n for n, _ in SHAPES))]
         self._tables = [table for table in tables if table is not None]
@@ -85,7 +86,9 @@ class Engine:
             [Segment(t[start:], start, b, num_tokens) for t, b in zip(texts, self._tables, strict=False)]
         )
         params = SamplingParams(temperature=1.0)
-        sample(logits, [SampleRequest(params, NoiseKey(i, 1), t, start, num_tokens) for i, t in enumerate(texts)])
+        self._sampler.sample(
+            logits, [SampleRequest(params, NoiseKey(i, 1), t, start, num_tokens) for i, t in enumerate(texts)]
+        )
 
     def verify_tree(self) -> None:
         """As `step(1, 16)`, with the tokens in a tree."""
@@ -94,7 +97,7 @@ class Engine:
         logits = self.runner.run([segment])
         lengths = [start + len(path) for path in segment.paths()]
         params, key = SamplingParams(temperature=1.0), NoiseKey(0, 1)
-        sample(logits, [SampleRequest(params, key, range(length), start) for length in lengths])
+        self._sampler.sample(logits, [SampleRequest(params, key, range(length), start) for length in lengths])
 
     def logits(self, num_rows: int) -> torch.Tensor:
         return self.runner.run([Segment(self._texts[0][-num_rows:], CONTEXT_LEN - num_rows, self._tables[0], num_rows)])
@@ -112,8 +115,8 @@ def measure(engines: Sequence[Engine], shape: tuple[int, int], repeats: int) -> 
                 totals[index].append(time.perf_counter() - started_at)
                 outside[index].append(totals[index][-1] - sum(in_kernels))
     results = []
-    for engine, own, rest in zip(engines, totals, outside, strict=True):
-        low, median, high = statistics.quantiles(own[WARM_UP:], n=4)
+    for engine, total, rest in zip(engines, totals, outside, strict=True):
+        low, median, high = statistics.quantiles(total[WARM_UP:], n=4)
         results.append(
             Measured(
                 weights=engine.weights,

@@ -136,7 +136,7 @@ class SimulatedCluster:
         """Starts a request; its number among all of this process's is its seed. Returns its name."""
         seed = next(_numbers)
         name = f"request {seed}"
-        prompt = [(seed * 31 + place) % self.target.vocab_size for place in range(prompt_len)]
+        prompt = [(seed * 31 + place) % self.target.model.vocab_size for place in range(prompt_len)]
         self.answers[name] = Answer()
         self.target.submit(
             GenerationRequest(

@@ -1,6 +1,6 @@
 """A layer's matrix products on this CPU, by kernel: `python -m bench.linear`.
 
-PyTorch's `F.linear`, oneDNN with packed weights, and the kernel of our own, interleaved; medians in microseconds.
+PyTorch's `F.linear`, oneDNN with packed weights, and this project's kernel, interleaved; medians in microseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from cluster.config import Config
-from cluster.engine.cpu_ops import KernelLinear, has_kernels
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.cpu_linear import KernelLinear
 from cluster.engine.linear import Linear, PackedLinear, PlainLinear
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
@@ -48,8 +49,8 @@ def main() -> None:
             wide = [torch.randn(rows, weight.shape[1]) for weight in weights]
             narrow = [x.to(dtype) for x in wide]
             runs = [
-                partial(_multiply, own, wide if kernel is KernelLinear else narrow)
-                for kernel, own in zip(kernels, linears, strict=True)
+                partial(_multiply, layers, wide if kernel is KernelLinear else narrow)
+                for kernel, layers in zip(kernels, linears, strict=True)
             ]
             times = _interleaved(arguments.repeats, *runs)
             print(f"| {str(dtype)[6:]} | {rows} |", *(f"{time:.0f} |" for time in times), flush=True)
@@ -65,11 +66,11 @@ def _interleaved(repeats: int, *functions: Callable[[], None]) -> list[float]:
     """Median microseconds a layer of each function."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats + 3):
-        for function, own in zip(functions, times, strict=True):
+        for function, microseconds in zip(functions, times, strict=True):
             started_at = time.perf_counter()
             function()
-            own.append((time.perf_counter() - started_at) / NUM_LAYERS * 1e6)
-    return [statistics.median(own[3:]) for own in times]
+            microseconds.append((time.perf_counter() - started_at) / NUM_LAYERS * 1e6)
+    return [statistics.median(microseconds[3:]) for microseconds in times]
 
 
 if __name__ == "__main__":

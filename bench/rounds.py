@@ -6,17 +6,17 @@ What is left of a step's coordination when caches are warm and no thread has to 
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import NamedTuple, cast
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.coordinator import Coordinator, StepTiming
 from cluster.coordination.link import DraftLink, LinkEvent, LinkState
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.engine.limits import StepLimits
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.wire.codec import decode_reply, encode_reply, encode_request
@@ -31,13 +31,17 @@ MAX_NUM_SEQS = 256
 
 
 class _Link:
-    """Keeps the last request."""
+    """Keeps what was sent since the last time."""
 
     def __init__(self) -> None:
-        self.request = SpeculateRequest()
+        self._request = SpeculateRequest()
 
     def send(self, request: SpeculateRequest) -> None:
-        self.request = request
+        self._request.merge(request)
+
+    def take(self) -> SpeculateRequest:
+        request, self._request = self._request, SpeculateRequest()
+        return request
 
 
 class _Pool:
@@ -56,16 +60,14 @@ class RoundsAlone:
         self._rng = random.Random(0)
         self._pool, self._link = _Pool(), _Link()
         config = SpeculationConfig(num_speculative_tokens=num_drafts, max_speculative_tokens=num_drafts)
-        self._coordinator = Coordinator(
-            cast(DraftPool, self._pool), config, VOCAB_SIZE, max_num_seqs=MAX_NUM_SEQS, max_num_rows=4096
-        )
-        for exponent in range(12):
-            self._coordinator.planner.verify_seconds.observe(2**exponent, STEP_SECONDS)
+        limits = StepLimits(max_model_len=2**20, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=4096)
+        self._coordinator = Coordinator(cast(DraftPool, self._pool), config, VOCAB_SIZE, limits)
+        self._coordinator.know_step_times((2**exponent, STEP_SECONDS) for exponent in range(12))
+        self._codec_seconds = 0.0
         self._happens(LinkState.UP)
         self._sequences = [self._new_sequence(number) for number in range(num_sequences)]
-        for sequence in self._sequences:
-            self._coordinator.open(sequence)
-        self.seconds = 0.0  # of the processor, of the step that is running or was the last
+        self._coordinator.begin((), self._sequences)
+        self._answers()
 
     def _new_sequence(self, number: int) -> SpeculativeSequence:
         tokens = [self._token() for _ in range(CONTEXT_LEN)]
@@ -78,55 +80,74 @@ class RoundsAlone:
         answer_seconds = 6 * DRAFT_STEP_SECONDS
         self._pool.events.append(LinkEvent(cast(DraftLink, self._link), event, answer_seconds))
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        started_at = time.thread_time()
-        yield
-        self.seconds += time.thread_time() - started_at
+    @property
+    def critical_seconds(self) -> float:
+        """Of the processor, since the start: the critical part on both threads."""
+        return self._coordinator.stats.critical_seconds + self._codec_seconds
+
+    @property
+    def other_seconds(self) -> float:
+        return self._coordinator.stats.other_seconds
 
     def step(self) -> None:
-        self.seconds, sequences = 0.0, self._sequences
-        with self._timed():
-            self._coordinator.flush(sequences)
-            encode_request(self._link.request).ByteSize()
-        payload = self._answer(self._link.request).SerializeToString()
-        message = draft_pb2.SpeculateReply.FromString(payload)
-        with self._timed():
-            self._happens(decode_reply(message))
-            self._coordinator.wait(sequences)
-            drafts = self._coordinator.drafts(sequences)
+        drafts = self._coordinator.begin(self._sequences)
         rounds = []
-        for sequence, own in zip(sequences, drafts, strict=True):
+        for sequence, offered in drafts.items():
             num_accepted = 0
-            while num_accepted < len(own) and self._rng.random() < ACCEPTANCE:
+            while num_accepted < len(offered) and self._rng.random() < ACCEPTANCE:
                 num_accepted += 1
-            chosen = [*own.token_ids[:num_accepted], self._token()]
+            chosen = [*offered.token_ids[:num_accepted], self._token()]
             cast(list[int], sequence.token_ids).extend(chosen)
-            rounds.append(Round(sequence, own, chosen))
-        num_rows = sum(len(own) + 1 for own in drafts)
-        with self._timed():
-            self._coordinator.commit(rounds)
-            self._coordinator.observe_step(num_rows, STEP_SECONDS)
+            rounds.append(Round(sequence, offered, chosen))
+        num_rows = sum(len(offered) + 1 for offered in drafts.values())
+        self._coordinator.end(rounds, StepTiming(num_rows, STEP_SECONDS))
+        self._answers()
+
+    def _answers(self) -> None:
+        """The drafter's answer to the last request, for the next step to take in."""
+        request = self._link.take()
+        with self._codec_timed():
+            encode_request(request).ByteSize()
+        payload = self._answer(request).SerializeToString()
+        message = draft_pb2.SpeculateReply.FromString(payload)
+        with self._codec_timed():
+            self._happens(decode_reply(message))
+
+    @contextmanager
+    def _codec_timed(self) -> Iterator[None]:
+        started_at = time.thread_time()
+        yield
+        self._codec_seconds += time.thread_time() - started_at
 
     def _answer(self, request: SpeculateRequest) -> draft_pb2.SpeculateReply:
         timing = Timing(5 * DRAFT_STEP_SECONDS, DRAFT_STEP_SECONDS, len(self._sequences))
         entries: list[Open | Advance] = [*request.opens.values(), *request.advances.values()]
-        proposals = {entry.sequence: self._proposal(entry) for entry in entries}
+        proposals = {entry.wire_id: self._proposal(entry) for entry in entries}
         return encode_reply(SpeculateReply(proposals=proposals, timing=timing))
 
     def _proposal(self, entry: Open | Advance) -> Proposal:
         base = len(entry.token_ids) + (entry.base if isinstance(entry, Advance) else 0)
-        return Proposal(entry.sequence, base, [self._token() for _ in range(entry.num_speculative_tokens)])
+        return Proposal(entry.wire_id, base, [self._token() for _ in range(entry.num_speculative_tokens)])
 
 
-def time_rounds(num_sequences: int, num_drafts: int, num_steps: int, repeats: int) -> Sequence[float]:
-    """Mean milliseconds of processor time of a step, for each repeat."""
+class RoundsTime(NamedTuple):
+    """Mean milliseconds of processor time of a step."""
+
+    critical_ms: float
+    other_ms: float
+
+
+def time_rounds(num_sequences: int, num_drafts: int, num_steps: int, repeats: int) -> Sequence[RoundsTime]:
+    """One for each repeat."""
     rounds = RoundsAlone(num_sequences, num_drafts)
-
-    def timed_step() -> float:
-        rounds.step()
-        return rounds.seconds
-
     for _ in range(num_steps // 4):
         rounds.step()
-    return [1e3 * statistics.fmean(timed_step() for _ in range(num_steps)) for _ in range(repeats)]
+
+    def timed() -> RoundsTime:
+        critical, other = rounds.critical_seconds, rounds.other_seconds
+        for _ in range(num_steps):
+            rounds.step()
+        scale = 1e3 / num_steps
+        return RoundsTime(scale * (rounds.critical_seconds - critical), scale * (rounds.other_seconds - other))
+
+    return [timed() for _ in range(repeats)]

@@ -14,16 +14,17 @@ import torch
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.pool import DraftPool
-from cluster.engine import cpu_ops
+from cluster.engine import cpu_kernels
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation import gumbel_max
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import SampleRequest, perturbed_logits, sample
+from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
 from cluster.targets.base import GenerationOutput, GenerationRequest
 from cluster.targets.torch import TorchTarget
 
-KERNELS = ((cpu_ops._kernels, "decode"), (gumbel_max._sampling, "draw"))
+KERNELS = ((cpu_kernels.kernels, "decode"), (gumbel_max._sampling, "draw"))
 SAMPLED_ROWS = (1, 16, 64)
 RUNNING = (1, 64)  # sequences that decode together
 CONTEXT_LEN = 200
@@ -89,13 +90,14 @@ def timed_kernels() -> Iterator[list[float]]:
 
 def measure_sampling(logits: torch.Tensor, repeats: int) -> list[SamplingTime]:
     """`logits` [at least the most rows, vocab_size], as a model gives them."""
+    sampler = Sampler(logits.device)
     results = []
     for num_rows in SAMPLED_ROWS:
         rows, sampled, greedy = logits[:num_rows], _requests(num_rows, 1.0), _requests(num_rows, 0.0)
         ways = [
             partial(_choose_by_definition, rows, sampled),
-            partial(sample, rows, sampled),
-            partial(sample, rows, greedy),
+            partial(sampler.sample, rows, sampled),
+            partial(sampler.sample, rows, greedy),
         ]
         results.append(SamplingTime(num_rows, *_interleaved(ways, repeats)))
     return results
@@ -114,11 +116,11 @@ def _choose_by_definition(logits: torch.Tensor, requests: Sequence[SampleRequest
 def _interleaved(ways: Sequence[Callable[[], object]], repeats: int) -> list[Milliseconds]:
     seconds: list[list[float]] = [[] for _ in ways]
     for _ in range(WARM_UP + repeats):
-        for own, way in zip(seconds, ways, strict=True):
+        for times, way in zip(seconds, ways, strict=True):
             started_at = time.perf_counter()
             way()
-            own.append(time.perf_counter() - started_at)
-    return [Milliseconds.of(own[WARM_UP:]) for own in seconds]
+            times.append(time.perf_counter() - started_at)
+    return [Milliseconds.of(times[WARM_UP:]) for times in seconds]
 
 
 def measure_framework(runner: ModelRunner, repeats: int) -> list[FrameworkTime]:
@@ -132,11 +134,9 @@ def _measure_target(runner: ModelRunner, num_sequences: int, repeats: int) -> Fr
     target = TorchTarget(
         "bench",
         runner,
+        StepLimits(PROMPT_LEN + max_tokens, num_sequences, num_sequences * PROMPT_LEN),
         DraftPool(""),
         SpeculationConfig(num_speculative_tokens=0),
-        max_model_len=PROMPT_LEN + max_tokens,
-        max_num_seqs=num_sequences,
-        max_num_batched_tokens=num_sequences * PROMPT_LEN,
     )
     steps: list[float] = []
     outside: list[float] = []
@@ -162,7 +162,7 @@ def _measure_target(runner: ModelRunner, num_sequences: int, repeats: int) -> Fr
         done.wait()
         target.stop()
     assert target.error is None
-    return FrameworkTime(num_sequences, *(Milliseconds.of(own[1 + WARM_UP :]) for own in (steps, outside)))
+    return FrameworkTime(num_sequences, *(Milliseconds.of(times[1 + WARM_UP :]) for times in (steps, outside)))
 
 
 def print_sampling(results: Sequence[SamplingTime]) -> None:

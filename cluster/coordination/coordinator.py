@@ -2,40 +2,54 @@
 
 The engine's thread calls, once a step:
 
-    coordinator.flush(decoding)           # depths for the next round; at most one message a link
-    coordinator.wait(decoding)            # until their proposals are here, or the draft timeout is over
-    coordinator.drafts(decoding)          # what to verify
-    coordinator.commit(rounds)            # after the step: their token_ids have grown
-    coordinator.observe_step(...)         # what it took
+    drafts = coordinator.begin(decoding, joining)     # what to verify, by sequence, once the proposals are here
+    ...                                               # the step: the sequences' token_ids grow
+    coordinator.end(rounds, timing)                   # tells the drafters at once; the rest is put off
 
-A sequence without drafts decodes plainly. Nothing here can change a token: drafts are only ever compared with the
-target's choices.
+and `close` for a sequence that has ended. A sequence without drafts decodes plainly. Nothing here can change a token:
+drafts are only ever compared with the target's choices.
 
-What runs here once for each sequence and step is kept short, at the price of some loops that do what a method of the
-sequence could say: with 256 sequences a microsecond is a quarter of a millisecond.
+Two stretches are critical, as draft or target stands idle meanwhile: from the choices to the advances that tell them
+(`end`), and from the last proposal that a step waits for to its drafts (the end of `begin`). All else, such as learning
+from the step, plans and counting, is done at the start of the next `begin`, while the drafters draft.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.balancer import LinkBalancer
+from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink, LinkState
 from cluster.coordination.openings import Openings
-from cluster.coordination.planner import DepthPlanner
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
-from cluster.coordination.spread import Spread
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
+from cluster.engine.limits import StepLimits
 from cluster.speculation.drafts import Drafts
-from cluster.speculation.tree import num_levels
-from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
+from cluster.telemetry.metrics import Reading
+from cluster.wire.messages import SpeculateReply
 
-NO_DRAFTS = Drafts()
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """What a step took, from its drafts to its choices."""
+
+    num_rows: int  # that yielded a choice
+    seconds: float
+    is_pure: bool = True  # nothing else was computed beside, such as a chunk of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedStep:
+    rounds: Sequence[Round]
+    timing: StepTiming | None
+    ended_at: float
 
 
 class Coordinator:
@@ -46,115 +60,130 @@ class Coordinator:
         pool: DraftPool,
         config: SpeculationConfig,
         vocab_size: int,
+        limits: StepLimits,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        max_num_seqs: int = 64,
-        max_num_rows: int = 512,
     ) -> None:
         timeout_seconds = config.draft_timeout_ms / 1e3
         self.stats = CoordinatorStats()
-        self.planner = DepthPlanner(config, max_num_rows, clock)
-        self.spread = Spread(max_num_seqs, timeout_seconds)
+        self.planner = DepthPlanner(config, limits.max_num_batched_tokens, clock)
         self._pool = pool
         self._vocab_size = vocab_size
         self._clock = clock
-        self._links = self.spread.uses
-        self._openings = Openings(config, self.planner, self.spread, self.stats, clock)
-        self._waits = Waits(self.planner, self.spread, self.stats, timeout_seconds, clock, self._take_events)
-        self._committed: list[SpeculativeSequence] = []  # since the last flush
+        self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds)
+        self._openings = Openings(config, self.planner, self._balancer, self.stats, clock)
+        self._waits = Waits(self.planner, self._balancer, self.stats, timeout_seconds, clock, self._take_events)
+        self._begun: Sequence[SpeculativeSequence] = ()
+        self._ended: list[_EndedStep] = []  # steps that nothing was learned from yet
 
-    def open(self, sequence: SpeculativeSequence) -> None:
-        """Starts drafting for `sequence`; for one that asked for k = 0 it never does.
+    def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
+        """Steps of so many rows were tried, and took so many seconds."""
+        for num_rows, seconds in times:
+            self.planner.step_seconds.observe(num_rows, seconds)
 
-        A sequence that the engine preempted stays open: what was proposed for it still fits when it runs again, and
-        nobody waits for it meanwhile. There are never more open sequences than may run at once, as the engine
-        admits no other before it. Opening it again changes nothing.
+    def begin(
+        self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence] = ()
+    ) -> dict[SpeculativeSequence, Drafts]:
+        """What the next step verifies after the committed tokens of each of `decoding`, whose next token it chooses.
+
+        `joining` will soon be among these; they are opened on draft workers, and depths are chosen for all. Waits for
+        proposals, at most the draft timeout each. Those of `decoding` that have no entry had better be left out of the
+        step: the others are worth more than the wait for them.
+
+        A sequence that the engine preempts stays open: what was proposed for it still fits when it runs again, and
+        nobody waits for it meanwhile.
         """
-        if sequence.num_speculative_tokens == 0 or sequence.link is not None or sequence in self._openings.waiting:
-            return
-        self._openings.add(sequence)
+        started_at = time.thread_time()
+        self._learn()
+        self._take_events()
+        for sequence in chain(joining, decoding):
+            self._openings.add(sequence)
+        self._openings.rearrange()
+        self._plan(decoding, len(decoding) + len(joining))
+        self._openings.assign()
+        self._send()
+        put_off_until = time.thread_time()
+        self.stats.other_seconds += put_off_until - started_at
+        self._take_events()
+        held_back = frozenset(() if self.planner.probing.is_probing else self._waits.wait(decoding))
+        self._begun = [s for s in decoding if s not in held_back] if held_back else decoding
+        drafts = self._drafts(self._begun)
+        self.stats.critical_seconds += time.thread_time() - put_off_until
+        return drafts
+
+    def end(
+        self,
+        rounds: Sequence[Round],
+        timing: StepTiming | None = None,
+        joining: Sequence[SpeculativeSequence] = (),
+    ) -> None:
+        """The step committed `rounds`, without the sequences that have ended; one message a link says so.
+
+        It also opens those of `joining` that will take part from the next step on, as far as they are known by now.
+        """
+        started_at, now, planner = time.thread_time(), self._clock(), self.planner
+        for ended in rounds:
+            sequence = ended.sequence
+            if sequence.link is not None:
+                num_drafts, shape = planner.wanted(sequence, now)
+                sequence.advance(num_drafts, shape, now)
+        if joining:
+            for sequence in joining:
+                self._openings.add(sequence)
+            self._openings.assign()
+        self._send()
+        self._ended.append(_EndedStep(rounds, timing, now))
+        self.stats.critical_seconds += time.thread_time() - started_at
 
     def close(self, sequence: SpeculativeSequence) -> None:
+        """`sequence` has ended; its drafter is told with the next message."""
         self._openings.remove(sequence)
 
-    def flush(self, decoding: Sequence[SpeculativeSequence] = (), num_joining: int = 0) -> None:
-        """Sends what is waiting, one message a link, and gives sequences without a drafter one.
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        yield from self.stats.readings()
+        yield from self._balancer.readings()
 
-        `decoding` are the sequences whose next token the next step chooses; `num_joining` more will soon be among
-        them, and depths are chosen for all.
-        """
-        started_at = time.thread_time()
-        self._take_events()  # a link that came up since the last step takes the new sequences at once
-        self._openings.rearrange()
-        num_rows = len(decoding) + num_joining
+    def _learn(self) -> None:
+        """From the steps that have ended, and their drafts."""
+        self.stats.depths.update([sequence.depth for sequence in self._begun])
+        self._begun = ()
+        ended, self._ended = self._ended, []
+        for step in ended:
+            is_pure = step.timing is None or step.timing.is_pure
+            self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure)
+            if step.timing is not None and is_pure:
+                self.planner.step_seconds.observe(step.timing.num_rows, step.timing.seconds)
+
+    def _plan(self, decoding: Sequence[SpeculativeSequence], num_rows: int) -> None:
         if self.planner.begin_step(num_rows):
             now = self._clock()
-            planned = [s for s in decoding if s.link is not None or self._openings.may_open(s, now)]
-            self.planner.plan(planned, {link: use.costs for link, use in self._links.items()}, num_rows)
-        if self._committed:
-            self._advance_committed()
-        self._openings.assign()
-        for link, use in self._links.items():
-            if use.request:
-                link.send(use.request)
-                use.request = SpeculateRequest()
-        self.stats.seconds += time.thread_time() - started_at
+            planned = [sequence for sequence in decoding if self._openings.may_be_drafted_for(sequence, now)]
+            self.planner.plan(planned, self._balancer.any_costs, num_rows)
 
-    def wait(self, sequences: Sequence[SpeculativeSequence]) -> Sequence[SpeculativeSequence]:
-        """Waits until the proposals of `sequences` that are awaited are here, at most the draft timeout each.
+    def _send(self) -> None:
+        for link in self._balancer.active.values():
+            link.send()
 
-        Returns those of them that the next step had better leave out: the others are worth more than the wait.
-        """
-        started_at = time.thread_time()
-        self._take_events()
-        held_back = () if self.planner.is_probing else self._waits.wait(sequences)
-        self.stats.seconds += time.thread_time() - started_at
-        return held_back
-
-    def drafts(self, sequences: Sequence[SpeculativeSequence]) -> list[Drafts]:
-        """What to verify after the committed tokens of each: the part of the last proposal that still fits."""
-        started_at = time.thread_time()
-        depths, drafts, is_probing = self.stats.depths, [], self.planner.is_probing
+    def _drafts(self, sequences: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
+        drafts: dict[SpeculativeSequence, Drafts] = {}
         for sequence in sequences:
-            proposal, depth = sequence.proposal, sequence.depth
-            depths[depth] += 1
-            if (
-                proposal is not None
-                and proposal.base == len(sequence.token_ids)
-                and 0 < len(proposal.token_ids) <= depth
-                and not is_probing
-            ):  # nearly always
-                drafts.append(Drafts(proposal.token_ids, proposal.parents))
-            else:
-                own = self._fitting_drafts(sequence)
-                if not own.token_ids:
-                    self.stats.plain_decodes[self._why_plain(sequence)] += 1
-                drafts.append(own)
-        if max(chain.from_iterable([own.token_ids for own in drafts]), default=0) >= self._vocab_size:
-            drafts = [self._valid(own) for own in drafts]
-        self.stats.seconds += time.thread_time() - started_at
+            found = drafts[sequence] = sequence.drafts(self.planner.verified_depth(sequence))
+            if not found.token_ids:
+                self.stats.plain_decodes[self._why_plain(sequence)] += 1
+        if max(chain.from_iterable([found.token_ids for found in drafts.values()]), default=0) >= self._vocab_size:
+            return {sequence: self._valid(found) for sequence, found in drafts.items()}
         return drafts
 
     def _why_plain(self, sequence: SpeculativeSequence) -> str:
         if sequence.num_speculative_tokens == 0:
             return "asked"
-        if self.planner.is_probing:
+        if self.planner.probing.is_probing:
             return "probe"
         if sequence.depth == 0:
             return "does_not_pay"
         if sequence.link is None:
             return "refused" if sequence.num_refusals else "no_draft_worker"
         return "late" if sequence.is_late else "no_fitting_draft"
-
-    def _fitting_drafts(self, sequence: SpeculativeSequence) -> Drafts:
-        depth = self.planner.verified_depth(sequence)
-        if sequence.proposal is None or depth == 0:
-            return NO_DRAFTS
-        drafts = sequence.what_fits(sequence.proposal)
-        if drafts is None:
-            sequence.proposal = None
-            return NO_DRAFTS
-        return drafts.first(depth)
 
     def _valid(self, drafts: Drafts) -> Drafts:
         valid = drafts.below(self._vocab_size)
@@ -163,102 +192,26 @@ class Coordinator:
             self.stats.plain_decodes["no_fitting_draft"] += 1
         return valid
 
-    def commit(self, rounds: Sequence[Round]) -> None:
-        """Takes in what a step committed, of which drafters are told at the next flush."""
-        started_at = time.thread_time()
-        self.planner.observe_rounds(rounds)
-        self._committed += [entry.sequence for entry in rounds]
-        self.stats.seconds += time.thread_time() - started_at
-
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        """A step without prefill, of `num_rows` rows, took `seconds`, waiting apart."""
-        started_at = time.thread_time()
-        self.planner.observe_step(num_rows, seconds)
-        self.stats.seconds += time.thread_time() - started_at
-
-    def _advance_committed(self) -> None:
-        """Asks for the next proposals of the sequences that have committed."""
-        now, has_trees, links = self._clock(), self.planner.trees.may_branch, self._links
-        for sequence in self._committed:
-            if sequence.link is None:
-                continue
-            use, depth, token_ids = links[sequence.link], sequence.depth, sequence.token_ids
-            if depth >= sequence.max_len - len(token_ids):
-                depth = sequence.useful_depth
-            shape = None
-            if sequence.is_shadow:
-                depth = self.planner.asked_depth(sequence, use.costs)
-            elif depth > 0:
-                sequence.num_levels = depth
-                if has_trees:
-                    shape = self.planner.shape(sequence, depth, use.costs)
-                    sequence.num_levels = num_levels(shape, depth)
-                use.num_owed += 1
-                if sequence.num_levels > use.depth_owed:
-                    use.depth_owed = sequence.num_levels
-            if depth == 0:
-                sequence.awaited_since, sequence.is_late = None, False
-                continue
-            name, known = sequence.name, sequence.acknowledged
-            use.request.advances[name] = Advance(name, known, token_ids[known:], depth, shape)
-            if not sequence.is_late:
-                sequence.awaited_since = now
-        self._committed.clear()
-
     def _take_events(self, timeout: float = 0.0) -> None:
         for happened in self._pool.poll(timeout):
             if isinstance(happened.event, SpeculateReply):
                 self._take_reply(happened.link, happened.event, happened.answer_seconds)
             elif happened.event is LinkState.UP:
-                self.spread.add(happened.link)
+                self._balancer.add(happened.link)
             else:
-                use = self.spread.remove(happened.link)
-                for sequence in use.sequences.values() if use is not None else ():
-                    self._openings.unassign(sequence)
+                link = self._balancer.remove(happened.link)
+                for sequence in list(link.sequences.values()) if link is not None else ():
+                    self._openings.detach(sequence)
 
-    def _take_reply(self, link: DraftLink, reply: SpeculateReply, answer_seconds: float) -> None:
-        use = self._links.get(link)
-        if use is None:
+    def _take_reply(self, draft_link: DraftLink, reply: SpeculateReply, answer_seconds: float) -> None:
+        link = self._balancer.active.get(draft_link)
+        if link is None:
             return
-        use.late_since = None
-        use.credit = reply.credit
-        if reply.timing is not None:
-            held, step, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
-            use.costs.observe_reply(answer_seconds, held, step, batch)
-        sequences = use.sequences
-        for name, proposal in reply.proposals.items():
-            sequence = sequences.get(name)
-            if sequence is None:
-                continue  # closed meanwhile
-            base = proposal.base
-            if base == len(sequence.token_ids) and len(proposal.token_ids) <= sequence.window:
-                # Nearly always, and what `_take_proposal` comes to.
-                sequence.proposal, sequence.acknowledged = proposal, base
-                sequence.awaited_since, sequence.is_late, sequence.num_refusals = None, False, 0
-            else:
-                self._take_proposal(sequence, proposal)
+        link.heard(reply, answer_seconds)
+        now, sequences = self._clock(), link.sequences
+        for wire_id, proposal in reply.proposals.items():
+            sequence = sequences.get(wire_id)
+            if sequence is not None:  # None: closed meanwhile
+                sequence.answered(proposal, now, self.stats)
         if reply.lost or reply.refused:
-            self._openings.turn_away(use, reply)
-
-    def _take_proposal(self, sequence: SpeculativeSequence, proposal: Proposal) -> None:
-        base, num_tokens = proposal.base, len(sequence.token_ids)
-        if not sequence.acknowledged <= base <= num_tokens:
-            self.stats.num_stale_proposals += 1
-            return
-        num_excess = len(proposal.token_ids) - sequence.window
-        if num_excess > 0:
-            self.stats.num_excess_token_ids += num_excess
-            drafts = proposal.drafts.first(sequence.window)
-            proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
-        if base == num_tokens or sequence.is_shadow or sequence.what_fits(proposal) is not None:
-            sequence.proposal = proposal
-        else:
-            self.stats.num_stale_proposals += 1
-        sequence.acknowledged = base
-        sequence.num_refusals = 0
-        if base == num_tokens:
-            sequence.awaited_since = None
-        elif sequence.is_late:
-            # The drafter lives but trails behind: what it was told since gets a budget of its own.
-            sequence.awaited_since = self._clock()
-        sequence.is_late = False
+            self._openings.turn_away(link, reply)

@@ -7,12 +7,13 @@ import enum
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
 
 from cluster.errors import ConfigurationError
+from cluster.telemetry.metrics import Reading
 from cluster.wire.codec import decode_reply, encode_request
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 from cluster.wire.outbox import Outbox
@@ -83,6 +84,31 @@ class DraftLink:
         outbox = self._outbox
         if outbox is not None:
             outbox.put(request)
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        if self.round_trip_seconds is not None:
+            yield Reading(
+                "outrider_link_round_trip_seconds",
+                "Shortest of a link's last answers.",
+                self.round_trip_seconds,
+                labels={"draft": self.address},
+            )
+        size = "Protobuf payload of the links, by direction; kind `open` is the opening of sequences."
+        for kind, direction, value in (
+            ("open", "sent", self.traffic.opens),
+            ("round", "sent", self.traffic.sent),
+            ("round", "received", self.traffic.received),
+        ):
+            labels = {"draft": self.address, "kind": kind, "direction": direction}
+            yield Reading("outrider_link_bytes", size, value, is_counter=True, labels=labels)
+        yield Reading(
+            "outrider_link_codec_seconds",
+            "Processor time to make and read the links' messages.",
+            self.traffic.codec_seconds,
+            is_counter=True,
+            labels={"draft": self.address},
+        )
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""

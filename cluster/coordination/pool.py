@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from cluster.coordination.link import DraftLink, LinkEvent
+from cluster.telemetry.metrics import Reading
 
 
 class DraftPool:
@@ -25,12 +26,8 @@ class DraftPool:
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
 
     @property
-    def links(self) -> Sequence[DraftLink]:
-        return tuple(self._links.values())
-
-    @property
     def num_links_up(self) -> int:
-        return sum(link.is_up for link in self._links.values())
+        return sum(link.is_up for link in tuple(self._links.values()))
 
     async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
         """Keeps a link to every endpoint until cancelled."""
@@ -61,3 +58,9 @@ class DraftPool:
         while not self._events.empty():  # only this thread takes from it
             events.append(self._events.get_nowait())
         return events
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", self.num_links_up)
+        for link in tuple(self._links.values()):
+            yield from link.readings()

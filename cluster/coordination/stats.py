@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from cluster.telemetry.metrics import Reading
 
 
 @dataclass(slots=True)
@@ -19,4 +22,33 @@ class CoordinatorStats:
     num_without_credit: int = 0  # times that no draft worker had room for a sequence
     depths: Counter[int] = field(default_factory=Counter)  # of a sequence in a step, by what was wanted
     plain_decodes: Counter[str] = field(default_factory=Counter)  # of a sequence in a step, by reason
-    seconds: float = 0.0  # of the processor, spent on the rounds by the engine's thread
+    wait_seconds: float = 0.0  # that steps waited for proposals
+    # Of the processor, spent on the rounds by the engine's thread: what a step or a drafter waits for, and the rest.
+    critical_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+
+        def counter(name: str, documentation: str, value: float, **labels: str) -> Reading:
+            return Reading(name, documentation, value, is_counter=True, labels=labels)
+
+        yield counter("outrider_proposal_wait_seconds", "Time steps waited for proposals.", self.wait_seconds)
+        spent = "Processor time that the engine's thread spent on rounds: what a step waits for, and the rest."
+        yield counter("outrider_coordination_seconds", spent, self.critical_seconds, part="critical")
+        yield counter("outrider_coordination_seconds", spent, self.other_seconds, part="other")
+        dropped = "Draft tokens or proposals that were dropped, by reason."
+        yield counter("outrider_proposals_dropped", dropped, self.num_stale_proposals, reason="stale")
+        yield counter("outrider_proposals_dropped", dropped, self.num_invalid_token_ids, reason="vocabulary")
+        yield counter("outrider_proposals_dropped", dropped, self.num_excess_token_ids, reason="excess")
+        # `dict` takes a copy in one go, as another thread counts.
+        for depth, count in dict(self.depths).items():
+            yield counter("outrider_chosen_depths", "Sequences in steps, by the k chosen.", count, k=str(depth))
+        for reason, count in dict(self.plain_decodes).items():
+            plain = "Sequences in steps that were decoded plainly, by reason."
+            yield counter("outrider_plain_decodes", plain, count, reason=reason)
+        yield counter("outrider_late_rounds", "Times a step gave up waiting for a proposal.", self.num_late_rounds)
+        ended = "Sequences a draft worker would not or could not draft for, by reason."
+        yield counter("outrider_sequences_refused", ended, self.num_refused, reason="full")
+        yield counter("outrider_sequences_refused", ended, self.num_lost, reason="lost")
+        yield counter("outrider_sequences_refused", ended, self.num_without_credit, reason="no_credit")

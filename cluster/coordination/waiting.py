@@ -1,15 +1,19 @@
-"""How long a step waits for the proposals it is owed, and for whose."""
+"""Whether, how long and for whose proposals a step waits."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from cluster.coordination.link import DraftLink
-from cluster.coordination.planner import DepthPlanner
-from cluster.coordination.sequence import SpeculativeSequence
-from cluster.coordination.spread import Spread
+import numpy as np
+
+from cluster.coordination.balancer import LinkBalancer
+from cluster.coordination.depths import DepthPlanner
+from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
+
+_WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
+_HARMLESS_WAIT = 0.02  # of a step: so much later, sequences that nobody drafts for are as fast as ever
 
 
 class Waits:
@@ -18,33 +22,36 @@ class Waits:
     def __init__(
         self,
         planner: DepthPlanner,
-        spread: Spread,
+        balancer: LinkBalancer,
         stats: CoordinatorStats,
         timeout_seconds: float,
         clock: Callable[[], float],
         take_events: Callable[[float], None],
     ) -> None:
         self._planner = planner
-        self._spread = spread
+        self._balancer = balancer
         self._stats = stats
         self._timeout = timeout_seconds
         self._clock = clock
         self._take_events = take_events
 
-    def wait(self, sequences: Sequence[SpeculativeSequence]) -> Sequence[SpeculativeSequence]:
-        """As `Coordinator.wait`."""
-        awaited = [s for s in sequences if s.awaited_since is not None and not s.is_late and s.depth > 0]
+    def wait(self, decoding: Sequence[SpeculativeSequence]) -> Collection[SpeculativeSequence]:
+        """Waits until the proposals of `decoding` that are awaited are here, at most the draft timeout each.
+
+        Returns those that the next step had better leave out: the others are worth more than the wait.
+        """
+        awaited = [s for s in decoding if s.awaited_since is not None and not s.is_late and s.depth > 0]
         if not awaited:
             self._learn((), 0.0)
             return ()
         now = started_at = self._clock()
-        if len(awaited) < len(sequences):
+        if len(awaited) < len(decoding):
             to_wait = self._seconds_to_wait(awaited, now)
-            if self._planner.should_not_wait(_num_without_drafter(sequences), awaited, to_wait):
+            if self.should_not_wait(_num_without_drafter(decoding), awaited, to_wait):
                 self._learn((), 0.0)
                 return ()
-            ready = [s for s in sequences if not (s.depth > 0 and s.is_awaited)]
-            if self._planner.should_go_on_without(ready, awaited, to_wait):
+            ready = [s for s in decoding if not (s.depth > 0 and s.is_awaited)]
+            if self.should_go_on_without(ready, awaited, to_wait):
                 return awaited
         while awaited:
             deadline = min([s.awaited_since for s in awaited if s.awaited_since is not None]) + self._timeout
@@ -55,7 +62,47 @@ class Waits:
                 now = self._clock()
             awaited = [s for s in awaited if s.awaited_since is not None and not s.is_late]
             self._learn({s.link for s in awaited}, now - started_at)
+        self._stats.wait_seconds += now - started_at
         return ()
+
+    def should_not_wait(self, num_plain: int, awaited: Sequence[SpeculativeSequence], seconds_to_wait: float) -> bool:
+        """Whether the next step should be of all, with the proposals that are here, as most would wait for nothing.
+
+        By tokens a second of all it would nearly always wait: the `num_plain` without a drafter lose a part of
+        their speed, the others would lose more of theirs. But they are the many, and speculation must not slow them
+        down. The proposals that come too late are of use to the step after, as far as they still fit.
+        """
+        if num_plain <= len(awaited) or not self._knows_steps:
+            return False
+        num_rows = num_plain + sum(1 + sequence.depth for sequence in awaited)
+        return seconds_to_wait > _HARMLESS_WAIT * self._planner.step_seconds.seconds(num_rows)
+
+    def should_go_on_without(
+        self,
+        ready: Sequence[SpeculativeSequence],
+        awaited: Sequence[SpeculativeSequence],
+        seconds_to_wait: float,
+    ) -> bool:
+        """Whether the next step should be of `ready` alone, while the proposals of `awaited` are on their way.
+
+        They then come while the target computes, and two cohorts alternate. The other choice is to wait and run all
+        in one step; what decides is the tokens committed a second.
+        """
+        if not ready or not self._knows_steps:
+            return False
+        rows_ready = sum(1 + self._planner.verified_depth(s) for s in ready)
+        rows_awaited = sum(1 + s.depth for s in awaited)
+        alone, both = self._planner.step_seconds.at(np.array([rows_ready, rows_ready + rows_awaited]))
+        if seconds_to_wait < _WORTH_A_SPLIT * alone:
+            return False
+        tokens_ready = sum(s.expected_tokens for s in ready)
+        tokens = tokens_ready + sum(s.expected_tokens for s in awaited)
+        return bool(tokens_ready / alone > tokens / (both + seconds_to_wait))
+
+    @property
+    def _knows_steps(self) -> bool:
+        """Whether waits can be weighed against steps: only where the controller has their times measured."""
+        return self._planner.needs.measurements and self._planner.step_seconds.is_known
 
     def _seconds_to_wait(self, awaited: Sequence[SpeculativeSequence], now: float) -> float:
         """Until the last proposal of `awaited` is here."""
@@ -64,8 +111,7 @@ class Waits:
         for sequence in awaited:
             assert sequence.link is not None
             assert sequence.awaited_since is not None
-            costs = self._spread.uses[sequence.link].costs
-            takes = costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
+            takes = sequence.link.costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
             to_wait = max(to_wait, sequence.awaited_since + takes - now)
         return to_wait
 
@@ -73,18 +119,16 @@ class Waits:
         """No step waits any more for those of `awaited` whose time is over."""
         for sequence in awaited:
             if sequence.awaited_since is not None and now >= sequence.awaited_since + self._timeout:
-                sequence.is_late = True
+                sequence.gave_up()
                 self._stats.num_late_rounds += 1
                 if sequence.link is not None:
-                    use = self._spread.uses[sequence.link]
-                    use.late_since = use.late_since or now
+                    sequence.link.was_late(now)
 
-    def _learn(self, still_awaited: Collection[DraftLink | None], waited: float) -> None:
+    def _learn(self, still_awaited: Collection[ActiveLink | None], waited: float) -> None:
         """The step waited so long for the proposals of all links but those."""
-        for link, use in self._spread.uses.items():
-            if use.num_owed and link not in still_awaited:
-                use.costs.observe_wait(waited, use.depth_owed, use.num_owed)
-                use.num_owed = use.depth_owed = 0
+        for link in self._balancer.active.values():
+            if link not in still_awaited:
+                link.waited(waited)
 
 
 def _num_without_drafter(sequences: Sequence[SpeculativeSequence]) -> int:

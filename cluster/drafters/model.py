@@ -9,8 +9,9 @@ import torch
 
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.batch import Segment
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
-from cluster.speculation.sampling import SampleRequest, best_choices, sample
+from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.telemetry.metrics import Reading
 
 
@@ -30,14 +31,14 @@ class ModelDrafter(Drafter):
     is given up.
     """
 
-    def __init__(self, runner: ModelRunner, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.max_model_len = max_model_len
+    def __init__(self, runner: ModelRunner, limits: StepLimits) -> None:
+        self.max_model_len = limits.max_model_len
         self.vocab_size = runner.model.config.vocab_size
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.num_blocks = runner.blocks.num_blocks
         self._runner = runner
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._sampler = Sampler(runner.model.device)
+        self._limits = limits
         self._caches: dict[DraftSequence, _Cache] = {}
 
     @property
@@ -46,7 +47,7 @@ class ModelDrafter(Drafter):
 
     @property
     def free_tokens(self) -> int:
-        if len(self._caches) >= self._max_num_seqs:
+        if len(self._caches) >= self._limits.max_num_seqs:
             return 0
         return self._runner.blocks.num_available_blocks * self._runner.blocks.block_size
 
@@ -54,7 +55,7 @@ class ModelDrafter(Drafter):
         return self._runner.blocks.readings()
 
     def admit(self, sequence: DraftSequence) -> bool:
-        if len(self._caches) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
+        if len(self._caches) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
         num_tokens = min(len(sequence.token_ids) + sequence.window, self.max_model_len)
         allocated = self._runner.blocks.allocate_for(sequence.token_ids, num_tokens)
@@ -67,7 +68,7 @@ class ModelDrafter(Drafter):
         segments: list[Segment] = []
         extended: list[tuple[DraftSequence, int]] = []  # with the node, for every row of logits
         without_room: list[DraftSequence] = []
-        budget, blocks = self._max_num_batched_tokens, self._runner.blocks
+        budget, blocks = self._limits.max_num_batched_tokens, self._runner.blocks
         for sequence in sequences:
             cache = self._caches[sequence]
             if not blocks.grow(cache.block_table, len(sequence.token_ids)):
@@ -82,7 +83,7 @@ class ModelDrafter(Drafter):
             budget -= len(segment.token_ids)
         if segments:
             logits = self._runner.run(segments)
-            _extend(extended, logits)
+            self._extend(extended, logits)
         return without_room
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
@@ -102,6 +103,22 @@ class ModelDrafter(Drafter):
     def release(self, sequence: DraftSequence) -> None:
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
 
+    def _extend(self, extended: Sequence[tuple[DraftSequence, int]], logits: torch.Tensor) -> None:
+        """Gives every node its children: the best under the target's noise."""
+        if not extended:
+            return
+        requests = [
+            SampleRequest(s.params, s.noise_key, s.tokens_to(node), s.num_prompt_tokens) for s, node in extended
+        ]
+        width = max(sequence.width for sequence, _ in extended)
+        if width == 1:
+            for (sequence, node), choice in zip(extended, self._sampler.sample(logits, requests), strict=True):
+                sequence.extend(node, [choice], [0.0])
+            return
+        best = self._sampler.best_choices(logits, requests, width)
+        for (sequence, node), (token_ids, gaps) in zip(extended, best, strict=True):
+            sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])
+
 
 def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int) -> tuple[Segment, list[int]]:
     """The rows of `sequence` in this step, at most `budget`, and the nodes whose children come of them."""
@@ -119,17 +136,3 @@ def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int) -> tuple[
     if sequence.is_chain:
         return Segment(token_ids, end + nodes[0], cache.block_table, num_logits=1), nodes
     return Segment(token_ids, end, cache.block_table, len(nodes), sequence.parents, nodes), nodes
-
-
-def _extend(extended: Sequence[tuple[DraftSequence, int]], logits: torch.Tensor) -> None:
-    """Gives every node its children: the best under the target's noise."""
-    if not extended:
-        return
-    requests = [SampleRequest(s.params, s.noise_key, s.tokens_to(node), s.num_prompt_tokens) for s, node in extended]
-    width = max(sequence.width for sequence, _ in extended)
-    if width == 1:
-        for (sequence, node), choice in zip(extended, sample(logits, requests), strict=True):
-            sequence.extend(node, [choice], [0.0])
-        return
-    for (sequence, node), (token_ids, gaps) in zip(extended, best_choices(logits, requests, width), strict=True):
-        sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])

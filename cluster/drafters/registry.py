@@ -11,7 +11,8 @@ from cluster.drafters.base import Drafter
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.simulated import SimulatedDrafter
-from cluster.engine.cpu_ops import has_kernels
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.limits import StepLimits
 from cluster.engine.loader import Progress
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import ModelRunner
@@ -46,7 +47,7 @@ def _self_int4(config: Config, progress: Progress | None) -> ModelRunner:
 def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
     draft, runner = config.draft, load_draft_model(config, progress)
     max_model_len = runner.model.config.resolve_max_model_len(draft.max_model_len)
-    return ModelDrafter(runner, max_model_len, draft.max_num_seqs, draft.max_num_batched_tokens)
+    return ModelDrafter(runner, StepLimits.of(draft, max_model_len))
 
 
 def _ngram(config: Config, progress: Progress | None) -> Drafter:
@@ -60,13 +61,9 @@ def _ngram(config: Config, progress: Progress | None) -> Drafter:
 
 def _simulated(config: Config, progress: Progress | None) -> Drafter:
     draft, model = config.draft, ModelConfig.from_folder(resolve_model_folder(config.draft_model))
-    return SimulatedDrafter(
-        config.simulation,
-        vocab_size=config.simulation.vocab_size or model.vocab_size,
-        max_model_len=draft.max_model_len or config.target.max_model_len or model.max_position_embeddings,
-        max_num_seqs=draft.max_num_seqs,
-        max_num_batched_tokens=draft.max_num_batched_tokens,
-    )
+    max_model_len = draft.max_model_len or config.target.max_model_len or model.max_position_embeddings
+    vocab_size = config.simulation.vocab_size or model.vocab_size
+    return SimulatedDrafter(config.simulation, vocab_size, StepLimits.of(draft, max_model_len))
 
 
 _MODELS: dict[DrafterName, Callable[[Config, Progress | None], ModelRunner]] = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.config import SimulationConfig
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.engine.limits import StepLimits
 from cluster.simulation.acceptance import AcceptanceSchedule
 from cluster.simulation.steps import StepCurve, sleep_until
 from cluster.simulation.tokens import token_at, uniform_at
@@ -27,22 +28,19 @@ class SimulatedDrafter(Drafter):
         self,
         simulation: SimulationConfig,
         vocab_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
+        limits: StepLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
+        self.max_model_len = limits.max_model_len
         self.acceptance = AcceptanceSchedule(simulation, clock)
         self.num_steps = 0
         self._curve = StepCurve(simulation.draft_step_ms)
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._limits = limits
         self._uncomputed: dict[DraftSequence, int] = {}  # tokens of the prompt
 
     def admit(self, sequence: DraftSequence) -> bool:
-        if len(self._uncomputed) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
+        if len(self._uncomputed) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
         self.acceptance.start()
         self._uncomputed[sequence] = len(sequence.token_ids)
@@ -50,12 +48,12 @@ class SimulatedDrafter(Drafter):
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         started_at = time.perf_counter()
-        budget = self._max_num_batched_tokens
+        budget = self._limits.max_num_batched_tokens
         for sequence in sequences:
             if budget == 0:
                 break
             budget -= self._extend(sequence, budget)
-        sleep_until(started_at + self._curve.at(self._max_num_batched_tokens - budget))
+        sleep_until(started_at + self._curve.at(self._limits.max_num_batched_tokens - budget))
         self.num_steps += 1
         return []
 

@@ -23,7 +23,7 @@ _NEW = 0.1  # weight of the latest in an average of times
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class Verification:
     """A proposal that a target is verifying."""
 
     sequence: DraftSequence
@@ -126,7 +126,7 @@ class RunAhead:
         """A step that ran ahead took `seconds`."""
         self._step_seconds = average(self._step_seconds, seconds)
 
-    def closed_seconds(self, now: float, rounds: Iterable[Round]) -> float:
+    def closed_seconds(self, now: float, verifications: Iterable[Verification]) -> float:
         """How long no step should begin; 0 when one may.
 
         A step that still runs when a target answers delays what is needed then, unless the answer is what the step
@@ -139,7 +139,7 @@ class RunAhead:
         if self._step_seconds is None:
             return 0.0
         closed = 0.0
-        for verified in rounds:
+        for verified in verifications:
             needed = (1.0 - self._chance(verified.sequence)) * self._step_seconds
             until = verified.sent_at + 2.0 * verified.turnaround
             if verified.sent_at + verified.turnaround - now < needed and now < until:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from cluster.config import window_of
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.drafting.run_ahead import Round, RunAhead, average, runs_ahead
+from cluster.drafting.run_ahead import RunAhead, Verification, average, runs_ahead
 from cluster.speculation.draft_temperature import DraftTemperature, factor_of
 from cluster.speculation.params import SamplingParams
 from cluster.telemetry.metrics import Reading, StepTime
@@ -44,7 +44,7 @@ class _Link:
 class _Entry:
     """A sequence and what is owed for it."""
 
-    name: int  # its number on its link
+    wire_id: int  # its number on its link
     link: int
     sequence: DraftSequence
     granted_window: int  # how far past the committed tokens it may run, whatever k is
@@ -64,7 +64,7 @@ class _Entry:
 
     def proposal(self) -> Proposal:
         drafts = self.sequence.proposal()
-        return Proposal(self.name, self.sequence.num_committed, drafts.token_ids, drafts.parents)
+        return Proposal(self.wire_id, self.sequence.num_committed, drafts.token_ids, drafts.parents)
 
 
 class DraftWorker:
@@ -175,7 +175,7 @@ class DraftWorker:
                 entry.lacks = None
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
-                replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.name)
+                replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.wire_id)
             self._collect_proposals(replies)
             self._send(replies)
 
@@ -218,7 +218,7 @@ class DraftWorker:
         if not nodes:
             self._idle_seconds = None
             return []
-        rounds = [Round(e.sequence, e.sent_at, e.turnaround) for e in entries if e.turnaround is not None]
+        rounds = [Verification(e.sequence, e.sent_at, e.turnaround) for e in entries if e.turnaround is not None]
         self._idle_seconds = self.run_ahead.closed_seconds(time.perf_counter(), rounds)
         if self._idle_seconds > 0.0:
             return []
@@ -237,24 +237,24 @@ class DraftWorker:
             if entry.owes_proposal and entry.has_proposal(limit):
                 entry.owes_proposal = False
                 entry.sent_at = time.perf_counter()
-                replies.setdefault(entry.link, SpeculateReply()).proposals[entry.name] = entry.proposal()
+                replies.setdefault(entry.link, SpeculateReply()).proposals[entry.wire_id] = entry.proposal()
 
     def _apply(self, link: int, request: SpeculateRequest, reply: SpeculateReply) -> None:
         # What was closed makes room for what is opened.
-        for name in request.closes:
-            entry = self._entries.get((link, name))
+        for wire_id in request.closes:
+            entry = self._entries.get((link, wire_id))
             if entry is not None:
                 self._release(entry)
         for opening in request.opens.values():
-            if opening.sequence not in request.closes and not self._open(link, opening):
-                reply.refused.add(opening.sequence)
+            if opening.wire_id not in request.closes and not self._open(link, opening):
+                reply.refused.add(opening.wire_id)
         for advance in request.advances.values():
-            if advance.sequence not in reply.refused and not self._advance(link, advance):
-                reply.lost.add(advance.sequence)
+            if advance.wire_id not in reply.refused and not self._advance(link, advance):
+                reply.lost.add(advance.wire_id)
 
     def _open(self, link: int, opening: Open) -> bool:
         """False when there is no room, no token, or one the draft lacks. Opening again replaces what was there."""
-        known = self._entries.get((link, opening.sequence))
+        known = self._entries.get((link, opening.wire_id))
         if known is not None:
             self._release(known)
         biased = (token for token, _ in opening.params.logit_bias)
@@ -268,16 +268,16 @@ class DraftWorker:
             num_speculative_tokens=opening.num_speculative_tokens,
             window=opening.window,
         )
-        entry = _Entry(opening.sequence, link, sequence, opening.window, opening.params)
+        entry = _Entry(opening.wire_id, link, sequence, opening.window, opening.params)
         self._want(entry, opening)
         if not self._drafter.admit(sequence):
             return False
-        self._entries[link, opening.sequence] = entry
+        self._entries[link, opening.wire_id] = entry
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
         """False when the sequence, the tokens before the advance's base or one of its tokens are not known here."""
-        entry = self._entries.get((link, advance.sequence))
+        entry = self._entries.get((link, advance.wire_id))
         if entry is None:
             return False
         sequence = entry.sequence
@@ -336,7 +336,7 @@ class DraftWorker:
         return max(token_ids, default=0) < self._drafter.vocab_size
 
     def _release(self, entry: _Entry) -> None:
-        del self._entries[entry.link, entry.name]
+        del self._entries[entry.link, entry.wire_id]
         self._drafter.release(entry.sequence)
 
     def _release_link(self, link: int) -> None:

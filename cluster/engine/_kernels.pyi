@@ -12,7 +12,7 @@ def decode(
     positions: int,
     slots: int,
     row_starts: int,
-    context_lens: int,
+    prefix_lens: int,
     block_tables: int,
     paths: int,
     num_rows: int,

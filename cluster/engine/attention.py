@@ -1,53 +1,90 @@
-"""Attention of a packed step over the paged KV cache, in plain PyTorch."""
+"""How the queries of a packed step attend over the paged KV cache: what a plan is, and the plan for any step."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from cluster.engine.batch import Batch
-from cluster.engine.kv_cache import KVCache
 
 
-def paged_attention(query: torch.Tensor, kv_cache: KVCache, layer: int, batch: Batch, span: int) -> torch.Tensor:
-    """Causal attention of every segment over its own context; a row sees the last `span` positions up to its own.
+class AttentionPlan(Protocol):
+    """How the rows of one step attend. It is made once for the step and used in every layer."""
 
-    `query` [num_tokens, num_heads, head_dim]; this step's keys and values are already in the cache. Returns the
-    shape of `query`.
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
+        """Causal attention of every segment over its context; a row sees the last `span` positions up to itself.
+
+        `query` [num_tokens, num_heads, head_dim]; `keys` and `values` are a layer's cache
+        [num_slots, num_kv_heads, head_dim], with those of this step in it. Returns the shape of `query`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a segment reads of the cache."""
+
+    rows: slice
+    slots: torch.Tensor  # [num_seen]
+    mask: torch.Tensor | None  # bool [num_rows, num_seen]; None: every row sees all
+
+
+class GatheredAttention:
+    """One call for every segment, over keys and values gathered from its blocks.
+
+    The lengths of segments are read back to the host.
     """
-    keys, values = kv_cache.keys[layer], kv_cache.values[layer]
-    output = torch.empty_like(query)
-    starts, context_lens, bases = batch.row_starts.tolist(), batch.context_lens.tolist(), batch.prefix_lens.tolist()
-    offsets = torch.arange(kv_cache.block_size, device=query.device)
-    for index, context_len in enumerate(context_lens):
-        rows = slice(starts[index], starts[index + 1])
-        num_rows = starts[index + 1] - starts[index]
-        base = bases[index]
-        first_seen = max(0, base + 1 - span)  # by any row
-        slots = (batch.block_tables[index][:, None] * kv_cache.block_size + offsets).flatten()[first_seen:context_len]
-        paths = None if batch.paths is None else batch.paths[rows]
-        mask = None
-        if context_len > base + 1:
-            mask = _mask(num_rows, base, context_len, span, paths, query.device)[:, first_seen:]
-        output[rows] = _attend(query[rows], keys.index_select(0, slots), values.index_select(0, slots), mask)
-    return output
+
+    def __init__(self, batch: Batch, block_size: int) -> None:
+        self._batch = batch
+        self._block_size = block_size
+        self._views: dict[int, list[_View]] = {}  # by span: layers of one span share them
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
+        views = self._views.get(span)
+        if views is None:
+            views = self._views[span] = self._views_of(span)
+        output = torch.empty_like(query)
+        for view in views:
+            output[view.rows] = _attend(
+                query[view.rows], keys.index_select(0, view.slots), values.index_select(0, view.slots), view.mask
+            )
+        return output
+
+    def _views_of(self, span: int) -> list[_View]:
+        batch, block_size, device = self._batch, self._block_size, self._batch.token_ids.device
+        starts, prefix_lens = batch.row_starts.tolist(), batch.prefix_lens.tolist()
+        offsets = torch.arange(block_size, device=device)
+        views = []
+        for index, context_len in enumerate(batch.context_lens.tolist()):
+            rows, prefix_len = slice(starts[index], starts[index + 1]), prefix_lens[index]
+            first_seen = max(0, prefix_len + 1 - span)  # by any row
+            slots = (batch.block_tables[index][:, None] * block_size + offsets).flatten()[first_seen:context_len]
+            mask = None
+            if context_len > prefix_len + 1:
+                paths = None if batch.paths is None else batch.paths[rows]
+                mask = _mask(rows.stop - rows.start, prefix_len, context_len, span, paths, device)[:, first_seen:]
+            views.append(_View(rows, slots, mask))
+        return views
 
 
 def _mask(
-    num_rows: int, base: int, context_len: int, span: int, paths: torch.Tensor | None, device: torch.device
+    num_rows: int, prefix_len: int, context_len: int, span: int, paths: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """What each of a segment's rows sees of its context: the last `span` positions up to its own, or, in a tree, of
-    the path to it. The path's nodes have the places from `base` on."""
+    """What each of a segment's rows sees of its context: the last `span` positions up to itself, or, in a tree, of
+    the path to it. The path's nodes have the places from `prefix_len` on."""
     if paths is None or paths[0, 0] < 0:
-        mask = torch.ones(num_rows, context_len, dtype=torch.bool, device=device).tril_(base)
-        return mask.triu_(base - span + 1)
-    own_depths = (paths >= 0).sum(dim=1, keepdim=True) - 1
+        mask = torch.ones(num_rows, context_len, dtype=torch.bool, device=device).tril_(prefix_len)
+        return mask.triu_(prefix_len - span + 1)
+    row_depths = (paths >= 0).sum(dim=1, keepdim=True) - 1
     depths = torch.arange(paths.shape[1], device=device)
-    is_seen = (paths >= 0) & (depths > own_depths - span)
+    is_seen = (paths >= 0) & (depths > row_depths - span)
     # One column more takes what is not seen.
     mask = torch.zeros(num_rows, context_len + 1, dtype=torch.bool, device=device)
-    mask[:, :base] = torch.arange(base, device=device) > base + own_depths - span
-    mask.scatter_(1, torch.where(is_seen, base + paths, context_len), True)
+    mask[:, :prefix_len] = torch.arange(prefix_len, device=device) > prefix_len + row_depths - span
+    mask.scatter_(1, torch.where(is_seen, prefix_len + paths, context_len), True)
     return mask[:, :context_len]
 
 

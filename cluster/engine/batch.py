@@ -20,10 +20,10 @@ class Segment:
     the cache. Logits are wanted of the last `num_logits` rows.
 
     With `parents` what follows the computed tokens is a tree. Each of its nodes has the index of its parent, which
-    comes before it, or -1; siblings have one position, and a node attends to its ancestors only. Every node has a
-    slot of its own, in the order of the nodes, until `ModelRunner.keep` closes the gaps. The step computes all nodes,
-    or, where the tree grows, those of `nodes`, whose tokens `token_ids` then are; their ancestors come before them or
-    are in the cache.
+    comes before it, or -1; siblings have one position, and a node attends to its ancestors only. No two
+    nodes share a slot: slots are in the order of the nodes, until `ModelRunner.keep` closes the gaps. The step computes
+    all nodes, or, where the tree grows, those of `nodes`, whose tokens `token_ids` then are; their ancestors come
+    before them or are in the cache.
     """
 
     token_ids: Sequence[int]
@@ -61,8 +61,8 @@ class Batch:
     logit_rows: torch.Tensor  # [num_logit_rows]
     row_starts: torch.Tensor  # [num_segments + 1]: a segment's rows lie between its start and the next
     context_lens: torch.Tensor  # [num_segments]
-    prefix_lens: torch.Tensor  # [num_segments]: tokens before the segment's own; in a tree, before its first node
-    block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's own
+    prefix_lens: torch.Tensor  # [num_segments]: tokens before those of the segment; in a tree, before its first node
+    block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's table
     paths: torch.Tensor | None  # [num_tokens, longest path]: nodes, then -1; all -1 in chains; None: no trees
     max_rows: int  # of a segment
 
@@ -88,9 +88,9 @@ def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> 
             positions.extend(places)
             paths.extend([] for _ in places)
         else:
-            own_paths = segment.paths()
-            positions.extend(segment.num_computed_tokens + len(path) - 1 for path in own_paths)
-            paths.extend(own_paths)
+            tree_paths = segment.paths()
+            positions.extend(segment.num_computed_tokens + len(path) - 1 for path in tree_paths)
+            paths.extend(tree_paths)
         end = len(token_ids)
         logit_rows.extend(range(end - segment.num_logits, end))
         row_starts.append(end)

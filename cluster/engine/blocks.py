@@ -7,7 +7,7 @@ A block is in one of three states:
     free    in no table, and nothing in it is of use
 
 A full block of committed tokens is known by a hash of them and of all tokens before them: SHA-256 over the hash of
-the block before it and its own token IDs. Speculative tokens are never hashed. A shared block is never written, as a
+the block before it and the token IDs in it. Speculative tokens are never hashed. A shared block is never written, as a
 sequence writes only where its KV is not computed yet.
 
 When blocks are needed and none is free, the cached one that was given back first is taken. A table is given back from
@@ -37,17 +37,13 @@ class BlockManager:
         self.num_queried_tokens = 0  # of the sequences that `allocate_for` made room for
         self.num_hit_tokens = 0  # those of them whose KV was there
         self._enable_prefix_caching = enable_prefix_caching
-        # Taken from the end, so that low block numbers go first and a lone sequence gets neighbours.
+        # Taken from the end, so that low block numbers go first and a lone sequence gets neighbouring blocks.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the one given back first comes first
         self._num_owners = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         # Two sequences may have computed the same tokens beside each other: only one of those blocks is found.
         self._block_of: dict[bytes, int] = {}
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self._free)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -76,8 +72,8 @@ class BlockManager:
     ) -> tuple[list[int], int] | None:
         """A block table for `num_tokens` tokens that begin with `token_ids`, and how many of these are computed.
 
-        It begins with the longest cached prefix. The last of `token_ids` is never part of that: somebody wants the
-        logits after it. None, changing nothing, unless `reserve` blocks stay available.
+        It begins with the longest cached prefix. The last of `token_ids` is never part of that: its logits
+        are wanted. None, changing nothing, unless `reserve` blocks stay available.
         """
         if self.num_available_blocks <= reserve:  # the last token takes a block, so the prefix does not matter
             return None

@@ -1,8 +1,8 @@
 """Steps of a few shapes, recorded once and replayed: a step of a small batch is otherwise spent launching kernels.
 
 A step is padded to the next shape of a ladder (rows, segments, context) and copied into that shape's tensors. Rows that
-pad it write to a block of their own, which no sequence has; their logits are not read. The first replay of every shape
-is compared with the same step computed directly: a graph that does not agree is given up, and said to be.
+pad it write to the spare block, which no sequence has; their logits are not read. The first replay of every shape is
+compared with the same step computed directly: a graph that does not agree is not used, and an error is logged.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class GraphRunner:
         self._compute = compute
         self._spare_block = spare_block
         self._block_size = block_size
-        self._recorded: dict[StepShape, _Recorded | None] = {}  # None: given up
-        self._pool: Any = None  # of memory, which all graphs share
+        self._recorded: dict[StepShape, _Recorded | None] = {}  # None: not used
+        self._pool: Any = None  # of memory, shared by all graphs
 
     def run(self, batch: Batch) -> torch.Tensor | None:
         """Logits of the step [num_logit_rows, vocab_size]; None when it must be computed directly."""

@@ -20,7 +20,7 @@ _CUTS = ([1] * _NUM_TOKENS, [16, 8, 9, 2, 7, 3], [40, 5])
 
 
 def check_invariance(runner: ModelRunner) -> None:
-    """Tries it on the loaded model. Raises ConfigurationError when its operators do not promise it, or break it."""
+    """Tries it on the loaded model. Raises ConfigurationError when its form does not promise it, or breaks it."""
     if not runner.model.is_invariant:
         raise ConfigurationError(
             "numerics 'invariant' needs the CPU kernels (AVX-512, built at installation); here PyTorch's operators "
@@ -28,26 +28,26 @@ def check_invariance(runner: ModelRunner) -> None:
         )
     token_ids = [1 + i * 7919 % (runner.model.config.vocab_size - 1) for i in range(_NUM_TOKENS)]
     num_blocks = runner.blocks.num_blocks_for(_NUM_TOKENS)
-    own, other = runner.blocks.allocate(num_blocks), runner.blocks.allocate(num_blocks)
-    if own is None or other is None:
+    table, other_table = runner.blocks.allocate(num_blocks), runner.blocks.allocate(num_blocks)
+    if table is None or other_table is None:
         raise ConfigurationError(f"kv_cache_bytes is too small to try numerics 'invariant': {2 * num_blocks} blocks")
     try:
-        whole = runner.run([Segment(token_ids, 0, own, _NUM_TOKENS)])
+        whole = runner.run([Segment(token_ids, 0, table, _NUM_TOKENS)])
         for cut in _CUTS:
-            if not torch.equal(_in_pieces(runner, token_ids, cut, own, other), whole):
+            if not torch.equal(_in_pieces(runner, token_ids, cut, table, other_table), whole):
                 raise ConfigurationError("numerics 'invariant' does not hold on this machine: use numerics 'fast'")
     finally:
-        runner.blocks.free(own)
-        runner.blocks.free(other)
+        runner.blocks.free(table)
+        runner.blocks.free(other_table)
 
 
 def _in_pieces(
-    runner: ModelRunner, token_ids: Sequence[int], cut: Sequence[int], own: Sequence[int], other: Sequence[int]
+    runner: ModelRunner, token_ids: Sequence[int], cut: Sequence[int], table: Sequence[int], other_table: Sequence[int]
 ) -> torch.Tensor:
     """Logits of `token_ids`, computed in pieces of the lengths `cut`, each beside a piece of another sequence."""
     logits, start = [], 0
     for length in cut:
-        company = Segment(token_ids[: 1 + start % 4], 0, other, num_logits=1)
-        logits.append(runner.run([company, Segment(token_ids[start : start + length], start, own, length)])[1:])
+        company = Segment(token_ids[: 1 + start % 4], 0, other_table, num_logits=1)
+        logits.append(runner.run([company, Segment(token_ids[start : start + length], start, table, length)])[1:])
         start += length
     return torch.cat(logits)

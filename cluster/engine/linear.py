@@ -23,7 +23,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """PyTorch's own."""
+    """`F.linear`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.num_bytes = weight.nbytes
@@ -52,10 +52,23 @@ class PackedLinear:
 class QuantizedLinear:
     """Integers in memory, widened at every call: it saves memory, not time."""
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         self.num_bytes = weight.values.nbytes + weight.scales.nbytes
         self._weight, self._bias = weight, bias
-        self._dtype = dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight.dequantize().to(self._dtype), self._bias)
+        return F.linear(x, self._weight.dequantize().to(x.dtype), self._bias)
+
+
+class TorchWeightFormat:
+    """Weights for PyTorch's operators (a `WeightFormat`)."""
+
+    def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
+        if isinstance(weight, QuantizedWeight):
+            return QuantizedLinear(weight, bias)
+        if weight.device.type == "cpu" and torch._C._has_mkldnn:
+            return PackedLinear(weight, bias)
+        return PlainLinear(weight, bias)
+
+    def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight

@@ -1,30 +1,42 @@
-"""Loads a Hugging Face folder into the engine's model."""
+"""Loads a Hugging Face folder: its weights, prepared for the form of the model that will compute with them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from cluster.config import LayerChoice
-from cluster.engine.cpu_ops import CpuOps
-from cluster.engine.fixed_shape_ops import FixedShapeOps
+from cluster.engine.checkpoint import TensorReader
+from cluster.engine.cpu_model import CpuModel
+from cluster.engine.fixed_shape_model import FixedShapeModel
+from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear
-from cluster.engine.model import Decoder
+from cluster.engine.model import Model, TorchModel
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import Ops, TorchOps
 from cluster.engine.quantization import Quantization, quantize
-from cluster.engine.weights import LayerWeights, ModelWeights
+from cluster.engine.weights import LayerWeights, ModelWeights, WeightFormat
 from cluster.errors import ConfigurationError
 
 Progress = Callable[[int, int], None]
 """Told (parts read, parts in all) while a model loads; embedding, head and every layer are a part."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that has its weights, and no KV cache yet: how large that may be depends on what the weights leave."""
+
+    config: ModelConfig
+    weights: ModelWeights  # in the format of `form`
+    form: type[Model]
+
+    def bind(self, kv_cache: KVCache) -> Model:
+        """The model that computes in `kv_cache`."""
+        return self.form(self.config, self.weights, kv_cache)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -50,28 +62,27 @@ def load_model(
     *,
     layers: LayerChoice | None = None,
     quantization: Quantization | None = None,
-    ops: Ops | None = None,
-) -> Decoder:
+    form: type[Model] | None = None,
+) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
 
-    `layers` leaves the other layers out; `ops` are the operators to run it with, the fastest on its device unless
-    given.
+    `layers` leaves the other layers out; `form` is the fastest on its device unless given.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
-    ops = ops or make_ops(config.with_layers(chosen), dtype, device)
-    reader = _TensorReader(folder, dtype, device)
-    weights = _read_weights(config, ops, reader, chosen, quantization, progress or (lambda done, total: None))
-    return Decoder(config.with_layers(chosen), weights, ops, dtype, device)
+    form = form or fastest_form(config, dtype, device)
+    reader = _WeightReader(config, TensorReader(folder, dtype, device), form.weight_format, quantization)
+    weights = reader.read(chosen, progress or (lambda done, total: None))
+    return LoadedModel(config.with_layers(chosen), weights, form)
 
 
-def make_ops(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Ops:
-    """The fastest operators for the model on its device."""
-    if device.type == "cpu" and CpuOps.supports(config, dtype):
-        return CpuOps(config, dtype)
+def fastest_form(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> type[Model]:
+    """The form in which a model computes fastest on its device."""
+    if device.type == "cpu" and CpuModel.supports(config, dtype):
+        return CpuModel
     if device.type == "cuda":
-        return FixedShapeOps(config, dtype, device)
-    return TorchOps(config, dtype, device)
+        return FixedShapeModel
+    return TorchModel
 
 
 def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:
@@ -86,123 +97,81 @@ def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:
     return choice
 
 
-def _read_weights(
-    config: ModelConfig,
-    ops: Ops,
-    tensors: _TensorReader,
-    layers: Sequence[int],
-    quantization: Quantization | None,
-    progress: Progress,
-) -> ModelWeights:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+class _WeightReader:
+    """Weights by the names that the supported families give them, each prepared as soon as it is read."""
 
-    def linear(*parts: tuple[str, int], in_features: int, has_bias: bool = False) -> Linear:
-        """One product for several projections of the same input, fused by stacking their rows."""
-        weight = tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
-        bias = tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
-        return ops.make_linear(weight if quantization is None else quantize(weight, quantization), bias)
+    def __init__(
+        self, config: ModelConfig, tensors: TensorReader, weight_format: WeightFormat, quantization: Quantization | None
+    ) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._format = weight_format
+        self._quantization = quantization
 
-    def norm(name: str) -> torch.Tensor:
-        return ops.make_norm_weight(tensors.read([(f"{name}.weight", hidden)]))
-
-    def qk_norm(attention: str) -> torch.Tensor | None:
-        if not config.has_qk_norm:
-            return None
-        query, key = (tensors.read([(f"{attention}.{name}.weight", config.head_dim)]) for name in ("q_norm", "k_norm"))
-        return ops.make_norm_weight(
-            torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+    def read(self, layers: Sequence[int], progress: Progress) -> ModelWeights:
+        """The whole model, with the layers that have the indices `layers`."""
+        config = self._config
+        num_parts = 1 + len(layers) + 1
+        embedding = self._tensors.read([("model.embed_tokens.weight", config.vocab_size)], config.hidden_size)
+        progress(1, num_parts)
+        read_layers = []
+        for index in layers:
+            read_layers.append(self._layer(index))
+            progress(1 + len(read_layers), num_parts)
+        # The head is never quantized.
+        head = self._format.make_linear(
+            embedding
+            if config.tie_word_embeddings
+            else self._tensors.read([("lm_head.weight", config.vocab_size)], config.hidden_size)
         )
+        progress(num_parts, num_parts)
+        return ModelWeights(embedding, tuple(read_layers), self._norm("model.norm"), head)
 
-    def layer(index: int) -> LayerWeights:
-        attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+    def _layer(self, index: int) -> LayerWeights:
+        config, hidden, intermediate = self._config, self._config.hidden_size, self._config.intermediate_size
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         return LayerWeights(
-            input_norm=norm(f"model.layers.{index}.input_layernorm"),
-            qkv=linear(
+            input_norm=self._norm(f"{layer}.input_layernorm"),
+            qkv=self._linear(
                 (f"{attention}.q_proj", config.q_size),
                 (f"{attention}.k_proj", config.kv_size),
                 (f"{attention}.v_proj", config.kv_size),
                 in_features=hidden,
                 has_bias=config.has_qkv_bias,
             ),
-            qk_norm=qk_norm(attention),
-            output=linear((f"{attention}.o_proj", hidden), in_features=config.q_size, has_bias=config.has_output_bias),
-            post_attention_norm=norm(f"model.layers.{index}.post_attention_layernorm"),
-            gate_up=linear(
+            qk_norm=self._qk_norm(attention),
+            output=self._linear(
+                (f"{attention}.o_proj", hidden), in_features=config.q_size, has_bias=config.has_output_bias
+            ),
+            post_attention_norm=self._norm(f"{layer}.post_attention_layernorm"),
+            gate_up=self._linear(
                 (f"{mlp}.gate_proj", intermediate),
                 (f"{mlp}.up_proj", intermediate),
                 in_features=hidden,
                 has_bias=config.has_mlp_bias,
             ),
-            down=linear((f"{mlp}.down_proj", hidden), in_features=intermediate, has_bias=config.has_mlp_bias),
+            down=self._linear((f"{mlp}.down_proj", hidden), in_features=intermediate, has_bias=config.has_mlp_bias),
         )
 
-    embedding = tensors.read([("model.embed_tokens.weight", config.vocab_size)], hidden)
-    num_parts = 1 + len(layers) + 1
-    progress(1, num_parts)
-    read_layers = []
-    for index in layers:
-        read_layers.append(layer(index))
-        progress(1 + len(read_layers), num_parts)
-    head = (
-        ops.make_linear(embedding)
-        if config.tie_word_embeddings
-        else ops.make_linear(tensors.read([("lm_head.weight", config.vocab_size)], hidden))
-    )
-    progress(num_parts, num_parts)
-    return ModelWeights(embedding, tuple(read_layers), norm("model.norm"), head)
+    def _linear(self, *parts: tuple[str, int], in_features: int, has_bias: bool) -> Linear:
+        """One product for several projections of the same input, fused by stacking their rows."""
+        weight = self._tensors.read([(f"{name}.weight", out) for name, out in parts], in_features)
+        bias = self._tensors.read([(f"{name}.bias", out) for name, out in parts]) if has_bias else None
+        return self._format.make_linear(
+            weight if self._quantization is None else quantize(weight, self._quantization), bias
+        )
 
+    def _norm(self, name: str) -> torch.Tensor:
+        return self._format.make_norm_weight(self._tensors.read([(f"{name}.weight", self._config.hidden_size)]))
 
-class _TensorReader:
-    """Reads tensors by name from the memory-mapped shards of a folder."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._folder, self._dtype, self._device = folder, dtype, device
-        self._shards: dict[str, Any] = {}
-        self._file_of = _weight_map(folder)
-
-    def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
-        """The tensors `parts` (name, rows), [rows, *inner] each, one below the other.
-
-        They are copied out of the map once, converted on the way: what is returned does not hold on to the files.
-        """
-        sizes = [rows for _, rows in parts]
-        stacked = torch.empty(sum(sizes), *inner, dtype=self._dtype, device=self._device)
-        for (name, rows), place in zip(parts, torch.split(stacked, sizes), strict=True):
-            place.copy_(self._mapped(name, rows, *inner))
-        return stacked
-
-    def _mapped(self, name: str, *shape: int) -> torch.Tensor:
-        file = self._file_of.get(name)
-        if file is None:
-            raise ConfigurationError(f"{self._folder} has no weight named {name!r}")
-        if file not in self._shards:
-            self._shards[file] = _open_shard(self._folder / file)
-        tensor: torch.Tensor = self._shards[file].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ConfigurationError(
-                f"{self._folder}: {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
-            )
-        return tensor
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Which file holds each tensor."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"cannot read {index}: {error}") from error
-        return weight_map
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise ConfigurationError(f"{folder} has no model.safetensors (nor an index of shards)")
-    with _open_shard(single) as shard:
-        return dict.fromkeys(shard.keys(), single.name)
-
-
-def _open_shard(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ConfigurationError(f"cannot read {file}: {error}") from error
+    def _qk_norm(self, attention: str) -> torch.Tensor | None:
+        config = self._config
+        if not config.has_qk_norm:
+            return None
+        query, key = (
+            self._tensors.read([(f"{attention}.{name}.weight", config.head_dim)]) for name in ("q_norm", "k_norm")
+        )
+        return self._format.make_norm_weight(
+            torch.cat([query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)])
+        )

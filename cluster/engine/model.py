@@ -1,38 +1,99 @@
-"""A lean decoder of the Llama kind (Touvron et al., arXiv 2302.13971) over a paged KV cache.
+"""A decoder of the Llama kind (Touvron et al., arXiv 2302.13971) over a paged KV cache, and its form in PyTorch.
 
-One forward pass takes a packed batch: no padding, no attention mask over sequences. Shapes are
-[num_tokens, ...] throughout.
+A forward pass takes a packed batch: no padding, no attention mask over sequences. Shapes are [num_tokens, ...]
+throughout. The other forms are `fixed_shape_model.py`, which computes this one in fixed shapes, and `cpu_model.py`,
+which computes the same in one call of kernels.
 """
 
 from __future__ import annotations
 
-import torch
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
+import torch
+import torch.nn.functional as F
+
+from cluster.engine.attention import AttentionPlan, GatheredAttention
 from cluster.engine.batch import Batch
 from cluster.engine.kv_cache import KVCache
+from cluster.engine.linear import TorchWeightFormat
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import Ops
-from cluster.engine.weights import ModelWeights
+from cluster.engine.rope import rotary_table
+from cluster.engine.weights import ModelWeights, WeightFormat
 
 
-class Decoder:
-    """The model. Holds weights only; the state of sequences is in the KV cache it is given."""
+class Model(ABC):
+    """A decoder in one of its forms, bound to weights in the format of that form and to a KV cache of their dtype."""
 
-    def __init__(
-        self, config: ModelConfig, weights: ModelWeights, ops: Ops, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    weight_format: ClassVar[WeightFormat]
+    is_invariant: ClassVar[bool]  # whether a row has the same bits whatever the other rows and the cut of the work
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         self.config = config
-        self.dtype = dtype
-        self.device = device
-        self.is_invariant = ops.is_invariant
+        self.dtype = weights.dtype
+        self.device = weights.device
         self.num_bytes_read = weights.num_bytes_read
         self._weights = weights
-        self._ops = ops
+        self._kv_cache = kv_cache
 
-    @torch.inference_mode()
-    def forward(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+    @abstractmethod
+    def forward(self, batch: Batch) -> torch.Tensor:
         """Writes the KV of every row of `batch`.
 
         Returns the logits of its logit rows, float32 [num_logit_rows, vocab_size].
         """
-        return self._ops.decode(self._weights, batch, kv_cache)
+
+
+class TorchModel(Model):
+    """PyTorch's operators, on every device. Their products choose a kernel by the number of rows.
+
+    Arithmetic follows `transformers`: norms and rotary angles in float32.
+    """
+
+    weight_format = TorchWeightFormat()
+    is_invariant = False
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
+        super().__init__(config, weights, kv_cache)
+        cos, sin = rotary_table(config)
+        # [max_position_embeddings, 1, head_dim]; the sign is the one a rotation gives the second half of a head.
+        self._cos = torch.cat([cos, cos], dim=-1)[:, None].to(weights.device, weights.dtype)
+        self._signed_sin = torch.cat([-sin, sin], dim=-1)[:, None].to(weights.device, weights.dtype)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self._logits(batch, GatheredAttention(batch, self._kv_cache.block_size))
+
+    def _logits(self, batch: Batch, attention: AttentionPlan) -> torch.Tensor:
+        weights, kv_cache = self._weights, self._kv_cache
+        cos, signed_sin = self._cos[batch.positions], self._signed_sin[batch.positions]
+        hidden = F.embedding(batch.token_ids, weights.embedding)
+        for index, layer in enumerate(weights.layers):
+            qkv = layer.qkv(self._norm(hidden, layer.input_norm))
+            query, keys, values = self._rotated_heads(qkv, layer.qk_norm, cos, signed_sin)
+            kv_cache.write(index, keys, values, batch.slots)
+            span = self.config.attention_span(index)
+            attended = attention.attend(query, kv_cache.keys[index], kv_cache.values[index], span)
+            hidden = hidden + layer.output(attended.flatten(1))
+
+            gate, up = layer.gate_up(self._norm(hidden, layer.post_attention_norm)).chunk(2, dim=-1)
+            hidden = hidden + layer.down(F.silu(gate) * up)
+        return weights.head(self._norm(hidden[batch.logit_rows], weights.norm)).float()
+
+    def _rotated_heads(
+        self, qkv: torch.Tensor, qk_norm: torch.Tensor | None, cos: torch.Tensor, signed_sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, keys and values of `qkv`, [num_tokens, heads, head_dim] each, the first two normed and rotated."""
+        config = self.config
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        # Queries and keys are neighbours, so one norm and one rotation serve both.
+        to_rotate, values = heads[:, : -config.num_kv_heads], heads[:, -config.num_kv_heads :]
+        if qk_norm is not None:
+            to_rotate = self._norm(to_rotate, qk_norm)
+        turned = to_rotate.roll(config.head_dim // 2, dims=-1)
+        rotated = to_rotate * cos + turned * signed_sin
+        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], values
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.config.rms_norm_eps)
+        return weight * normed.to(x.dtype)

@@ -43,7 +43,7 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def resolve_max_model_len(self, wanted: int | None) -> int:
-        """`wanted`, or the model's own limit. Raises ConfigurationError when that is less."""
+        """`wanted`, or the model's limit. Raises ConfigurationError when that is less."""
         if wanted is not None and wanted > self.max_position_embeddings:
             raise ConfigurationError(
                 f"max_model_len {wanted} exceeds the {self.max_position_embeddings} positions of the model"
@@ -51,7 +51,7 @@ class ModelConfig:
         return wanted or self.max_position_embeddings
 
     def attention_span(self, layer: int) -> int:
-        """How many positions a row of `layer` attends to at most, its own included."""
+        """How many positions a row of `layer` attends to at most, itself included."""
         return self.sliding_windows[layer] if self.sliding_windows else self.max_position_embeddings
 
     def with_layers(self, layers: Sequence[int]) -> ModelConfig:
@@ -124,13 +124,13 @@ def _window_by_layer(values: Values, layer: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture does in its own way; a Llama does nothing of it."""
+    """How an architecture differs from Llama."""
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     bias_options: tuple[str, ...] = ()  # keys of config.json that it heeds
     sliding_window: Callable[[Values, int], int | None] = _no_window  # of a layer
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' own, for keys that may be left out
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # those of transformers, for keys that may be left out
 
 
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from cluster.engine.batch import Batch
-from cluster.engine.kv_cache import KVCache
 
 
-class PaddedLayout:
-    """Where the rows of a step go, and what each sees: the same for all layers with one span.
+class PaddedAttention:
+    """Where the rows of a step go and what each sees: a plan of attention (`AttentionPlan`).
 
     `max_rows` and `max_context` bound what any segment of `batch` has.
     """
@@ -23,7 +22,7 @@ class PaddedLayout:
     def __init__(self, batch: Batch, block_size: int, max_rows: int, max_context: int) -> None:
         device = batch.token_ids.device
         rows = torch.arange(len(batch.token_ids), device=device)
-        # Rows that pad the step are in a segment of their own after the others, where they may overwrite each other.
+        # Rows that pad the step are in one more segment after the others, where they may overwrite each other.
         self._segment_of = torch.bucketize(rows, batch.row_starts[1:], right=True)
         self._place_of = (rows - batch.row_starts[self._segment_of]).clamp(max=max_rows - 1)
         self._shape = (len(batch.context_lens) + 1, max_rows)
@@ -34,36 +33,39 @@ class PaddedLayout:
         self._prefix_of = F.pad(batch.prefix_lens, (0, 1))[self._segment_of][:, None]  # of every row
         self._batch = batch
         self._positions = positions
+        self._masks: dict[int, torch.Tensor] = {}  # by span: layers of one span share them
 
-    def mask(self, span: int) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
+        mask = self._masks.get(span)
+        if mask is None:
+            mask = self._masks[span] = self._mask(span)
+        padded = query.new_zeros(*self._shape, *query.shape[1:])
+        padded[self._segment_of, self._place_of] = query
+        attended = F.scaled_dot_product_attention(
+            padded.transpose(1, 2),
+            keys[self._slots].transpose(1, 2),
+            values[self._slots].transpose(1, 2),
+            attn_mask=mask,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+        return attended.transpose(1, 2)[self._segment_of, self._place_of]
+
+    def _mask(self, span: int) -> torch.Tensor:
         """What every row sees of its context: bool [num_segments + 1, 1, max_rows, max_context]."""
         batch, positions, prefix = self._batch, self._positions, self._prefix_of
         max_context = len(positions)
-        own = batch.positions[:, None]
-        seen = (positions <= own) & (positions > own - span)
+        row_positions = batch.positions[:, None]
+        seen = (positions <= row_positions) & (positions > row_positions - span)
         if batch.paths is not None:
             is_tree = batch.paths[:, :1] >= 0
             depths = torch.arange(batch.paths.shape[1], device=positions.device)
-            on_path = torch.zeros(len(own), max_context + 1, dtype=torch.bool, device=positions.device)
-            in_window = (batch.paths >= 0) & (prefix + depths > own - span)
+            # One column more takes what is not seen.
+            on_path = torch.zeros(len(row_positions), max_context + 1, dtype=torch.bool, device=positions.device)
+            in_window = (batch.paths >= 0) & (prefix + depths > row_positions - span)
             on_path.scatter_(1, torch.where(in_window, prefix + batch.paths, max_context), True)
-            in_tree = torch.where(positions < prefix, positions > own - span, on_path[:, :-1])
+            in_tree = torch.where(positions < prefix, positions > row_positions - span, on_path[:, :-1])
             seen = torch.where(is_tree, in_tree, seen)
         mask = torch.zeros(*self._shape, max_context, dtype=torch.bool, device=positions.device)
         mask[:, :, 0] = True  # a row that is not there sees something, or its softmax would be of nothing
         mask[self._segment_of, self._place_of] = seen
         return mask[:, None]
-
-    def attend(self, query: torch.Tensor, kv_cache: KVCache, layer: int, mask: torch.Tensor) -> torch.Tensor:
-        """`query` [num_tokens, num_heads, head_dim], whose keys and values are in the cache → the same shape."""
-        keys, values = kv_cache.keys[layer][self._slots], kv_cache.values[layer][self._slots]
-        padded = query.new_zeros(*self._shape, *query.shape[1:])
-        padded[self._segment_of, self._place_of] = query
-        attended = F.scaled_dot_product_attention(
-            padded.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=mask,
-            enable_gqa=query.shape[1] != keys.shape[2],
-        )
-        return attended.transpose(1, 2)[self._segment_of, self._place_of]

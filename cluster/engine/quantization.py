@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: made from a checkpoint's own while it loads, layer by layer, by torchao."""
+"""Weights in 8 or 4 bits: made from those of a checkpoint while it loads, layer by layer, by torchao."""
 
 from __future__ import annotations
 

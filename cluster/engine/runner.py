@@ -11,8 +11,7 @@ from cluster.config import DEFAULT_KV_CACHE_BYTES, LayerChoice, WorkerConfig
 from cluster.engine.batch import Segment, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.kv_cache import KVCache, block_bytes
-from cluster.engine.loader import Progress, load_model, resolve_device, resolve_dtype
-from cluster.engine.model import Decoder
+from cluster.engine.loader import LoadedModel, Progress, load_model, resolve_device, resolve_dtype
 from cluster.engine.quantization import Quantization
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -21,12 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """A model with its KV cache and the manager of its blocks."""
+    """A model bound to a KV cache, and the manager of its blocks."""
 
-    def __init__(self, model: Decoder, block_size: int, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
-        self.model = model
+    def __init__(
+        self, loaded: LoadedModel, block_size: int, num_blocks: int, *, enable_prefix_caching: bool = True
+    ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
-        self._kv_cache = KVCache(model.config, num_blocks, block_size, model.dtype, model.device)
+        weights = loaded.weights
+        self._kv_cache = KVCache(loaded.config, num_blocks, block_size, weights.dtype, weights.device)
+        self.model = loaded.bind(self._kv_cache)
 
     @classmethod
     def from_config(
@@ -45,8 +47,8 @@ class ModelRunner:
         dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
         quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
         folder = resolve_model_folder(config.model)
-        model = load_model(folder, dtype, device, progress, layers=layers, quantization=quantization)
-        bytes_per_block = block_bytes(model.config, config.block_size, dtype)
+        loaded = load_model(folder, dtype, device, progress, layers=layers, quantization=quantization)
+        bytes_per_block = block_bytes(loaded.config, config.block_size, dtype)
         num_bytes = kv_cache_budget(config, device)
         num_blocks = num_bytes // bytes_per_block
         if num_blocks == 0:
@@ -54,12 +56,12 @@ class ModelRunner:
                 f"{num_bytes} bytes of KV cache hold no block of {config.block_size} tokens of {config.model!r}: "
                 f"set kv_cache_bytes to at least {bytes_per_block}"
             )
-        return cls(model, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        return cls(loaded, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         """One step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""
         batch = pack(segments, self.blocks.block_size, self.model.device)
-        return self.model.forward(batch, self._kv_cache)
+        return self.model.forward(batch)
 
     def keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         """Closes the gaps in a tree whose node 0 has place `start`: `nodes[i]` gets the i-th place from there.

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from cluster.engine.batch import Segment
 from cluster.engine.blocks import BlockManager
+from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import Sequence
 from cluster.speculation.drafts import Drafts
+from cluster.telemetry.metrics import Reading
 
 # Share of all blocks that admission leaves to the sequences that run, to grow into.
 _WATERMARK = 0.01
 
+SequenceT = TypeVar("SequenceT", bound=Sequence)
+
 
 @dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(Generic[SequenceT]):
     """One sequence's part of a step."""
 
-    sequence: Sequence
+    sequence: SequenceT
     num_new_tokens: int  # committed tokens whose KV this step computes
     drafts: Drafts = field(default_factory=Drafts)  # verified after the last committed token, when it is computed
 
@@ -50,7 +55,7 @@ class ScheduledSequence:
         )
 
 
-class Scheduler:
+class Scheduler(Generic[SequenceT]):
     """First come, first served; blocks are taken as sequences grow.
 
     A sequence is admitted when there are blocks for the tokens it has. When blocks run out, admission waits; then
@@ -60,30 +65,29 @@ class Scheduler:
     `running` and then `waiting` are in the order of arrival.
     """
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, blocks: BlockManager, limits: StepLimits) -> None:
         # Every decoding sequence gets its row in every step.
-        assert max_num_batched_tokens >= max_num_seqs
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        assert limits.max_num_batched_tokens >= limits.max_num_seqs
+        self.waiting: deque[SequenceT] = deque()
+        self.running: list[SequenceT] = []
         self.num_preemptions = 0
         self._blocks = blocks
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._limits = limits
         self._watermark = max(1, round(_WATERMARK * blocks.num_blocks))
 
     def fits(self, max_len: int) -> bool:
         """Whether a sequence of at most `max_len` tokens can run. Its drafts take only what room there is."""
         return self._blocks.num_blocks_for(max_len) <= self._blocks.num_blocks
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceT) -> None:
         """`sequence`, which must fit, waits for admission."""
         assert self.fits(sequence.max_len)
         self.waiting.append(sequence)
 
-    def admit(self) -> list[Sequence]:
+    def admit(self) -> list[SequenceT]:
         """Moves waiting sequences to running while there is room; returns them."""
-        admitted: list[Sequence] = []
-        while self.waiting and len(self.running) < self._max_num_seqs:
+        admitted: list[SequenceT] = []
+        while self.waiting and len(self.running) < self._limits.max_num_seqs:
             sequence = self.waiting[0]
             # One that runs alone may take the whole cache.
             reserve = self._watermark if self.running else 0
@@ -95,7 +99,7 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceT) -> None:
         """`sequence` finished or was aborted, wherever it was."""
         if sequence in self.running:
             self.running.remove(sequence)
@@ -103,23 +107,22 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def schedule(
-        self, drafts_of: Callable[[Sequence], Drafts], is_held_back: Callable[[Sequence], bool] = lambda _: False
-    ) -> list[ScheduledSequence]:
+    def schedule(self, drafts_of: Callable[[SequenceT], Drafts | None]) -> list[ScheduledSequence[SequenceT]]:
         """The next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
-        `drafts_of` gives the drafts that are there for a sequence. While prompts wait, drafts get at most half
-        of what the budget leaves, so that a busy step cannot starve prefill. Decoding sequences that are held back
-        take no part.
+        `drafts_of` gives the drafts that are there for a sequence, or None for one that takes no part in this step.
+        While prompts wait, drafts get at most half of what the budget leaves, so that a busy step cannot starve
+        prefill.
         """
         may_grow = self._make_room()
-        decoding = [s for s in self.running if not s.is_prefilling and not is_held_back(s)]
+        offers = [(s, drafts_of(s)) for s in self.running if not s.is_prefilling]
+        decoding = [(sequence, drafts) for sequence, drafts in offers if drafts is not None]
         prefilling = [s for s in self.running if s.is_prefilling]
-        budget = self._max_num_batched_tokens - len(decoding)
+        budget = self._limits.max_num_batched_tokens - len(decoding)
         draft_budget = budget // 2 if prefilling else budget
-        step: list[ScheduledSequence] = []
-        for sequence in decoding:
-            drafts = drafts_of(sequence).within(sequence.max_useful_drafts).first(draft_budget)
+        step: list[ScheduledSequence[SequenceT]] = []
+        for sequence, offered in decoding:
+            drafts = offered.within(sequence.max_useful_drafts).first(draft_budget)
             if drafts:
                 drafts = self._place(drafts, sequence, may_grow=may_grow)
             draft_budget -= len(drafts)
@@ -133,7 +136,7 @@ class Scheduler:
             step.append(ScheduledSequence(sequence, chunk))
         return step
 
-    def advance(self, scheduled: ScheduledSequence, num_accepted: int = 0) -> None:
+    def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0) -> None:
         """The step has run: counts its new tokens and accepted drafts, which are committed by now, as computed."""
         sequence = scheduled.sequence
         num_computed = sequence.num_computed_tokens + scheduled.num_new_tokens + num_accepted
@@ -141,8 +144,14 @@ class Scheduler:
         sequence.num_computed_tokens = min(num_computed, len(sequence.token_ids))
         self._blocks.cache(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens)
 
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", len(self.running))
+        preempted = "Sequences preempted for want of blocks."
+        yield Reading("vllm:num_preemptions", preempted, self.num_preemptions, is_counter=True)
+
     def _make_room(self) -> bool:
-        """Gives every running sequence, the oldest first, the blocks of its own tokens, whatever that takes.
+        """Gives every running sequence, the oldest first, the blocks of its committed tokens, whatever that takes.
 
         Returns whether that was possible without taking any back. If not, drafts have only what is left of the
         blocks that their sequences hold.

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 class FinishReason(enum.Enum):
     STOP = "stop"  # an end-of-sequence token
     LENGTH = "length"  # max_tokens
-    ABORT = "abort"
 
 
 @dataclass(eq=False, slots=True)

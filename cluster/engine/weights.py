@@ -1,12 +1,24 @@
-"""The weights of a decoder, as the operators that run it hold them."""
+"""The weights of a decoder, in the format that its operators want."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from cluster.engine.linear import Linear
+from cluster.engine.quantization import QuantizedWeight
+
+
+class WeightFormat(Protocol):
+    """Prepares weights, once while a model loads, for the operators that will read them."""
+
+    def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
+        """The product with `weight` [out_features, in_features], plus `bias` [out_features]."""
+
+    def make_norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` of a norm as the operators want it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +39,18 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    embedding: torch.Tensor  # [vocab_size, hidden_size], in the dtype of the model and on its device
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden_size]
     head: Linear  # hidden_size → vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
 
     @property
     def num_bytes_read(self) -> int:

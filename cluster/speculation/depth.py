@@ -1,14 +1,14 @@
 """How much to speculate: how many draft tokens each sequence gets in the next round, and of what tree.
 
-A controller is asked once a step, for all sequences together, because they share the step's time. A new one is a
-class with `choose` and `observe`, and a line in `make_controller`.
+A controller is asked once in some steps, for all sequences together, because they share the step's time. A new one is a
+class with `needs`, `choose` and `observe`, and a line in `make_controller`.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -20,13 +20,23 @@ from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 ControllerName = Literal["goodput", "threshold", "fixed"]
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a controller must be given to choose well."""
+
+    # Each sequence's acceptance and the times of steps: they are learned, and before some step's time is known it is
+    # not asked. Where they are, a step also weighs whether a wait for proposals pays.
+    measurements: bool = False
+    probing: bool = False  # steps of the kind that is not the rule, and shadows while nothing is speculated on
+
+
 @dataclass(slots=True)
 class Candidate:
     """A sequence that may be drafted for in the next step."""
 
     acceptance: SequenceAcceptance
     max_depth: int
-    link: LinkCosts | None  # of the draft worker that has it; None: any
+    costs: LinkCosts | None  # of the link it is drafted for on; None: waits are left out
     fixed_depth: int | None = None  # what its request asked for
 
 
@@ -35,32 +45,51 @@ class Choice:
     """What the candidates get."""
 
     num_drafts: list[int]
+    expected_tokens: list[float]  # that a round of each commits; 1 where that is not known
     template: Template | None = None  # from which trees of those numbers of nodes are cut; None: chains
-    expected_tokens: list[float] = field(default_factory=list)  # that a round of each commits, where that is known
     rate: float = 0.0  # tokens a second that this promises; 0 where it was not all the controller's choice
 
 
 class DepthController(Protocol):
-    def choose(self, candidates: Sequence[Candidate], num_rows: int, templates: Sequence[Template] = ()) -> Choice:
+    needs: Needs
+
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        num_rows: int,
+        *,
+        templates: Sequence[Template] = (),
+        min_gain: float = 1.0,
+    ) -> Choice:
         """Draft tokens for each of `candidates` in a step that has `num_rows` rows without them.
 
-        With `templates` they may be trees that are cut from one of these.
+        With `templates` they may be trees that are cut from one of these. `min_gain` is what speculation must promise,
+        in proportion to none.
         """
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """One sequence's round."""
+    def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
+        """The rounds of one step: (drafts, accepted) of each that had drafts."""
 
 
 class FixedController:
     """Always `num_speculative_tokens`."""
 
+    needs = Needs()
+
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_speculative_tokens = num_speculative_tokens
 
-    def choose(self, candidates: Sequence[Candidate], num_rows: int, templates: Sequence[Template] = ()) -> Choice:
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        num_rows: int,
+        *,
+        templates: Sequence[Template] = (),
+        min_gain: float = 1.0,
+    ) -> Choice:
         return _same_for_all(self._num_speculative_tokens, candidates)
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
+    def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """Nothing changes its mind."""
 
 
@@ -71,6 +100,7 @@ class ThresholdController:
     The window of 100 rounds begins anew after every change, so that a depth is judged by its own rounds.
     """
 
+    needs = Needs()
     _WINDOW = 100
     _MIN_ROUNDS = 10
 
@@ -79,10 +109,21 @@ class ThresholdController:
         self._maximum = maximum
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self._WINDOW)
 
-    def choose(self, candidates: Sequence[Candidate], num_rows: int, templates: Sequence[Template] = ()) -> Choice:
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        num_rows: int,
+        *,
+        templates: Sequence[Template] = (),
+        min_gain: float = 1.0,
+    ) -> Choice:
         return _same_for_all(self._depth, candidates)
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
+    def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
+        for num_drafts, num_accepted in rounds:
+            self._observe_round(num_drafts, num_accepted)
+
+    def _observe_round(self, num_drafts: int, num_accepted: int) -> None:
         self._rounds.append((num_drafts, num_accepted))
         if len(self._rounds) < self._MIN_ROUNDS:
             return
@@ -110,27 +151,35 @@ class GoodputController:
     Of a tree the tokens are its nodes and their depth is their level: broader costs rows, deeper costs time to wait.
     """
 
+    needs = Needs(measurements=True, probing=True)
+
     def __init__(self, verify: LearnedCurve, max_wait_seconds: float) -> None:
-        self.min_gain = 1.0  # what speculation must promise, in proportion to none
         self._verify = verify
         self._max_wait_seconds = max_wait_seconds
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
+    def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """It learns from each sequence's acceptance."""
 
-    def choose(self, candidates: Sequence[Candidate], num_rows: int, templates: Sequence[Template] = ()) -> Choice:
+    def choose(
+        self,
+        candidates: Sequence[Candidate],
+        num_rows: int,
+        *,
+        templates: Sequence[Template] = (),
+        min_gain: float = 1.0,
+    ) -> Choice:
         num_drafts = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
         expected = [1.0 + sum(c.acceptance.survival()[:n]) for c, n in zip(candidates, num_drafts, strict=True)]
-        choice = Choice(num_drafts, expected_tokens=expected)
+        choice = Choice(num_drafts, expected)
         free = [i for i, c in enumerate(candidates) if c.fixed_depth is None and c.max_depth > 0]
         if not free:
             return choice
-        own = [candidates[i] for i in free]
+        free_candidates = [candidates[i] for i in free]
         num_other_rows = num_rows + sum(num_drafts)
-        best = self._choose(own, num_other_rows, None)
+        best = self._choose(free_candidates, num_other_rows, min_gain, None)
         least_rate = LEAST_GAIN * best.rate
         for template in templates:
-            trees = self._choose(own, num_other_rows, template)
+            trees = self._choose(free_candidates, num_other_rows, min_gain, template)
             if trees.rate >= max(least_rate, best.rate):
                 best = trees
         for index, number, tokens in zip(free, best.num_drafts, best.expected_tokens, strict=True):
@@ -140,10 +189,12 @@ class GoodputController:
             choice.rate = best.rate
         return choice
 
-    def _choose(self, candidates: Sequence[Candidate], num_rows: int, template: Template | None) -> Choice:
+    def _choose(
+        self, candidates: Sequence[Candidate], num_rows: int, min_gain: float, template: Template | None
+    ) -> Choice:
         """For candidates that are all free."""
-        rates = own_rates([c.acceptance for c in candidates])
-        worth = np.cumprod(rates, axis=1) if template is None else template.survivals(rates)
+        acceptance = own_rates([c.acceptance for c in candidates])  # [sequences, depths]
+        worth = np.cumprod(acceptance, axis=1) if template is None else template.survivals(acceptance)
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
         allowed = place <= np.array([c.max_depth for c in candidates])[:, None]
         # Stable, and worth never rises along a row: a sequence's tokens come in the order of their places.
@@ -151,8 +202,8 @@ class GoodputController:
         worth, place = worth.ravel()[order], place.ravel()[order]
         sequence_of = order // allowed.shape[1]
         depth_of = place if template is None else template.levels[place - 1]
-        links = {id(c.link): c.link for c in candidates if c.link is not None and c.link.is_known}
-        link_of = np.array([id(c.link) for c in candidates])[sequence_of]
+        costs = {id(c.costs): c.costs for c in candidates if c.costs is not None and c.costs.is_known}
+        costs_of = np.array([id(c.costs) for c in candidates])[sequence_of]
         deepest = int(depth_of.max(initial=0))
         limits = np.array([*(limit for limit in DEPTH_LIMITS if limit < deepest and template is None), deepest])[
             :, None
@@ -160,31 +211,32 @@ class GoodputController:
         taken = depth_of <= limits  # [limits, tokens], and so is everything from here on
         num_taken = np.cumsum(taken, axis=1)
         wait = np.zeros(taken.shape)
-        for key, link in links.items():
-            on_link = taken & (link_of == key)
+        for key, link_costs in costs.items():
+            on_link = taken & (costs_of == key)
             reached = np.maximum.accumulate(np.where(on_link, depth_of, 0), axis=1)
             batch = np.cumsum(on_link & (place == 1), axis=1)
-            wait = np.maximum(wait, link.wait_seconds(reached, batch))
+            wait = np.maximum(wait, link_costs.wait_seconds(reached, batch))
         step_seconds = self._verify.at(num_rows + np.arange(len(order) + 1.0))
-        rates = (num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)) / (step_seconds[num_taken] + wait)
-        rates = np.where(wait <= self._max_wait_seconds, rates, 0.0)
-        limit, last = np.unravel_index(rates.argmax(), rates.shape)
+        token_rates = (num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)) / (step_seconds[num_taken] + wait)
+        token_rates = np.where(wait <= self._max_wait_seconds, token_rates, 0.0)
+        limit, last = np.unravel_index(token_rates.argmax(), token_rates.shape)
         plain_rate = num_rows / float(step_seconds[0])
-        if rates[limit, last] <= self.min_gain * plain_rate:
-            return Choice([0] * len(candidates), None, [1.0] * len(candidates), plain_rate)
+        if token_rates[limit, last] <= min_gain * plain_rate:
+            return Choice([0] * len(candidates), [1.0] * len(candidates), None, plain_rate)
         is_best = taken[limit, : last + 1]
         best = sequence_of[: last + 1][is_best]
         tokens = np.bincount(best, worth[: last + 1][is_best], len(candidates))
         return Choice(
             np.bincount(best, minlength=len(candidates)).tolist(),
-            template,
             (1.0 + tokens).tolist(),
-            float(rates[limit, last]),
+            template,
+            float(token_rates[limit, last]),
         )
 
 
 def _same_for_all(num_drafts: int, candidates: Sequence[Candidate]) -> Choice:
-    return Choice([min(num_drafts if c.fixed_depth is None else c.fixed_depth, c.max_depth) for c in candidates])
+    depths = [min(num_drafts if c.fixed_depth is None else c.fixed_depth, c.max_depth) for c in candidates]
+    return Choice(depths, [1.0] * len(candidates))
 
 
 def make_controller(

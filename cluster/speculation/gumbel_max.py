@@ -1,6 +1,6 @@
 """The largest of `x + g` in every row, on a CPU with AVX-512: the choices that computing all of `g` would give.
 
-A kernel of our own (`kernels/`) finds by an upper bound of the noise the few tokens that can win, and computes the
+A kernel (`kernels/`) finds by an upper bound of the noise the few tokens that can win, and computes the
 noise of those alone. It runs on the calling thread: 64 rows of 4,096 tokens take 0.3 ms, little beside a step of as
 many rows.
 """
@@ -17,7 +17,6 @@ except ImportError:  # no C compiler when the package was installed
     _sampling = None  # type: ignore[assignment]
 
 MAX_WIDTH = 16  # as in sampling.h
-
 
 _RUN = struct.Struct("qqQQQd")
 

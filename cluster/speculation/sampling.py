@@ -3,8 +3,8 @@
     choice = argmax_i (log p_i + g_i)            exact sample of p (Gumbel 1954; Maddison et al. 2014)
 
 `log p` need only be known up to a constant, so the shaped logits serve as they are. Ties go to the lowest ID
-(torch.argmax returns the first maximum). Target and draft call the same function: the draft's result is a guess
-of the target's.
+(torch.argmax returns the first maximum). Target and draft draw in the same way: the draft's result is a guess of the
+target's.
 """
 
 from __future__ import annotations
@@ -41,42 +41,43 @@ class SampleRequest:
         return len(self.token_ids) + len(self.draft_token_ids) - self.num_rows + 1
 
 
-def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
-    """The choice of every row. `logits` [num_rows, vocab_size], any float dtype, rows in the order of `requests`."""
-    ids, _ = best_tokens(logits, requests, 1)
-    choices: list[int] = ids.flatten().tolist()
-    return choices
+class Sampler:
+    """Draws from logits that lie on one device; how that is done fastest there is decided when it is made."""
 
+    def __init__(self, device: torch.device) -> None:
+        uses_kernel = device.type == "cpu" and has_kernel()
+        self._best_tokens = _best_by_kernel if uses_kernel else _best_by_definition
 
-def best_tokens(
-    logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` best tokens of every row: IDs and perturbed scores, [num_rows, width] each, in descending order.
+    def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+        """The choice of every row.
 
-    The first is the row's choice, the others are what the target chooses most likely where that is wrong: children
-    of a tree's node. Among equals the lowest ID comes first; an ID whose score is -inf means nothing.
-    """
-    if has_kernel() and logits.device.type == "cpu" and width <= MAX_WIDTH:
-        return _best_by_kernel(logits, requests, width)
-    scores = perturbed_logits(logits, requests)
-    if width == 1:
-        ids = scores.argmax(dim=-1, keepdim=True)
-        return ids, scores.gather(-1, ids)
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    return order[:, :width], ordered[:, :width]
+        `logits` [num_rows, vocab_size], any float dtype, rows in the order of `requests`.
+        """
+        ids, _ = self._best_tokens(logits, requests, 1)
+        choices: list[int] = ids.flatten().tolist()
+        return choices
 
+    def best_tokens(
+        self, logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `width` best tokens of every row: IDs and perturbed scores, [num_rows, width] each, in descending order.
 
-def best_choices(
-    logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
-) -> list[tuple[list[int], list[float]]]:
-    """As `best_tokens`, with each one's distance from the first; a row whose filters leave fewer tokens has fewer."""
-    ids, scores = best_tokens(logits, requests, min(width, logits.shape[-1]))
-    gaps = (scores[:, :1] - scores).tolist()
-    best = []
-    for row_tokens, row_gaps in zip(ids.tolist(), gaps, strict=True):
-        num_left = sum(gap < math.inf for gap in row_gaps)
-        best.append((row_tokens[:num_left], row_gaps[:num_left]))
-    return best
+        The first is the row's choice, the others are what the target chooses most likely where that is wrong: children
+        of a tree's node. Among equals the lowest ID comes first; an ID whose score is -inf means nothing.
+        """
+        return self._best_tokens(logits, requests, width)
+
+    def best_choices(
+        self, logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """As `best_tokens`, with each one's distance from the first; a row whose filters leave fewer has fewer."""
+        ids, scores = self._best_tokens(logits, requests, min(width, logits.shape[-1]))
+        gaps = (scores[:, :1] - scores).tolist()
+        best = []
+        for row_tokens, row_gaps in zip(ids.tolist(), gaps, strict=True):
+            num_left = sum(gap < math.inf for gap in row_gaps)
+            best.append((row_tokens[:num_left], row_gaps[:num_left]))
+        return best
 
 
 def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
@@ -100,10 +101,27 @@ def probabilities(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> to
     return scores.softmax(dim=-1)
 
 
+def _best_by_definition(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Sampler.best_tokens` in PyTorch, on any device, with all of the noise computed."""
+    scores = perturbed_logits(logits, requests)
+    if width == 1:
+        ids = scores.argmax(dim=-1, keepdim=True)
+        return ids, scores.gather(-1, ids)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    return order[:, :width], ordered[:, :width]
+
+
 def _best_by_kernel(
     logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows are read where they lie, but for those that are shaped by more than their temperature."""
+    """`Sampler.best_tokens` by the CPU kernel.
+
+    Rows are read where they lie, but for those that are shaped by more than their temperature.
+    """
+    if width > MAX_WIDTH:
+        return _best_by_definition(logits, requests, width)
     logits = logits.to(torch.float32).contiguous()
     num_rows, vocab_size = logits.shape
     row_bytes = vocab_size * logits.itemsize
@@ -114,12 +132,12 @@ def _best_by_kernel(
         params, key, num_bytes = request.params, request.noise_key, request.num_rows * row_bytes
         temperature = 0.0 if params.is_greedy else params.temperature
         if params.is_shaped:
-            own_address, temperature = shaped_address, 1.0 if temperature else 0.0
+            run_address, temperature = shaped_address, 1.0 if temperature else 0.0
             shaped_address += num_bytes
         else:
-            own_address = address
+            run_address = address
         address += num_bytes
-        runs.append(pack_run(own_address, request.num_rows, key.low, key.high, request.first_position, temperature))
+        runs.append(pack_run(run_address, request.num_rows, key.low, key.high, request.first_position, temperature))
     assert address == logits.data_ptr() + num_rows * row_bytes, "rows and requests disagree"
     return draw(b"".join(runs), num_rows, vocab_size, width)
 
@@ -169,7 +187,7 @@ def _bias_and_penalise(scores: torch.Tensor, requests: Sequence[SampleRequest]) 
 
 
 def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
-    """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its own prefix."""
+    """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its prefix."""
     params, vocab_size, device = request.params, rows.shape[-1], rows.device
     num_prompt, first = request.num_prompt_tokens, request.first_position
     tokens = torch.tensor([*request.token_ids, *request.draft_token_ids], device=device)

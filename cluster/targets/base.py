@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -46,6 +47,16 @@ class TargetLoad:
     num_draft_links: int
 
 
+@dataclass(frozen=True, slots=True)
+class TargetModel:
+    """What others need to know of the model that a target runs."""
+
+    name: str
+    dtype: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
 Publish = Callable[[Sequence[GenerationOutput]], None]
 """Takes the outputs of one step; called from the engine's thread, never blocks."""
 
@@ -53,11 +64,8 @@ Publish = Callable[[Sequence[GenerationOutput]], None]
 class Target(ABC):
     """A target engine with its coordinator."""
 
-    name: str
-    dtype: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: tuple[int, ...]
+    model: TargetModel
+    limits: StepLimits
     error: BaseException | None = None  # why the step loop ended, when it did
 
     @abstractmethod

@@ -12,6 +12,7 @@ from cluster.drafters.registry import load_draft_model
 from cluster.engine.blocks import BlockManager
 from cluster.engine.invariance import check_invariance
 from cluster.engine.kv_cache import block_bytes
+from cluster.engine.limits import StepLimits
 from cluster.engine.loader import Progress
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import ModelRunner, kv_cache_budget
@@ -43,16 +44,8 @@ def _torch(config: Config, pool: DraftPool, progress: Progress | None) -> Target
     if target.numerics == "invariant":
         check_invariance(runner)
     rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
-    return TorchTarget(
-        target.model,
-        runner,
-        pool,
-        config.speculation,
-        max_model_len=runner.model.config.resolve_max_model_len(target.max_model_len),
-        max_num_seqs=target.max_num_seqs,
-        max_num_batched_tokens=target.max_num_batched_tokens,
-        rejection=rejection,
-    )
+    limits = StepLimits.of(target, runner.model.config.resolve_max_model_len(target.max_model_len))
+    return TorchTarget(target.model, runner, limits, pool, config.speculation, rejection)
 
 
 def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
@@ -66,11 +59,8 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
             f"speculation.acceptance rejection needs one vocabulary: the draft's has {draft_size} tokens, the target's "
             f"{target_size}"
         )
-    return RejectionSampler(
-        draft,
-        max_model_len=draft.model.config.resolve_max_model_len(config.draft.max_model_len),
-        max_num_batched_tokens=config.draft.max_num_batched_tokens,
-    )
+    max_model_len = draft.model.config.resolve_max_model_len(config.draft.max_model_len)
+    return RejectionSampler(draft, StepLimits.of(config.draft, max_model_len))
 
 
 def _simulated(config: Config, pool: DraftPool, progress: Progress | None) -> Target:
@@ -80,13 +70,11 @@ def _simulated(config: Config, pool: DraftPool, progress: Progress | None) -> Ta
     num_blocks = kv_cache_budget(target, torch.device("cpu")) // block_bytes(model, target.block_size, torch.bfloat16)
     return SimulatedTarget(
         config.simulation,
+        config.simulation.vocab_size or model.vocab_size,
+        StepLimits.of(target, target.max_model_len or model.max_position_embeddings),
         BlockManager(num_blocks, target.block_size, enable_prefix_caching=target.enable_prefix_caching),
         pool,
         config.speculation,
-        vocab_size=config.simulation.vocab_size or model.vocab_size,
-        max_model_len=target.max_model_len or model.max_position_embeddings,
-        max_num_seqs=target.max_num_seqs,
-        max_num_batched_tokens=target.max_num_batched_tokens,
     )
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.engine import sequence as engine
 from cluster.engine.batch import Segment
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
-from cluster.engine.scheduler import ScheduledSequence
 from cluster.speculation.rejection import accept_by_rejection
 from cluster.speculation.sampling import SampleRequest, probabilities
-from cluster.targets.base import GenerationRequest
+from cluster.targets.generation import Generation, Scheduled
 
 
 @dataclass(slots=True)
@@ -25,22 +24,21 @@ class _Cache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
-    """A chain of drafts that is verified."""
+class _VerifiedChain:
+    """The drafts of one sequence's round."""
 
     rows: slice  # of the step's logits
-    sequence: engine.Sequence
-    request: GenerationRequest
+    generation: Generation
     draft_token_ids: Sequence[int]
     cache: _Cache
 
     def sample_request(self, num_rows: int) -> SampleRequest:
         """For the first rows: after the last committed token and the first `num_rows - 1` drafts."""
         return SampleRequest(
-            params=self.request.params,
-            noise_key=self.request.noise_key,
-            token_ids=self.sequence.token_ids,
-            num_prompt_tokens=self.request.num_prompt_tokens,
+            params=self.generation.request.params,
+            noise_key=self.generation.request.noise_key,
+            token_ids=self.generation.token_ids,
+            num_prompt_tokens=self.generation.num_prompt_tokens,
             num_rows=num_rows,
             draft_token_ids=self.draft_token_ids[: num_rows - 1],
         )
@@ -53,11 +51,10 @@ class RejectionSampler:
     copy has no room for, or that is too long for it: there the target's own choices count, which are as exact.
     """
 
-    def __init__(self, draft: ModelRunner, *, max_model_len: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, draft: ModelRunner, limits: StepLimits) -> None:
         self._draft = draft
-        self._max_model_len = max_model_len
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._caches: dict[engine.Sequence, _Cache] = {}
+        self._limits = limits
+        self._caches: dict[Generation, _Cache] = {}
 
     @property
     def num_used_blocks(self) -> int:
@@ -67,26 +64,26 @@ class RejectionSampler:
         self,
         choices: list[int],
         logits: torch.Tensor,
-        step: Sequence[tuple[ScheduledSequence, GenerationRequest]],
+        step: Sequence[Scheduled],
     ) -> list[int]:
         """`choices`, the target's own for the rows of `logits` [num_rows, vocab_size], with those of verified chains
         replaced: they equal the drafts that are accepted, then comes the token after these, and the rest do not count.
         """
-        for sequence in [sequence for sequence in self._caches if not sequence.block_table]:
-            self.forget(sequence)  # it was preempted
-        rounds = self._rounds(step)
-        if not rounds:
+        for generation in [generation for generation in self._caches if not generation.block_table]:
+            self.forget(generation)  # it was preempted
+        chains = self._chains(step)
+        if not chains:
             return choices
         revised = list(choices)
-        draft_probabilities = self._draft_probabilities(rounds)
+        draft_probabilities = self._draft_probabilities(chains)
         start = 0
-        for verified in rounds:
-            num_drafts, num_tokens = len(verified.draft_token_ids), len(verified.sequence.token_ids)
+        for verified in chains:
+            num_drafts, num_tokens = len(verified.draft_token_ids), len(verified.generation.token_ids)
             committed = accept_by_rejection(
                 verified.draft_token_ids,
                 probabilities(logits[verified.rows], [verified.sample_request(num_drafts + 1)]),
                 draft_probabilities[start : start + num_drafts],
-                verified.request.noise_key,
+                verified.generation.request.noise_key,
                 num_tokens,
             )
             start += num_drafts
@@ -95,45 +92,45 @@ class RejectionSampler:
             verified.cache.num_computed_tokens = num_tokens + min(len(committed) - 1, num_drafts - 1)
         return revised
 
-    def forget(self, sequence: engine.Sequence) -> None:
+    def forget(self, generation: Generation) -> None:
         """Frees its blocks; one that comes again is computed again."""
-        cache = self._caches.pop(sequence, None)
+        cache = self._caches.pop(generation, None)
         if cache is not None:
             self._draft.blocks.free(cache.block_table)
 
-    def _rounds(self, step: Sequence[tuple[ScheduledSequence, GenerationRequest]]) -> list[_Round]:
+    def _chains(self, step: Sequence[Scheduled]) -> list[_VerifiedChain]:
         """The chains of `step` whose drafts were sampled, and that the copy has room for."""
-        rounds: list[_Round] = []
+        chains: list[_VerifiedChain] = []
         start = 0
-        for scheduled, request in step:
+        for scheduled in step:
             rows = slice(start, start + scheduled.num_choices)
             start = rows.stop
-            drafts, sequence = scheduled.drafts, scheduled.sequence
-            num_tokens = len(sequence.token_ids) + len(drafts) - 1
-            if not drafts or request.params.is_greedy or num_tokens > self._max_model_len:
+            drafts, generation = scheduled.drafts, scheduled.sequence
+            num_tokens = len(generation.token_ids) + len(drafts) - 1
+            if not drafts or generation.request.params.is_greedy or num_tokens > self._limits.max_model_len:
                 continue
             assert drafts.parents is None, "rejection verifies chains only"
-            cache = self._caches.setdefault(sequence, _Cache([]))
+            cache = self._caches.setdefault(generation, _Cache([]))
             if self._draft.blocks.grow(cache.block_table, num_tokens):
-                rounds.append(_Round(rows, sequence, request, drafts.token_ids, cache))
-        return rounds
+                chains.append(_VerifiedChain(rows, generation, drafts.token_ids, cache))
+        return chains
 
-    def _draft_probabilities(self, rounds: Sequence[_Round]) -> torch.Tensor:
-        """What each draft was sampled from: float32 [drafts of all rounds, vocab_size]."""
+    def _draft_probabilities(self, chains: Sequence[_VerifiedChain]) -> torch.Tensor:
+        """What each draft was sampled from: float32 [drafts of all chains, vocab_size]."""
         segments: list[Segment] = []
-        for verified in rounds:
+        for verified in chains:
             self._catch_up(verified)
             start, inputs = verified.cache.num_computed_tokens, verified.draft_token_ids[:-1]
-            token_ids = [*verified.sequence.token_ids[start:], *inputs]
+            token_ids = [*verified.generation.token_ids[start:], *inputs]
             segments.append(Segment(token_ids, start, verified.cache.block_table, len(inputs) + 1))
         logits = self._draft.run(segments)
-        return probabilities(logits, [verified.sample_request(len(verified.draft_token_ids)) for verified in rounds])
+        return probabilities(logits, [verified.sample_request(len(verified.draft_token_ids)) for verified in chains])
 
-    def _catch_up(self, verified: _Round) -> None:
+    def _catch_up(self, verified: _VerifiedChain) -> None:
         """Computes a prompt in chunks, until what is left fits into one step."""
-        cache, token_ids = verified.cache, verified.sequence.token_ids
-        while len(token_ids) - cache.num_computed_tokens > self._max_num_batched_tokens:
+        cache, token_ids = verified.cache, verified.generation.token_ids
+        while len(token_ids) - cache.num_computed_tokens > self._limits.max_num_batched_tokens:
             start = cache.num_computed_tokens
-            cache.num_computed_tokens += self._max_num_batched_tokens
+            cache.num_computed_tokens += self._limits.max_num_batched_tokens
             chunk = token_ids[start : cache.num_computed_tokens]
             self._draft.run([Segment(chunk, start, cache.block_table, num_logits=0)])

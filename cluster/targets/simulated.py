@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from cluster.config import SimulationConfig, SpeculationConfig
 from cluster.coordination.pool import DraftPool
 from cluster.engine.blocks import BlockManager
-from cluster.engine.scheduler import ScheduledSequence
+from cluster.engine.limits import StepLimits
 from cluster.simulation.steps import StepCurve, sleep_until
 from cluster.simulation.tokens import token_at
 from cluster.speculation.drafts import depths_of
-from cluster.targets.base import GenerationRequest
+from cluster.targets.base import TargetModel
+from cluster.targets.generation import Scheduled
 from cluster.targets.step_loop import StepLoop
 
 
@@ -25,39 +26,26 @@ class SimulatedTarget(StepLoop):
     def __init__(
         self,
         simulation: SimulationConfig,
+        vocab_size: int,
+        limits: StepLimits,
         blocks: BlockManager,
         pool: DraftPool,
         speculation: SpeculationConfig,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
     ) -> None:
-        super().__init__(
-            blocks,
-            pool,
-            speculation,
-            name="simulated",
-            dtype="simulated",
-            vocab_size=vocab_size,
-            eos_token_ids=(),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        model = TargetModel("simulated", dtype="simulated", vocab_size=vocab_size, eos_token_ids=())
+        super().__init__(model, limits, blocks, pool, speculation)
         self._curve = StepCurve(simulation.target_step_ms)
         self._sequence_seconds = simulation.target_sequence_ms / 1e3
 
-    def _choose(self, step: Sequence[tuple[ScheduledSequence, GenerationRequest]]) -> list[int]:
+    def _choose(self, step: Sequence[Scheduled]) -> list[int]:
         started_at = time.perf_counter()
         choices = [
-            token_at(request.noise_key, position, self.vocab_size)
-            for scheduled, request in step
+            token_at(scheduled.sequence.request.noise_key, position, self.model.vocab_size)
+            for scheduled in step
             if scheduled.yields_choices
             for position in _positions(scheduled)
         ]
-        num_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled, _ in step)
+        num_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
         sleep_until(started_at + self._curve.at(num_rows) + self._sequence_seconds * len(step))
         return choices
 
@@ -68,7 +56,7 @@ class SimulatedTarget(StepLoop):
         return self._curve.at(num_rows) + self._sequence_seconds
 
 
-def _positions(scheduled: ScheduledSequence) -> Iterator[int]:
+def _positions(scheduled: Scheduled) -> Iterator[int]:
     """Of the tokens that are chosen: after the last committed one, and after every draft."""
     start, parents = len(scheduled.sequence.token_ids), scheduled.drafts.parents
     yield start

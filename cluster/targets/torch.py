@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.pool import DraftPool
-from cluster.engine import sequence as engine
 from cluster.engine.batch import Segment
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
-from cluster.engine.scheduler import ScheduledSequence
 from cluster.speculation.drafts import path_to
-from cluster.speculation.sampling import SampleRequest, sample
-from cluster.targets.base import GenerationRequest
+from cluster.speculation.sampling import Sampler, SampleRequest
+from cluster.targets.base import TargetModel
+from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
 
@@ -25,44 +25,28 @@ class TorchTarget(StepLoop):
         self,
         name: str,
         runner: ModelRunner,
+        limits: StepLimits,
         pool: DraftPool,
         speculation: SpeculationConfig,
-        *,
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
         rejection: RejectionSampler | None = None,
     ) -> None:
         """`rejection`: takes the place of coupled acceptance."""
-        super().__init__(
-            runner.blocks,
-            pool,
-            speculation,
-            name=name,
-            dtype=str(runner.model.dtype).removeprefix("torch."),
-            vocab_size=runner.model.config.vocab_size,
-            eos_token_ids=runner.model.config.eos_token_ids,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
+        dtype, config = str(runner.model.dtype).removeprefix("torch."), runner.model.config
+        model = TargetModel(name, dtype, config.vocab_size, config.eos_token_ids)
+        super().__init__(model, limits, runner.blocks, pool, speculation)
         self._runner = runner
+        self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
 
-    def _choose(self, step: Sequence[tuple[ScheduledSequence, GenerationRequest]]) -> list[int]:
-        logits = self._runner.run([scheduled.segment() for scheduled, _ in step])
-        requests = [
-            asked
-            for scheduled, request in step
-            if scheduled.yields_choices
-            for asked in _sample_requests(scheduled, request)
-        ]
-        choices = sample(logits, requests) if requests else []
+    def _choose(self, step: Sequence[Scheduled]) -> list[int]:
+        logits = self._runner.run([scheduled.segment() for scheduled in step])
+        requests = [row for scheduled in step if scheduled.yields_choices for row in _sample_requests(scheduled)]
+        choices = self._sampler.sample(logits, requests) if requests else []
         return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
 
-    def _forget(self, sequence: engine.Sequence) -> None:
+    def _forget(self, generation: Generation) -> None:
         if self._rejection is not None:
-            self._rejection.forget(sequence)
+            self._rejection.forget(generation)
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         self._runner.keep(block_table, start, nodes)
@@ -79,16 +63,17 @@ class TorchTarget(StepLoop):
         return time.perf_counter() - started_at
 
 
-def _sample_requests(scheduled: ScheduledSequence, request: GenerationRequest) -> Iterable[SampleRequest]:
+def _sample_requests(scheduled: Scheduled) -> Iterable[SampleRequest]:
     """For the rows of `scheduled`: one request for a chain, one for each row of a tree."""
+    generation = scheduled.sequence
 
     def asked(draft_token_ids: Sequence[int], num_rows: int) -> SampleRequest:
         return SampleRequest(
-            params=request.params,
-            noise_key=request.noise_key,
-            token_ids=scheduled.sequence.token_ids,
+            params=generation.request.params,
+            noise_key=generation.request.noise_key,
+            token_ids=generation.token_ids,
             draft_token_ids=draft_token_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
+            num_prompt_tokens=generation.num_prompt_tokens,
             num_rows=num_rows,
         )
 

@@ -143,7 +143,7 @@ class _ShapeTable:
 
 def _encode_open(entry: Open, shape: int) -> draft_pb2.Open:
     return draft_pb2.Open(
-        sequence=entry.sequence,
+        sequence=entry.wire_id,
         token_ids=entry.token_ids,
         num_prompt_tokens=entry.num_prompt_tokens,
         sampling=encode_sampling(entry.params),
@@ -156,7 +156,7 @@ def _encode_open(entry: Open, shape: int) -> draft_pb2.Open:
 
 def _decode_open(entry: draft_pb2.Open, shape: Shape | None) -> Open:
     return Open(
-        sequence=entry.sequence,
+        wire_id=entry.sequence,
         token_ids=list(entry.token_ids),
         num_prompt_tokens=entry.num_prompt_tokens,
         params=decode_sampling(entry.sampling),

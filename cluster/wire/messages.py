@@ -19,7 +19,7 @@ from cluster.speculation.tree import Shape
 class Open:
     """A sequence to draft for, with every token committed so far."""
 
-    sequence: int
+    wire_id: int  # of the sequence: its number on the link, never reused
     token_ids: Sequence[int]
     num_prompt_tokens: int
     params: SamplingParams
@@ -33,7 +33,7 @@ class Open:
 class Advance:
     """Every token committed since `base`, a length the drafter is known to have been told."""
 
-    sequence: int
+    wire_id: int
     base: int
     token_ids: Sequence[int]
     num_speculative_tokens: int
@@ -44,7 +44,7 @@ class Advance:
 class Proposal:
     """Draft tokens that follow the first `base` tokens of a sequence; `parents` as in Drafts."""
 
-    sequence: int
+    wire_id: int
     base: int
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
@@ -56,7 +56,7 @@ class Proposal:
 
 @dataclass(slots=True)
 class SpeculateRequest:
-    """From coordinator to draft worker."""
+    """From coordinator to draft worker; entries by wire ID."""
 
     opens: dict[int, Open] = field(default_factory=dict)
     advances: dict[int, Advance] = field(default_factory=dict)
@@ -70,9 +70,9 @@ class SpeculateRequest:
         self.opens |= newer.opens
         self.advances |= newer.advances
         self.closes |= newer.closes
-        for sequence in newer.closes:
-            self.opens.pop(sequence, None)
-            self.advances.pop(sequence, None)
+        for wire_id in newer.closes:
+            self.opens.pop(wire_id, None)
+            self.advances.pop(wire_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Timing:
 
 @dataclass(slots=True)
 class SpeculateReply:
-    """From draft worker to coordinator."""
+    """From draft worker to coordinator; entries by wire ID."""
 
     proposals: dict[int, Proposal] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)  # not held, or a base it was never told

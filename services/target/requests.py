@@ -19,14 +19,14 @@ def to_engine(
     num_prompt_tokens = len(token_ids) - request.num_generated_tokens
     if num_prompt_tokens < 1:
         raise InvalidRequestError("the prompt is empty", param="prompt")
-    _check_token_ids(token_ids, target.vocab_size, "prompt")
-    _check_token_ids(request.sampling.logit_bias_token_ids, target.vocab_size, "logit_bias")
+    _check_token_ids(token_ids, target.model.vocab_size, "prompt")
+    _check_token_ids(request.sampling.logit_bias_token_ids, target.model.vocab_size, "logit_bias")
     if request.max_tokens <= request.num_generated_tokens:
         raise InvalidRequestError(f"max_tokens {request.max_tokens} leaves nothing to generate", param="max_tokens")
-    if num_prompt_tokens + request.max_tokens > target.max_model_len:
+    if num_prompt_tokens + request.max_tokens > target.limits.max_model_len:
         raise InvalidRequestError(
             f"the prompt ({num_prompt_tokens} tokens) and max_tokens {request.max_tokens} exceed the "
-            f"model's limit of {target.max_model_len} tokens",
+            f"model's limit of {target.limits.max_model_len} tokens",
             param="max_tokens",
         )
     k = request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None

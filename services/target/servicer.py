@@ -57,11 +57,11 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         target, load, speculation = self._target, self._target.load(), self._config.speculation
         return target_pb2.TargetDescription(
             model=types_pb2.ModelDescription(
-                name=target.name,
+                name=target.model.name,
                 tokenizer_fingerprint=self._tokenizer_fingerprint,
-                vocab_size=target.vocab_size,
-                max_model_len=target.max_model_len,
-                dtype=target.dtype,
+                vocab_size=target.model.vocab_size,
+                max_model_len=target.limits.max_model_len,
+                dtype=target.model.dtype,
             ),
             load=types_pb2.Load(
                 num_running=load.num_running,
@@ -74,5 +74,5 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             max_speculative_tokens=speculation.max_speculative_tokens,
             num_draft_links=load.num_draft_links,
             num_draft_links_configured=len(self._config.draft.addresses),
-            eos_token_ids=target.eos_token_ids,
+            eos_token_ids=target.model.eos_token_ids,
         )

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.engine.loader import load_model
-from cluster.engine.model import Decoder
+from cluster.engine.loader import LoadedModel, load_model
 from cluster.engine.runner import ModelRunner
 
 torch.set_num_threads(1)
@@ -77,13 +76,13 @@ def tiny_llama(tiny_folder: Callable[..., Path]) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tiny_folder: Callable[..., Path]) -> Callable[..., Decoder]:
+def tiny_model(tiny_folder: Callable[..., Path]) -> Callable[..., LoadedModel]:
     """tiny_model(**options): the engine's model of `tiny_folder(**options)`, in float32."""
     return lambda **options: load_model(tiny_folder(**options), torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(scope="session")
-def new_runner(tiny_model: Callable[..., Decoder]) -> Callable[..., ModelRunner]:
+def new_runner(tiny_model: Callable[..., LoadedModel]) -> Callable[..., ModelRunner]:
     """new_runner(block_size, num_blocks, **options): a model with an empty cache."""
 
     def make(block_size: int = 4, num_blocks: int = 64, **options: object) -> ModelRunner:

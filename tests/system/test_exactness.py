@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.config import Config, TargetConfig
-from cluster.engine.cpu_ops import has_kernels
+from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.runner import ModelRunner
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer

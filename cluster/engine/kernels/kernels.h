@@ -43,13 +43,13 @@ typedef struct {
     const void *keys, *values;   /* [num_slots, num_kv_heads, head_dim] */
     float *y;                    /* [num_rows, num_heads * head_dim] */
     const int64_t *row_starts;   /* [num_segments + 1] */
-    const int64_t *prefix_lens;  /* [num_segments]: tokens before the segment's own; in a tree, before its first node */
+    const int64_t *prefix_lens;  /* [num_segments]: tokens before the segment; in a tree, before its first node */
     const int64_t *block_tables; /* [num_segments, table_len] */
     const int64_t *positions;    /* [num_rows] */
     const int64_t *paths;        /* NULL without trees; [num_rows, path_len]: nodes from a root to this row's, then -1;
                                     all -1 where the segment is a chain */
     int64_t path_len, num_segments, table_len, block_size, num_heads, num_kv_heads, head_dim;
-    int64_t span; /* positions that a row sees at most, its own included */
+    int64_t span; /* positions that a row sees at most, itself included */
     int is_bfloat16;
 } Attention;
 int attention(const Attention *attention, int num_threads); /* 0, or -1 without memory */

@@ -1,4 +1,5 @@
-/* The Python face of the kernels: addresses and sizes in, nothing checked that `cpu_ops.py` has made sure of. */
+/* The Python face of the kernels: addresses and sizes in. Nothing is checked that `cpu_linear.py` and `cpu_model.py`
+   have made sure of. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

@@ -9,10 +9,11 @@ import torch
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter
 from cluster.engine.batch import Segment
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import SampleRequest, best_choices
+from cluster.speculation.sampling import Sampler, SampleRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [5, 17, 300, 42, 42, 9, 111, 250, 8, 77, 501]
@@ -25,7 +26,7 @@ def new_drafter(new_runner: Callable[..., ModelRunner]) -> NewDrafter:
     def make(
         num_blocks: int = 64, max_model_len: int = 256, max_num_seqs: int = 8, max_num_batched_tokens: int = 64
     ) -> ModelDrafter:
-        return ModelDrafter(new_runner(4, num_blocks), max_model_len, max_num_seqs, max_num_batched_tokens)
+        return ModelDrafter(new_runner(4, num_blocks), StepLimits(max_model_len, max_num_seqs, max_num_batched_tokens))
 
     return make
 
@@ -156,6 +157,7 @@ class TestTrees:
     ) -> None:
         """Whole levels in one step, beside a chain."""
         drafter, runner = new_drafter(), new_runner(4, 64)
+        sampler = Sampler(runner.model.device)
         tree, chain = new_tree(params), new_sequence(PROMPT[:6], params=params)
         assert drafter.admit(tree)
         assert drafter.admit(chain)
@@ -166,7 +168,7 @@ class TestTrees:
             tokens = [*PROMPT, *tree.path_tokens(node)]
             logits = runner.run([Segment(tokens, 0, list(range(64)), num_logits=1)])
             request = SampleRequest(params, tree.noise_key, tokens, len(PROMPT))
-            ((best, gaps),) = best_choices(logits, [request], 3)
+            ((best, gaps),) = sampler.best_choices(logits, [request], 3)
             children = tree.children(node)
             assert [tree.token_ids[tree.num_committed + child] for child in children] == best
             assert [tree.gaps[child] for child in children] == pytest.approx(gaps, abs=1e-3)

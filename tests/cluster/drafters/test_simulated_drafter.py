@@ -5,6 +5,7 @@ import pytest
 from cluster.config import SimulationConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
+from cluster.engine.limits import StepLimits
 from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -22,7 +23,7 @@ class Clock:
 
 def new_drafter(clock: Clock | None = None, max_num_seqs: int = 4, **simulation: object) -> SimulatedDrafter:
     config = SimulationConfig(draft_step_ms=((1, 0.0),), **simulation)
-    return SimulatedDrafter(config, VOCAB_SIZE, 4096, max_num_seqs, 64, clock or Clock())
+    return SimulatedDrafter(config, VOCAB_SIZE, StepLimits(4096, max_num_seqs, 64), clock or Clock())
 
 
 def new_sequence(seed: int = 0, prompt_len: int = 8) -> DraftSequence:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from cluster.drafters.base import DraftSequence
-from cluster.drafting.run_ahead import Round, RunAhead
+from cluster.drafting.run_ahead import RunAhead, Verification
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -104,12 +104,12 @@ class TestTime:
         return run_ahead
 
     def closed(self, run_ahead: RunAhead, now: float, *sent_at: float) -> float:
-        return run_ahead.closed_seconds(now, [Round(new_sequence(), at, 10.0) for at in sent_at])
+        return run_ahead.closed_seconds(now, [Verification(new_sequence(), at, 10.0) for at in sent_at])
 
     def test_a_step_begins_while_there_is_time_for_it(self, run_ahead: RunAhead) -> None:
         assert self.closed(run_ahead, 5.0, 0.0) == 0.0
         assert self.closed(run_ahead, 5.0) == 0.0
-        assert RunAhead(1).closed_seconds(9.0, [Round(new_sequence(), 0.0, 10.0)]) == 0.0  # nothing is known yet
+        assert RunAhead(1).closed_seconds(9.0, [Verification(new_sequence(), 0.0, 10.0)]) == 0.0  # nothing is known yet
 
     def test_none_begins_when_the_target_is_about_to_answer(self, run_ahead: RunAhead) -> None:
         assert self.closed(run_ahead, 9.0, 0.0) == 11.0

@@ -78,9 +78,9 @@ class ScriptedDrafter(Drafter):
         self._may_step.release()
 
     def step(self) -> list[int]:
-        names = self.next_step()
+        wire_ids = self.next_step()
         self.let()
-        return names
+        return wire_ids
 
     def let_all(self) -> None:
         """From now on nothing waits."""
@@ -92,7 +92,7 @@ class ScriptedDrafter(Drafter):
         return self._asked.qsize()
 
     @property
-    def names(self) -> set[int]:
+    def wire_ids(self) -> set[int]:
         return {sequence.token_ids[0] for sequence in self.held}
 
 
@@ -104,15 +104,15 @@ class Link:
         self.replies: queue.Queue[SpeculateReply] = queue.Queue()
         self.number = worker.attach(self.replies.put)
 
-    def open(self, *names: int, k: int = K, length: int = 2, window: int = WINDOW) -> None:
-        openings = {name: opening(name, k, length, window) for name in names}
+    def open(self, *wire_ids: int, k: int = K, length: int = 2, window: int = WINDOW) -> None:
+        openings = {wire_id: opening(wire_id, k, length, window) for wire_id in wire_ids}
         self._worker.receive(self.number, SpeculateRequest(opens=openings))
 
-    def advance(self, name: int, base: int, *tokens: int, k: int = K) -> None:
-        self._worker.receive(self.number, SpeculateRequest(advances={name: Advance(name, base, tokens, k)}))
+    def advance(self, wire_id: int, base: int, *tokens: int, k: int = K) -> None:
+        self._worker.receive(self.number, SpeculateRequest(advances={wire_id: Advance(wire_id, base, tokens, k)}))
 
-    def close(self, *names: int) -> None:
-        self._worker.receive(self.number, SpeculateRequest(closes=set(names)))
+    def close(self, *wire_ids: int) -> None:
+        self._worker.receive(self.number, SpeculateRequest(closes=set(wire_ids)))
 
     def reply(self) -> SpeculateReply:
         return self.replies.get(timeout=WAIT_S)
@@ -121,16 +121,16 @@ class Link:
         self._worker.detach(self.number)
 
 
-def opening(name: int, k: int = K, length: int = 2, window: int = WINDOW) -> Open:
-    return Open(name, [name] * length, length, SamplingParams(), NoiseKey(0, 0), k, window)
+def opening(wire_id: int, k: int = K, length: int = 2, window: int = WINDOW) -> Open:
+    return Open(wire_id, [wire_id] * length, length, SamplingParams(), NoiseKey(0, 0), k, window)
 
 
-def drafts(name: int, start: int, count: int) -> list[int]:
-    return [100 * name + index for index in range(start, start + count)]
+def drafts(wire_id: int, start: int, count: int) -> list[int]:
+    return [100 * wire_id + index for index in range(start, start + count)]
 
 
-def proposal(name: int, base: int, count: int = K) -> SpeculateReply:
-    return SpeculateReply(proposals={name: Proposal(name, base, drafts(name, base, count))})
+def proposal(wire_id: int, base: int, count: int = K) -> SpeculateReply:
+    return SpeculateReply(proposals={wire_id: Proposal(wire_id, base, drafts(wire_id, base, count))})
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -203,11 +203,11 @@ class TestRounds:
         link.open(1, 2, 3)
         for _ in range(K):
             assert drafter.step() == [1, 2, 3]
-        expected = {name: Proposal(name, 2, drafts(name, 2, K)) for name in (1, 2, 3)}
+        expected = {wire_id: Proposal(wire_id, 2, drafts(wire_id, 2, K)) for wire_id in (1, 2, 3)}
         assert link.reply() == SpeculateReply(proposals=expected)
         assert drafter.next_step() == [1, 2, 3]  # running ahead
-        for name in (1, 2, 3):
-            link.advance(name, 2, 100 * name + 2)
+        for wire_id in (1, 2, 3):
+            link.advance(wire_id, 2, 100 * wire_id + 2)
         drafter.let()
         assert link.reply().proposals.keys() == {1, 2, 3}
         drafter.let_all()
@@ -417,7 +417,7 @@ class TestSequencesThatAreNotHeld:
         link.open(1, 2)
         assert link.reply() == SpeculateReply(refused={1})
         assert link.reply() == proposal(2, base=2)
-        assert drafter.names == {2}
+        assert drafter.wire_ids == {2}
 
     def test_tokens_that_the_draft_lacks_are_refused(
         self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
@@ -441,7 +441,7 @@ class TestSequencesThatAreNotHeld:
         assert link.reply().proposals.keys() == {1, 2}
         link.advance(1, 2, 102, 1000)
         assert link.reply() == SpeculateReply(lost={1})
-        assert drafter.names == {2}
+        assert drafter.wire_ids == {2}
 
     def test_opening_again_replaces_what_was_there(self, drafter: ScriptedDrafter, link: Link) -> None:
         drafter.let_all()
@@ -458,7 +458,7 @@ class TestEnds:
         link.open(1, 2)
         assert link.reply().proposals.keys() == {1, 2}
         link.close(1, 99)
-        wait_until(lambda: drafter.names == {2})
+        wait_until(lambda: drafter.wire_ids == {2})
         assert worker.num_sequences == 1
         link.advance(1, 2, 102)
         assert link.reply() == SpeculateReply(lost={1})
@@ -469,7 +469,7 @@ class TestEnds:
         worker.receive(link.number, SpeculateRequest(opens={7: opening(7)}, closes={7}))
         link.open(8)
         assert drafter.next_step() == [8]
-        assert drafter.names == {8}
+        assert drafter.wire_ids == {8}
 
     def test_a_link_that_is_gone_takes_its_sequences_with_it(
         self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
@@ -483,7 +483,7 @@ class TestEnds:
         assert other.reply().proposals.keys() == {1, 3}
         link.detach()
         wait_until(lambda: worker.num_sequences == 2)
-        assert drafter.names == {1, 3}
+        assert drafter.wire_ids == {1, 3}
         other.advance(1, 2, 102)
         assert other.reply() == proposal(1, base=3)
         assert link.replies.empty()

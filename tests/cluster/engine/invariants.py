@@ -8,6 +8,11 @@ from collections.abc import Collection, Sequence
 from cluster.engine.blocks import BlockManager
 
 
+def num_free_blocks(blocks: BlockManager) -> int:
+    """Those that are neither used nor cached."""
+    return blocks.num_blocks - blocks.num_used_blocks - blocks.num_cached_blocks
+
+
 def assert_blocks_are_sound(blocks: BlockManager, block_tables: Collection[Sequence[int]]) -> None:
     """Every block is free, cached or in the tables; only known beginnings are in several."""
     owners = Counter(block for table in block_tables for block in table)
@@ -18,7 +23,7 @@ def assert_blocks_are_sound(blocks: BlockManager, block_tables: Collection[Seque
     assert not free & cached
     assert not (free | cached) & owners.keys()
     assert blocks.num_used_blocks == len(owners)
-    assert blocks.num_free_blocks + blocks.num_cached_blocks + blocks.num_used_blocks == blocks.num_blocks
+    assert len(free) + len(cached) + len(owners) == blocks.num_blocks
 
     hash_of, block_of = blocks._hash_of, blocks._block_of
     for table in block_tables:

@@ -1,4 +1,4 @@
-"""How much memory a process takes to load a model: `python -m tests.cluster.engine.loading_memory FOLDER OPS`."""
+"""How much memory a process takes to load a model: `python -m tests.cluster.engine.loading_memory FOLDER FORM`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from cluster.engine.cpu_ops import CpuOps
+from cluster.engine.cpu_model import CpuModel
 from cluster.engine.loader import load_model
-from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import TorchOps
+from cluster.engine.model import Model, TorchModel
 
 CPU = torch.device("cpu")
 
@@ -23,9 +22,8 @@ def anonymous_bytes() -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
-def main(folder: Path, ops_name: str) -> None:
-    config = ModelConfig.from_folder(folder)
-    ops = CpuOps(config, torch.float32) if ops_name == "kernels" else TorchOps(config, torch.float32, CPU)
+def main(folder: Path, form_name: str) -> None:
+    form: type[Model] = CpuModel if form_name == "kernels" else TorchModel
     peak, is_over = 0, threading.Event()
 
     def watch() -> None:
@@ -36,7 +34,7 @@ def main(folder: Path, ops_name: str) -> None:
     before = anonymous_bytes()
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = load_model(folder, torch.float32, CPU, ops=ops)
+    model = load_model(folder, torch.float32, CPU, form=form)
     after = anonymous_bytes()
     is_over.set()
     watcher.join()

@@ -11,12 +11,10 @@ import torch
 
 from cluster.engine.batch import Segment, pack
 from cluster.engine.cuda_graphs import StepShape
-from cluster.engine.fixed_shape_ops import FixedShapeOps
+from cluster.engine.fixed_shape_model import FixedShapeModel
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.loader import load_model
-from cluster.engine.model import Decoder
-from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import TorchOps
+from cluster.engine.model import Model, TorchModel
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -28,20 +26,19 @@ def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> 
     return tiny_folder(**request.param)
 
 
-def models(folder: Path) -> tuple[Decoder, Decoder]:
-    """In their own shapes, in fixed ones."""
-    config = ModelConfig.from_folder(folder)
-    both = TorchOps(config, torch.float32, CPU), FixedShapeOps(config, torch.float32, CPU)
-    plain, fixed = (load_model(folder, torch.float32, CPU, ops=ops) for ops in both)
-    return plain, fixed
-
-
-def cache_of(model: Decoder) -> KVCache:
-    cache = KVCache(model.config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+def model_and_cache(folder: Path, form: type[Model]) -> tuple[Model, KVCache]:
+    """Caches are of one content."""
+    loaded = load_model(folder, torch.float32, CPU, form=form)
+    cache = KVCache(loaded.config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
     generator = torch.Generator().manual_seed(1)
     for tensor in (cache.keys, cache.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return cache
+    return loaded.bind(cache), cache
+
+
+def both(folder: Path) -> tuple[tuple[Model, KVCache], tuple[Model, KVCache]]:
+    """In their own shapes, in fixed ones."""
+    return model_and_cache(folder, TorchModel), model_and_cache(folder, FixedShapeModel)
 
 
 def random_segments(seed: int, *, trees: bool) -> list[Segment]:
@@ -62,47 +59,41 @@ def random_segments(seed: int, *, trees: bool) -> list[Segment]:
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_the_same_logits_and_cache(folder: Path, seed: int, trees: bool) -> None:
-    plain, fixed = models(folder)
+    (plain, plain_cache), (fixed, fixed_cache) = both(folder)
     batch = pack(random_segments(seed, trees=trees), BLOCK_SIZE, CPU)
-    caches = cache_of(plain), cache_of(fixed)
-    logits = plain.forward(batch, caches[0]), fixed.forward(batch, caches[1])
-    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-4)
-    torch.testing.assert_close(caches[1].keys, caches[0].keys, rtol=0, atol=1e-4)
+    torch.testing.assert_close(fixed.forward(batch), plain.forward(batch), rtol=0, atol=1e-4)
+    torch.testing.assert_close(fixed_cache.keys, plain_cache.keys, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_padding_changes_nothing(folder: Path, seed: int) -> None:
     """Neither the logits that are read nor a block that a sequence has."""
-    plain, fixed = models(folder)
+    (plain, plain_cache), (fixed, fixed_cache) = both(folder)
     batch = pack(random_segments(seed, trees=False), BLOCK_SIZE, CPU)
-    caches = cache_of(plain), cache_of(fixed)
-    expected = plain.forward(batch, caches[0])
-    padded = StepShape.of(batch).pad(batch, caches[1].spare_block, BLOCK_SIZE)
-    logits = fixed.forward(padded, caches[1])
+    expected = plain.forward(batch)
+    logits = fixed.forward(StepShape.of(batch).pad(batch, fixed_cache.spare_block, BLOCK_SIZE))
     torch.testing.assert_close(logits[: len(expected)], expected, rtol=0, atol=1e-4)
-    own = NUM_BLOCKS * BLOCK_SIZE
-    torch.testing.assert_close(caches[1].keys[:, :own], caches[0].keys[:, :own], rtol=0, atol=1e-4)
+    spare = NUM_BLOCKS * BLOCK_SIZE  # the first slot that no sequence has
+    torch.testing.assert_close(fixed_cache.keys[:, :spare], plain_cache.keys[:, :spare], rtol=0, atol=1e-4)
     assert torch.isfinite(logits).all()
 
 
 def test_rows_that_pad_touch_no_others(folder: Path) -> None:
     """Where there are more of them than the last segment has places left."""
-    plain, fixed = models(folder)
+    (plain, _), (fixed, cache) = both(folder)
     segments = [Segment([index + 1], 3, [index], 1) for index in range(31)] + [Segment([9, 8], 2, [40], 2)]
     batch = pack(segments, BLOCK_SIZE, CPU)
-    expected = plain.forward(batch, cache_of(plain))
-    cache = cache_of(fixed)
+    expected = plain.forward(batch)
     padded = StepShape.of(batch).pad(batch, cache.spare_block, BLOCK_SIZE)
     assert len(padded.token_ids) >= len(batch.token_ids) + 8
     assert len(padded.context_lens) == len(batch.context_lens)
-    torch.testing.assert_close(fixed.forward(padded, cache)[: len(expected)], expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(fixed.forward(padded)[: len(expected)], expected, rtol=0, atol=1e-4)
 
 
 def test_a_prompts_chunk_is_computed_in_its_own_shape(folder: Path) -> None:
-    plain, fixed = models(folder)
+    (plain, _), (fixed, _) = both(folder)
     batch = pack([Segment([5] * 100, 0, list(range(25)), 1), Segment([7], 3, [30], 1)], BLOCK_SIZE, CPU)
-    expected = plain.forward(batch, cache_of(plain))
-    torch.testing.assert_close(fixed.forward(batch, cache_of(fixed)), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(fixed.forward(batch), plain.forward(batch), rtol=0, atol=1e-4)
 
 
 def test_shapes_are_few_and_large_enough(folder: Path) -> None:

@@ -9,23 +9,21 @@ import pytest
 import torch
 
 from cluster.engine.batch import Batch
-from cluster.engine.cpu_ops import CpuOps, has_kernels
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.cpu_model import CpuModel
 from cluster.engine.invariance import check_invariance
-from cluster.engine.kv_cache import KVCache
 from cluster.engine.loader import load_model
-from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import Ops, TorchOps
+from cluster.engine.model import Model, TorchModel
 from cluster.engine.quantization import Quantization
 from cluster.engine.runner import ModelRunner
-from cluster.engine.weights import ModelWeights
 from cluster.errors import ConfigurationError
 
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
 
 
-def runner(folder: Path, ops: Ops | None = None, quantization: Quantization | None = None) -> ModelRunner:
-    return ModelRunner(load_model(folder, torch.bfloat16, CPU, ops=ops, quantization=quantization), 4, 32)
+def runner(folder: Path, form: type[Model] | None = None, quantization: Quantization | None = None) -> ModelRunner:
+    return ModelRunner(load_model(folder, torch.bfloat16, CPU, form=form, quantization=quantization), 4, 32)
 
 
 @needs_kernels
@@ -37,20 +35,17 @@ def test_the_kernels_pass(tiny_llama: Callable[..., Path], quantization: Quantiz
 
 
 def test_pytorchs_operators_are_refused(tiny_llama: Callable[..., Path]) -> None:
-    folder = tiny_llama()
-    ops = TorchOps(ModelConfig.from_folder(folder), torch.bfloat16, CPU)
     with pytest.raises(ConfigurationError, match="needs the CPU kernels"):
-        check_invariance(runner(folder, ops))
+        check_invariance(runner(tiny_llama(), TorchModel))
 
 
 @needs_kernels
 def test_an_operator_that_breaks_the_promise_is_found(tiny_llama: Callable[..., Path]) -> None:
-    class Uneven(CpuOps):
-        def decode(self, weights: ModelWeights, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
-            return super().decode(weights, batch, kv_cache) * (1 + 1e-6 * (len(batch.token_ids) == 10))
+    class Uneven(CpuModel):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return super().forward(batch) * (1 + 1e-6 * (len(batch.token_ids) == 10))
 
-    folder = tiny_llama()
-    checked = runner(folder, Uneven(ModelConfig.from_folder(folder), torch.bfloat16))
+    checked = runner(tiny_llama(), Uneven)
     with pytest.raises(ConfigurationError, match="does not hold on this machine"):
         check_invariance(checked)
     assert checked.blocks.num_used_blocks == 0

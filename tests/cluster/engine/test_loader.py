@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.config import WorkerConfig
-from cluster.engine.cpu_ops import has_kernels
-from cluster.engine.loader import load_model, resolve_device, resolve_dtype
-from cluster.engine.model import Decoder
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import ModelRunner, kv_cache_budget
 from cluster.errors import ConfigurationError
@@ -42,7 +41,7 @@ def change_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in merged.items() if value is not ...}))
 
 
-def load(folder: Path) -> Decoder:
+def load(folder: Path) -> LoadedModel:
     return load_model(folder, torch.float32, CPU)
 
 
@@ -174,11 +173,11 @@ def large(tiny_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-@pytest.mark.parametrize("ops", ["torch", pytest.param("kernels", marks=needs_kernels)])
-def test_loading_takes_the_copy_of_one_weight_beside_the_model(large: Path, ops: str) -> None:
+@pytest.mark.parametrize("form", ["torch", pytest.param("kernels", marks=needs_kernels)])
+def test_loading_takes_the_copy_of_one_weight_beside_the_model(large: Path, form: str) -> None:
     """In a process of its own, where the allocator hands back at once what is freed."""
     completed = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.engine.loading_memory", str(large), ops],
+        [sys.executable, "-m", "tests.cluster.engine.loading_memory", str(large), form],
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "100000"},
         cwd=Path(__file__).parents[3],
         capture_output=True,

@@ -11,7 +11,6 @@ import torch
 
 from cluster.engine.batch import Segment
 from cluster.engine.loader import load_model
-from cluster.engine.model import Decoder
 from cluster.engine.runner import ModelRunner
 
 BLOCK_SIZE = 4
@@ -148,9 +147,9 @@ class TestSteps:
 
 def test_bfloat16_is_near(tiny_llama: Callable[..., Path], reference: Reference) -> None:
     """The likeliest token of float32 is among the likeliest of bfloat16."""
-    model: Decoder = load_model(tiny_llama(), torch.bfloat16, torch.device("cpu"))
+    loaded = load_model(tiny_llama(), torch.bfloat16, torch.device("cpu"))
     tokens = random_tokens(9, 20)
-    logits = ModelRunner(model, BLOCK_SIZE, NUM_BLOCKS).run([Segment(tokens, 0, list(range(5)), num_logits=20)])
+    logits = ModelRunner(loaded, BLOCK_SIZE, NUM_BLOCKS).run([Segment(tokens, 0, list(range(5)), num_logits=20)])
     assert logits.dtype == torch.float32
     likeliest = reference(tokens).argmax(-1, keepdim=True)
     assert (logits.topk(5, dim=-1).indices == likeliest).any(-1).all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.engine.batch import Segment
-from cluster.engine.cpu_ops import has_kernels
+from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.runner import ModelRunner
 
 BLOCK_SIZE = 4

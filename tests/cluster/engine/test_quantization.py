@@ -41,8 +41,8 @@ def test_inputs_that_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize(("name", "tolerance"), [("int8", 0.05), ("int4", 0.6)])
 def test_a_model_stays_near_its_checkpoint(name: str, tolerance: float, tiny_llama: Callable[..., Path]) -> None:
     def logits(quantization: Quantization | None) -> torch.Tensor:
-        model = load_model(tiny_llama(), torch.float32, CPU, quantization=quantization)
-        return ModelRunner(model, 4, 8).run([Segment(list(range(20)), 0, list(range(5)), num_logits=20)])
+        loaded = load_model(tiny_llama(), torch.float32, CPU, quantization=quantization)
+        return ModelRunner(loaded, 4, 8).run([Segment(list(range(20)), 0, list(range(5)), num_logits=20)])
 
     exact, near = logits(None), logits(Quantization.named(name, 32))
     relative = (near - exact).norm() / exact.norm()

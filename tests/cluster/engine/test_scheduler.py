@@ -5,6 +5,7 @@ import random
 import pytest
 
 from cluster.engine.blocks import BlockManager
+from cluster.engine.limits import StepLimits
 from cluster.engine.scheduler import ScheduledSequence, Scheduler
 from cluster.engine.sequence import Sequence
 from cluster.speculation.drafts import Drafts, chain, depths_of
@@ -19,7 +20,7 @@ def new_sequence(num_prompt: int, max_tokens: int = 8, *, k: int = 0, computed: 
 
 
 def new_scheduler(num_blocks: int = 64, max_num_seqs: int = 8, max_num_batched_tokens: int = 32) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, BLOCK_SIZE), max_num_seqs, max_num_batched_tokens)
+    return Scheduler(BlockManager(num_blocks, BLOCK_SIZE), StepLimits(4096, max_num_seqs, max_num_batched_tokens))
 
 
 def no_drafts(sequence: Sequence) -> Drafts:
@@ -37,8 +38,8 @@ def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int =
 
 def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
     """Nothing that must hold of every step is broken."""
-    assert sum(s.num_new_tokens + len(s.drafts) for s in step) <= scheduler._max_num_batched_tokens
-    assert len(scheduler.running) <= scheduler._max_num_seqs
+    assert sum(s.num_new_tokens + len(s.drafts) for s in step) <= scheduler._limits.max_num_batched_tokens
+    assert len(scheduler.running) <= scheduler._limits.max_num_seqs
     assert len({id(s.sequence) for s in step}) == len(step)
     decoding = {id(s) for s in scheduler.running if not s.is_prefilling}
     assert decoding <= {id(s.sequence) for s in step}, "a decoding sequence got no row"
@@ -386,7 +387,7 @@ def test_a_sequence_that_is_held_back_takes_no_part() -> None:
         scheduler.add(sequence)
     scheduler.admit()
     run(scheduler, scheduler.schedule(no_drafts))
-    step = scheduler.schedule(no_drafts, lambda sequence: sequence is first)
+    step = scheduler.schedule(lambda sequence: None if sequence is first else Drafts())
     assert [scheduled.sequence for scheduled in step] == [second]
     step = scheduler.schedule(no_drafts)
     assert [scheduled.sequence for scheduled in step] == [first, second]

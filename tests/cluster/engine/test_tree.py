@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cluster.engine.batch import Segment
-from cluster.engine.cpu_ops import CpuOps, has_kernels
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.cpu_model import CpuModel
 from cluster.engine.loader import load_model
-from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import TorchOps
+from cluster.engine.model import TorchModel
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import path_to
 
@@ -29,9 +29,8 @@ def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> 
 
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=pytest.mark.skipif(not has_kernels(), reason="none"))])
 def runner(request: pytest.FixtureRequest, folder: Path) -> ModelRunner:
-    config = ModelConfig.from_folder(folder)
-    ops = CpuOps(config, torch.float32) if request.param == "kernels" else TorchOps(config, torch.float32, CPU)
-    return ModelRunner(load_model(folder, torch.float32, CPU, ops=ops), BLOCK_SIZE, 64)
+    form = CpuModel if request.param == "kernels" else TorchModel
+    return ModelRunner(load_model(folder, torch.float32, CPU, form=form), BLOCK_SIZE, 64)
 
 
 def random_tree(seed: int, size: int) -> tuple[list[int], list[int]]:

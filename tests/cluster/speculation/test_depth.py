@@ -144,7 +144,7 @@ class TestTrees:
     def choice(self, points: dict[int, float], costs: LinkCosts, rates: Sequence[float] = RATES) -> tuple[Shape, float]:
         """The shape of the tree, empty where it is a chain, and the tokens a second that are promised."""
         candidate = Candidate(acceptance(rates[0]), MAX_DEPTH, costs)
-        choice = goodput(points).choose([candidate], 1, templates(np.array([rates])))
+        choice = goodput(points).choose([candidate], 1, templates=templates(np.array([rates])))
         return choice.template.parents[: choice.num_drafts[0]] if choice.template else (), choice.rate
 
     def test_a_poor_draft_gets_a_tree(self) -> None:
@@ -183,7 +183,7 @@ class TestTrees:
         level = float(wait[1] - wait[0])
         time = RoundTime(lambda _: level, lambda rows: float(verify.at(rows)), float(wait[0]) - level)
         best = token_rate(best_shape(rates, range(1 + MAX_DEPTH), time), rates, time)
-        choice = goodput(points).choose([candidate], 1, templates(rates))
+        choice = goodput(points).choose([candidate], 1, templates=templates(rates))
         assert choice.rate >= 0.93 * best  # 3 % of which a tree must be better than a chain
 
 
@@ -191,7 +191,7 @@ class TestThreshold:
     def depth_after(self, acceptances: list[float], start: int = 5) -> int:
         controller = ThresholdController(start, 10)
         for rate in acceptances:
-            controller.observe(100, round(100 * rate))
+            controller.observe([(100, round(100 * rate))])
         return self.depth(controller)
 
     def depth(self, controller: DepthController) -> int:

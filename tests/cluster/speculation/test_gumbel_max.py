@@ -12,10 +12,11 @@ import torch
 from cluster.speculation.gumbel_max import MAX_WIDTH, has_kernel
 from cluster.speculation.noise import NoiseKey, noise_words
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import SampleRequest, best_tokens, perturbed_logits, sample
+from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
 
 pytestmark = pytest.mark.skipif(not has_kernel(), reason="the kernel was not built, or not for this processor")
 
+SAMPLER = Sampler(torch.device("cpu"))
 TEMPERATURES = [0.0, 2e-5, 0.1, 0.7, 1.0, 1.3, 50.0, 1e6]
 # Around the widths of a counter (8), of a vector (16), and of what is computed at a time (128).
 VOCAB_SIZES = [1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 4096, 32003]
@@ -47,11 +48,11 @@ def random_requests(seed: int, num_rows: int, params: list[SamplingParams]) -> l
 def assert_chosen_as_defined(logits: torch.Tensor, requests: list[SampleRequest]) -> None:
     before = logits.clone()
     scores = perturbed_logits(logits, requests)
-    assert sample(logits, requests) == scores.argmax(dim=-1).tolist()
+    assert SAMPLER.sample(logits, requests) == scores.argmax(dim=-1).tolist()
     for width in {1, 2, 4, MAX_WIDTH}:
         if width > logits.shape[-1]:
             continue
-        ids, best = best_tokens(logits, requests, width)
+        ids, best = SAMPLER.best_tokens(logits, requests, width)
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         assert torch.equal(best, ordered[:, :width])
         has_score = best > -math.inf
@@ -106,7 +107,9 @@ def test_minus_infinity_is_never_chosen_while_anything_else_is_there() -> None:
 
 def test_without_any_token_the_choice_is_the_first() -> None:
     logits = torch.full((2, 100), -math.inf)
-    assert sample(logits, [request_at(9, p, NoiseKey(1, 2)) for p in (SamplingParams(), SamplingParams(0.0))]) == [0, 0]
+    assert SAMPLER.sample(
+        logits, [request_at(9, p, NoiseKey(1, 2)) for p in (SamplingParams(), SamplingParams(0.0))]
+    ) == [0, 0]
 
 
 @pytest.mark.parametrize("vocab_size", [20, 100, 4096])
@@ -138,10 +141,18 @@ def test_infinite_and_huge_logits() -> None:
 
 def test_more_tokens_than_the_kernel_gives_continue_its_order() -> None:
     logits, requests = random_logits(7, 5, 600), random_requests(7, 5, [SamplingParams()])
-    ids, scores = best_tokens(logits, requests, MAX_WIDTH)
-    more_ids, more_scores = best_tokens(logits, requests, MAX_WIDTH + 1)
+    ids, scores = SAMPLER.best_tokens(logits, requests, MAX_WIDTH)
+    more_ids, more_scores = SAMPLER.best_tokens(logits, requests, MAX_WIDTH + 1)
     assert torch.equal(more_ids[:, :-1], ids)
     assert torch.equal(more_scores[:, :-1], scores)
+
+
+def test_a_sampler_made_without_the_kernel_chooses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.speculation.sampling.has_kernel", lambda: False)
+    without = Sampler(torch.device("cpu"))
+    logits, requests = random_logits(11, 40, 600), random_requests(11, 40, [SamplingParams(), SamplingParams(0.0)])
+    assert without.sample(logits, requests) == SAMPLER.sample(logits, requests)
+    assert without.best_choices(logits, requests, 4) == SAMPLER.best_choices(logits, requests, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -157,7 +168,7 @@ def test_the_kernels_words_are_those_of_the_definition() -> None:
     for token in range(vocab_size):
         logits = torch.full((1, vocab_size), -1e4)
         logits[0, token] = 0.0
-        ids, scores = best_tokens(logits, [request_at(70, SamplingParams(), key)], 1)
+        ids, scores = SAMPLER.best_tokens(logits, [request_at(70, SamplingParams(), key)], 1)
         assert ids.item() == token
         expected = -math.log(-math.log1p(-(int(words[token]) + 0.5) / 2**32))
         assert scores.item() == pytest.approx(expected, rel=1e-7, abs=1e-7)
@@ -177,4 +188,4 @@ def test_the_largest_noise_is_not_missed() -> None:
         rival = (lucky + 999) % vocab_size
         rival_noise = -math.log(-math.log1p(-(int(words[rival]) + 0.5) / 2**32))
         logits[0, rival] = gap - rival_noise
-        assert sample(logits, [request]) == [lucky if wins else rival]
+        assert SAMPLER.sample(logits, [request]) == [lucky if wins else rival]

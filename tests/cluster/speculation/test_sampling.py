@@ -11,11 +11,12 @@ from scipy import stats
 
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import SampleRequest, perturbed_logits, sample
+from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
 
 from .reference import shaped_logits, softmax
 
 INF = math.inf
+SAMPLER = Sampler(torch.device("cpu"))
 KEY = NoiseKey.derive(1234, 0)
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -171,12 +172,12 @@ class TestTables:
     def test_greedy_takes_the_largest_and_of_equals_the_lowest_id(
         self, params: SamplingParams, logits: list[float], choice: int
     ) -> None:
-        assert sample(torch.tensor([logits]), [SampleRequest(params, KEY, [0], 1)]) == [choice]
+        assert SAMPLER.sample(torch.tensor([logits]), [SampleRequest(params, KEY, [0], 1)]) == [choice]
 
     def test_the_callers_logits_are_left_alone(self) -> None:
         logits = torch.randn(1, 32)
         before = logits.clone()
-        sample(logits, [SampleRequest(VARIED_PARAMS[-1], KEY, [1, 2], 1)])
+        SAMPLER.sample(logits, [SampleRequest(VARIED_PARAMS[-1], KEY, [1, 2], 1)])
         assert torch.equal(logits, before)
 
     def test_logits_in_bfloat16_are_shaped_in_float32(self) -> None:
@@ -209,7 +210,7 @@ class TestAgainstTheReference:
             if not params.is_greedy:
                 expected = expected + gumbel_noise([(request.noise_key, len(tokens))], vocab_size)[0]
             np.testing.assert_allclose(perturbed_logits(logits, [request])[0], expected, rtol=1e-5, atol=1e-5)
-            assert sample(logits, [request]) == [int(expected.argmax())]
+            assert SAMPLER.sample(logits, [request]) == [int(expected.argmax())]
 
     @pytest.mark.parametrize("params", VARIED_PARAMS, ids=str)
     @pytest.mark.parametrize("num_rows", [2, 6])
@@ -280,16 +281,16 @@ class TestDistribution:
     def test_over_seeds(self, params: SamplingParams) -> None:
         tokens = [1, 2, 3, 2]
         requests = [SampleRequest(params, NoiseKey.derive(seed, 0), tokens, 2) for seed in range(self.NUM_DRAWS)]
-        choices = sample(self.LOGITS.expand(self.NUM_DRAWS, -1), requests)
+        choices = SAMPLER.sample(self.LOGITS.expand(self.NUM_DRAWS, -1), requests)
         self.assert_follows(choices, softmax(shaped_logits(self.LOGITS[0].numpy(), params, tokens, 2)))
 
     def test_over_positions(self) -> None:
         request = SampleRequest(SamplingParams(), KEY, [0] * self.NUM_DRAWS, 1, num_rows=self.NUM_DRAWS)
-        choices = sample(self.LOGITS.expand(self.NUM_DRAWS, -1), [request])
+        choices = SAMPLER.sample(self.LOGITS.expand(self.NUM_DRAWS, -1), [request])
         self.assert_follows(choices, softmax(self.LOGITS[0].numpy().astype(np.float64)))
 
     def test_the_assertion_notices_another_temperature(self) -> None:
         request = SampleRequest(SamplingParams(temperature=0.9), KEY, [0] * self.NUM_DRAWS, 1, self.NUM_DRAWS)
-        choices = sample(self.LOGITS.expand(self.NUM_DRAWS, -1), [request])
+        choices = SAMPLER.sample(self.LOGITS.expand(self.NUM_DRAWS, -1), [request])
         with pytest.raises(AssertionError):
             self.assert_follows(choices, softmax(self.LOGITS[0].numpy().astype(np.float64)))

@@ -14,6 +14,7 @@ from cluster.config import SpeculationConfig
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.model import ModelDrafter
 from cluster.drafting.worker import DraftWorker
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.targets.base import GenerationOutput, GenerationRequest
 from cluster.targets.rejection import RejectionSampler
@@ -71,7 +72,9 @@ class LoopbackDraft:
         self.start()
 
     def start(self) -> None:
-        self.drafter = ModelDrafter(self._runner, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+        self.drafter = ModelDrafter(
+            self._runner, StepLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64)
+        )
         self.worker = DraftWorker(self.drafter, self._run_ahead_branches)
         self.worker.start()
         self._loop.run(self._serve())
@@ -109,12 +112,10 @@ class LoopbackTarget:
         self.target = TorchTarget(
             "tiny",
             runner,
+            StepLimits(max_model_len=256, max_num_seqs=max_num_seqs, max_num_batched_tokens=24),
             DraftPool(FINGERPRINT),
             speculation,
-            max_model_len=256,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=24,
-            rejection=rejection,
+            rejection,
         )
         self._outputs: dict[str, list[GenerationOutput]] = {}
         self._loop = loop

@@ -40,20 +40,20 @@ class OracleWorker:
         self._tokens = {key: tokens for key, tokens in self._tokens.items() if key[0] != link}
 
     def receive(self, link: int, request: SpeculateRequest) -> None:
-        for name in request.closes:
-            self._tokens.pop((link, name), None)
+        for wire_id in request.closes:
+            self._tokens.pop((link, wire_id), None)
         for opening in request.opens.values():
-            self._tokens[link, opening.sequence] = list(opening.token_ids)
+            self._tokens[link, opening.wire_id] = list(opening.token_ids)
         for advance in request.advances.values():
-            self._tokens[link, advance.sequence][advance.base :] = advance.token_ids
-        names = [*request.opens, *request.advances]
-        self._deliver[link](SpeculateReply(proposals={name: self._proposal(link, name) for name in names}))
+            self._tokens[link, advance.wire_id][advance.base :] = advance.token_ids
+        wire_ids = [*request.opens, *request.advances]
+        self._deliver[link](SpeculateReply(proposals={wire_id: self._proposal(link, wire_id) for wire_id in wire_ids}))
 
-    def _proposal(self, link: int, name: int) -> Proposal:
-        tokens = self._tokens[link, name]
+    def _proposal(self, link: int, wire_id: int) -> Proposal:
+        tokens = self._tokens[link, wire_id]
         (truth, *_) = [t for t in self._truths if list(t[: len(tokens)]) == tokens]
         drafts = self._tree([*truth[len(tokens) :], *[1] * 20])
-        return Proposal(name, len(tokens), drafts.token_ids, drafts.parents)
+        return Proposal(wire_id, len(tokens), drafts.token_ids, drafts.parents)
 
     def _tree(self, rest: Sequence[int]) -> Drafts:
         """Each node is of a random parent; where that is on the true path, it is often the next on it."""

@@ -12,6 +12,7 @@ from scipy import stats
 from cluster.config import Config, DraftConfig, SpeculationConfig, TargetConfig
 from cluster.coordination.pool import DraftPool
 from cluster.engine.batch import Segment
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 from cluster.speculation.noise import NoiseKey
@@ -60,9 +61,7 @@ def new_target(
     def start(
         acceptance: str, num_blocks: int = 128, num_draft_blocks: int = 128
     ) -> tuple[LoopbackTarget, RejectionSampler]:
-        sampler = RejectionSampler(
-            new_runner(8, num_draft_blocks, **DRAFT), max_model_len=256, max_num_batched_tokens=16
-        )
+        sampler = RejectionSampler(new_runner(8, num_draft_blocks, **DRAFT), StepLimits(256, 8, 16))
         target = LoopbackTarget(
             loop,
             new_runner(8, num_blocks, **TARGET),

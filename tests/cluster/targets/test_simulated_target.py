@@ -35,7 +35,7 @@ def generate(running: SimulatedCluster, depths: Sequence[int | None], max_tokens
 def test_same_tokens_with_and_without_speculation(settings: Sequence[str]) -> None:
     with cluster(*settings) as running:
         answers = generate(running, [0, 1, 4, 8, None], max_tokens=60)
-        vocab_size = running.target.vocab_size
+        vocab_size = running.target.model.vocab_size
     for seed, answer in answers.items():
         key = NoiseKey.derive(seed, 0)
         assert answer.token_ids == [token_at(key, PROMPT_LEN + place, vocab_size) for place in range(60)]

@@ -19,7 +19,7 @@ from cluster.errors import InvalidRequestError
 from cluster.speculation.drafts import is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import SampleRequest, sample
+from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import TreePolicy
 from cluster.targets.base import GenerationRequest
@@ -105,13 +105,15 @@ def new_target(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[Callable
 def expected(new_runner: NewRunner) -> dict[int, list[int]]:
     """The answers to `mixed_requests`, by their place: each alone, one token a step, the whole prefix each time."""
     runner = new_runner(8, 32, seed=TARGET_SEED)
+    sampler = Sampler(runner.model.device)
     answers = {}
     for place, request in enumerate(mixed_requests(k=0)):
         tokens = list(request.token_ids)
         for start in range(request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens):
             computed = 0 if start == request.num_prompt_tokens else start - 1
             logits = runner.run([Segment(tokens[computed:], computed, list(range(32)), num_logits=1)])
-            tokens += sample(logits, [SampleRequest(request.params, request.noise_key, tokens, len(request.token_ids))])
+            sampled = SampleRequest(request.params, request.noise_key, tokens, len(request.token_ids))
+            tokens += sampler.sample(logits, [sampled])
         answers[place] = tokens[request.num_prompt_tokens :]
     return answers
 

@@ -11,9 +11,10 @@ import grpc
 import pytest
 
 from cluster.config import Config
+from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InvalidRequestError, UnavailableError
-from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad
+from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
 from cluster.wire.replies import CallReply, RoundCounts, decode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.replicas import Replica
@@ -26,7 +27,8 @@ LENGTH = target_pb2.FINISH_REASON_LENGTH
 class HandDrivenTarget(Target):
     """Does what a test tells it: `step` commits tokens for one request."""
 
-    name, dtype, vocab_size, max_model_len, eos_token_ids = "hand-driven", "none", 512, 4096, ()
+    model = TargetModel("hand-driven", dtype="none", vocab_size=512, eos_token_ids=())
+    limits = StepLimits(max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=512)
 
     def __init__(self) -> None:
         self.requests: list[str] = []

@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from cluster.engine.batch import Batch, Segment, pack
-from cluster.engine.cpu_ops import CpuOps, KernelLinear, has_kernels
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.cpu_linear import KernelLinear
+from cluster.engine.cpu_model import CpuModel
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear, PackedLinear, PlainLinear, QuantizedLinear
 from cluster.engine.loader import load_model
+from cluster.engine.model import Model, TorchModel
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.ops import Ops, TorchOps
 from cluster.engine.quantization import Quantization, quantize
 from cluster.engine.rope_config import RopeConfig
 from cluster.engine.runner import ModelRunner
-from cluster.engine.weights import LayerWeights, ModelWeights
+from cluster.engine.weights import LayerWeights, ModelWeights, WeightFormat
 
 from .checkpoints import CHECKPOINTS
 
@@ -108,7 +110,7 @@ class TestLinear:
         self, kernel: Callable[..., Linear], bits: Literal[8, 4], group_size: int | None, out_features: int
     ) -> None:
         weight = quantize(randn(1, out_features, 192), Quantization(bits, group_size))
-        linear = kernel(weight) if kernel is KernelLinear else kernel(weight, None, torch.float32)
+        linear = kernel(weight)
         for num_rows in (1, 2, 3, 4, 5, 8, 9, 17):
             x = randn(num_rows, num_rows, 192)
             torch.testing.assert_close(linear(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
@@ -193,28 +195,30 @@ def assert_same_logits(
     batch = _batch([(0, 1), (0, 40), (15, 1), (16, 5), (100, 21), (199, 1)], block_size, num_blocks)
     embedding = randn(5, config.vocab_size, config.hidden_size)
     results = []
-    for ops in (CpuOps(config, torch.float32), TorchOps(config, torch.float32, CPU)):
-        layers = [random_layer(config, ops, index, has_qk_norm, has_bias, gate_scale) for index in range(2)]
-        norm = ops.make_norm_weight(randn(8, config.hidden_size))
-        weights = ModelWeights(embedding, tuple(layers), norm, ops.make_linear(embedding))
+    forms: tuple[type[Model], ...] = (CpuModel, TorchModel)
+    for form in forms:
+        prepare = form.weight_format
+        layers = [random_layer(config, prepare, index, has_qk_norm, has_bias, gate_scale) for index in range(2)]
+        norm = prepare.make_norm_weight(randn(8, config.hidden_size))
+        weights = ModelWeights(embedding, tuple(layers), norm, prepare.make_linear(embedding))
         cache = KVCache(config, num_blocks, block_size, torch.float32, CPU)
         cache.keys.copy_(randn(6, *cache.keys.shape))
         cache.values.copy_(randn(7, *cache.values.shape))
-        results.append((ops.decode(weights, batch, cache), cache.keys, cache.values))
+        results.append((form(config, weights, cache).forward(batch), cache.keys, cache.values))
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
 def random_layer(
-    config: ModelConfig, ops: Ops, seed: int, has_qk_norm: bool, has_bias: bool, gate_scale: float
+    config: ModelConfig, prepare: WeightFormat, seed: int, has_qk_norm: bool, has_bias: bool, gate_scale: float
 ) -> LayerWeights:
     """Every product keeps the size of what goes in; attention is far from even."""
 
     def linear(kind: int, out_features: int, in_features: int, scale: float = 1.0) -> Linear:
         weight = scale * randn(10 * seed + kind, out_features, in_features) / in_features**0.5
-        return ops.make_linear(weight, randn(10 * seed + kind + 5, out_features) if has_bias else None)
+        return prepare.make_linear(weight, randn(10 * seed + kind + 5, out_features) if has_bias else None)
 
     def norm(kind: int, *shape: int) -> torch.Tensor:
-        return ops.make_norm_weight(1 + 0.3 * randn(10 * seed + kind, *shape))
+        return prepare.make_norm_weight(1 + 0.3 * randn(10 * seed + kind, *shape))
 
     return LayerWeights(
         input_norm=norm(0, config.hidden_size),
@@ -262,7 +266,7 @@ class TestModel:
             start, rows = 0, []
             for chunk in chunks:
                 company = Segment(tokens[: 1 + start % 9], 0, other, num_logits=1)
-                own = Segment(tokens[start : start + chunk], start, table, num_logits=chunk)
-                rows.append(runner.run([company, own])[1:])
+                segment = Segment(tokens[start : start + chunk], start, table, num_logits=chunk)
+                rows.append(runner.run([company, segment])[1:])
                 start += chunk
             assert torch.equal(torch.cat(rows), whole)

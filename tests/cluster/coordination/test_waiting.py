@@ -5,26 +5,29 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.planner import DepthPlanner
+from cluster.coordination.balancer import LinkBalancer
+from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.stats import CoordinatorStats
+from cluster.coordination.waiting import Waits
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
 STEP_S = 0.020
 
 
-def planner(seconds_a_row: float, controller: str = "goodput") -> DepthPlanner:
-    made = DepthPlanner(SpeculationConfig.model_validate({"controller": controller}), 64, lambda: 0.0)
+def waits(seconds_a_row: float, controller: str = "goodput") -> Waits:
+    planner = DepthPlanner(SpeculationConfig.model_validate({"controller": controller}), 64, lambda: 0.0)
     for _ in range(50):
         for rows in (1, 4, 16, 32):
-            made.observe_step(rows, STEP_S + seconds_a_row * rows)
-    return made
+            planner.step_seconds.observe(rows, STEP_S + seconds_a_row * rows)
+    return Waits(planner, LinkBalancer(64, 0.05), CoordinatorStats(), 0.05, lambda: 0.0, lambda _: None)
 
 
 def sequences(number: int) -> list[SpeculativeSequence]:
     made = [SpeculativeSequence([1], 1, SamplingParams(), NoiseKey(1, 2), None) for _ in range(number)]
     for sequence in made:
-        sequence.depth, sequence.expected_tokens = 4, 3.0
+        sequence.planned(4, None, 3.0)
     return made
 
 
@@ -35,24 +38,24 @@ def sequences(number: int) -> list[SpeculativeSequence]:
 def test_a_wait_longer_than_a_step_makes_two_cohorts(wait_s: float, goes_on: bool) -> None:
     """Where rows cost nothing, half the sequences commit half as much in the same time."""
     ready, awaited = sequences(2), sequences(2)
-    assert planner(seconds_a_row=0.0).should_go_on_without(ready, awaited, wait_s) is goes_on
+    assert waits(seconds_a_row=0.0).should_go_on_without(ready, awaited, wait_s) is goes_on
 
 
 def test_where_rows_cost_a_wait_shorter_than_a_step_is_enough() -> None:
     ready, awaited = sequences(2), sequences(2)
-    assert planner(seconds_a_row=0.01).should_go_on_without(ready, awaited, 0.03)  # steps of 0.12 and 0.22
+    assert waits(seconds_a_row=0.01).should_go_on_without(ready, awaited, 0.03)  # steps of 0.12 and 0.22
 
 
 def test_one_that_is_ready_does_not_run_without_many() -> None:
-    assert not planner(seconds_a_row=0.0).should_go_on_without(sequences(1), sequences(7), 2 * STEP_S)
+    assert not waits(seconds_a_row=0.0).should_go_on_without(sequences(1), sequences(7), 2 * STEP_S)
 
 
 def test_with_nobody_ready_all_wait() -> None:
-    assert not planner(seconds_a_row=0.0).should_go_on_without([], sequences(2), 10 * STEP_S)
+    assert not waits(seconds_a_row=0.0).should_go_on_without([], sequences(2), 10 * STEP_S)
 
 
 def test_a_fixed_depth_waits_for_all() -> None:
-    assert not planner(0.0, "fixed").should_go_on_without(sequences(2), sequences(2), 10 * STEP_S)
+    assert not waits(0.0, "fixed").should_go_on_without(sequences(2), sequences(2), 10 * STEP_S)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +71,8 @@ def test_a_fixed_depth_waits_for_all() -> None:
 def test_most_sequences_do_not_wait_for_what_only_others_get(
     num_plain: int, num_awaited: int, wait_s: float, goes_on: bool
 ) -> None:
-    assert planner(seconds_a_row=0.0).should_not_wait(num_plain, sequences(num_awaited), wait_s) is goes_on
+    assert waits(seconds_a_row=0.0).should_not_wait(num_plain, sequences(num_awaited), wait_s) is goes_on
 
 
 def test_a_fixed_depth_is_waited_for_by_however_many() -> None:
-    assert not planner(0.0, "fixed").should_not_wait(7, sequences(1), 10 * STEP_S)
+    assert not waits(0.0, "fixed").should_not_wait(7, sequences(1), 10 * STEP_S)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import SpeculationConfig
-from cluster.coordination.planner import DepthPlanner
-from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.depths import DepthPlanner
+from cluster.coordination.link import DraftLink
+from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
+from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.costs import LinkCosts
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tree import Shape
 from cluster.wire.messages import Proposal
 
 NUM_STEPS_TO_A_PLAN = 16  # at most, for a few sequences
@@ -35,22 +38,36 @@ class Engine:
         self.costs.observe_reply(0.002, 0.0015, 0.0003, 1)
         self.sequences = [new_sequence() for _ in range(num_sequences)]
         for sequence in self.sequences:
-            self.planner.open(sequence)
+            self.planner.join(sequence)
 
     def rows_cost(self, seconds_a_row: float, repeats: int = 60) -> None:
         for _ in range(repeats):
             for rows in ROWS:
-                self.planner.observe_step(rows, 0.020 + seconds_a_row * rows)
+                self.planner.step_seconds.observe(rows, 0.020 + seconds_a_row * rows)
 
     def accepts(self, num_accepted: int, rounds: int = 60) -> None:
         """Of four drafts a round."""
         for _ in range(rounds):
-            self.planner.observe_rounds([verified(sequence, 4, num_accepted) for sequence in self.sequences])
+            self.observe([verified(sequence, 4, num_accepted) for sequence in self.sequences])
+
+    def observe(self, rounds: list[Round]) -> None:
+        self.planner.observe_rounds(rounds, self.clock.now, is_pure=True)
+
+    def wanted(self, sequence: SpeculativeSequence) -> int:
+        """How many draft tokens are asked for when it has committed."""
+        if sequence.link is None:
+            sequence.opened(ActiveLink(DraftLink("a", "fingerprint", lambda _: None), self.costs), 1)
+        return self.planner.wanted(sequence, self.clock.now)[0]
+
+    def shape(self, sequence: SpeculativeSequence) -> Shape | None:
+        """Of the tree that is asked for."""
+        self.wanted(sequence)
+        return self.planner.wanted(sequence, self.clock.now)[1]
 
     def step(self, seconds: float = 0.02) -> None:
         self.clock.now += seconds
         if self.planner.begin_step(len(self.sequences)):
-            self.planner.plan(self.sequences, {}, len(self.sequences))
+            self.planner.plan(self.sequences, None, len(self.sequences))
 
     def steps(self, number: int = NUM_STEPS_TO_A_PLAN) -> None:
         for _ in range(number):
@@ -71,6 +88,10 @@ def new_sequence(k: int | None = None) -> SpeculativeSequence:
 
 def verified(sequence: SpeculativeSequence, num_drafts: int, num_accepted: int) -> Round:
     return Round(sequence, Drafts([7] * num_drafts), [7] * num_accepted + [8])
+
+
+def proposes(sequence: SpeculativeSequence, base: int, *tokens: int) -> None:
+    sequence.answered(Proposal(1, base, tokens), 0.0, CoordinatorStats())
 
 
 @pytest.fixture
@@ -95,7 +116,7 @@ def test_a_request_has_what_it_asked_for() -> None:
     engine.rows_cost(0.0)
     engine.sequences = [new_sequence(2), new_sequence()]
     for sequence in engine.sequences:
-        engine.planner.open(sequence)
+        engine.planner.join(sequence)
     engine.steps()
     assert engine.depths[0] == 2
 
@@ -110,7 +131,7 @@ def test_cheap_rows_and_good_drafts_go_deep() -> None:
 
 def test_new_sequences_begin_where_the_others_are(off: Engine) -> None:
     newcomer = new_sequence()
-    off.planner.open(newcomer)
+    off.planner.join(newcomer)
     assert newcomer.depth == 0
 
 
@@ -136,7 +157,7 @@ def test_fixed_depths_are_never_probed() -> None:
 def test_while_it_is_off_a_few_shadows_are_drafted_for(off: Engine) -> None:
     assert len(off.shadows) == 2
     for sequence in off.sequences:
-        assert (off.planner.asked_depth(sequence, off.costs) > 0) == sequence.is_shadow
+        assert (off.wanted(sequence) > 0) == sequence.is_shadow
 
 
 def test_a_shadow_is_drafted_for_seldom(off: Engine) -> None:
@@ -144,7 +165,7 @@ def test_a_shadow_is_drafted_for_seldom(off: Engine) -> None:
     asked = 0
     for _ in range(1000):  # 20 s
         off.step()
-        asked += off.planner.asked_depth(shadow, off.costs) > 0
+        asked += off.wanted(shadow) > 0
     # A proposal of 3 tokens takes the draft 0.9 ms, and may be 1 % of its time.
     assert 120 <= asked <= 222
 
@@ -156,10 +177,10 @@ def test_a_shadow_that_would_be_confirmed_switches_it_on_again(off: Engine) -> N
     for _ in range(40):
         for shadow in off.shadows:
             base = len(shadow.token_ids)
-            shadow.proposal = Proposal(1, base, [7, 8, 9])
+            proposes(shadow, base, 7, 8, 9)
             for token in (7, 8, 9):
                 shadow.token_ids.append(token)  # type: ignore[attr-defined]
-                off.planner.judge_shadow(shadow)
+                off.planner.shadows.judge_one(shadow)
             assert shadow.proposal is None
     off.steps()
     assert sum(off.depths) > sum(before)
@@ -168,12 +189,12 @@ def test_a_shadow_that_would_be_confirmed_switches_it_on_again(off: Engine) -> N
 
 def test_a_shadow_is_judged_as_soon_as_a_token_differs(off: Engine) -> None:
     (shadow, _) = off.shadows
-    shadow.proposal = Proposal(1, 3, [7, 8, 9])
+    proposes(shadow, 3, 7, 8, 9)
     shadow.token_ids.append(7)  # type: ignore[attr-defined]
-    off.planner.judge_shadow(shadow)
+    off.planner.shadows.judge_one(shadow)
     assert shadow.proposal is not None
     shadow.token_ids.append(1)  # type: ignore[attr-defined]
-    off.planner.judge_shadow(shadow)
+    off.planner.shadows.judge_one(shadow)
     assert shadow.proposal is None
 
 
@@ -183,14 +204,14 @@ def test_a_shadow_is_verified_now_and_then(off: Engine) -> None:
     off.clock.now += 10.0
     off.step()
     assert off.planner.verified_depth(shadow) > 0
-    off.planner.observe_rounds([verified(shadow, 3, 1)])
+    off.observe([verified(shadow, 3, 1)])
     off.step()
     assert off.planner.verified_depth(shadow) == 0
 
 
 def test_a_closed_shadow_has_a_successor(off: Engine) -> None:
     (shadow, _) = off.shadows
-    off.planner.close(shadow)
+    off.planner.leave(shadow)
     off.sequences.remove(shadow)
     off.steps()
     assert len(off.shadows) == 2
@@ -212,7 +233,7 @@ class TestTrees:
         engine.rows_cost(0.0)
         for round_number in range(200):
             chosen = [round_number % 5 // 2, 7]
-            engine.planner.observe_rounds([Round(engine.sequences[0], Drafts([0, 1, 2, 3], [-1] * 4), chosen)])
+            engine.observe([Round(engine.sequences[0], Drafts([0, 1, 2, 3], [-1] * 4), chosen)])
         engine.clock.now += 10.0
         engine.steps()
         return engine
@@ -220,7 +241,7 @@ class TestTrees:
     def test_a_tree_is_asked_for_where_it_promises_more(self) -> None:
         engine = self.poor_draft()
         (sequence,) = engine.sequences
-        shape = engine.planner.shape(sequence, sequence.depth, engine.costs)
+        shape = engine.shape(sequence)
         assert shape is not None
         assert len(shape) == sequence.depth
         assert shape.count(-1) > 1
@@ -228,17 +249,18 @@ class TestTrees:
 
     def test_a_new_sequence_gets_one_too(self) -> None:
         engine, opened = self.poor_draft(), new_sequence()
-        engine.planner.open(opened)
-        assert engine.planner.shape(opened, opened.depth, engine.costs) is not None
+        engine.planner.join(opened)
+        assert engine.shape(opened) is not None
 
     def test_a_number_that_was_asked_for_is_kept(self) -> None:
         engine, asked = self.poor_draft(), new_sequence(k=5)
-        engine.planner.open(asked)
-        shape = engine.planner.shape(asked, asked.depth, engine.costs)
+        engine.planner.join(asked)
+        shape = engine.shape(asked)
         assert shape is not None
         assert len(shape) == 5
 
     def test_shadows_get_chains(self) -> None:
         engine = self.poor_draft()
-        engine.sequences[0].is_shadow = True
-        assert engine.planner.shape(engine.sequences[0], 3, engine.costs) is None
+        engine.planner.shadows.appoint(engine.sequences)
+        assert engine.wanted(engine.sequences[0]) == 3
+        assert engine.shape(engine.sequences[0]) is None

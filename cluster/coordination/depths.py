@@ -1,0 +1,158 @@
+"""Decides each sequence's depth, and keeps what the decision rests on up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.probing import Probing
+from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.shadows import SHADOW_DEPTH, Shadows
+from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
+from cluster.speculation.costs import LearnedCurve, LinkCosts
+from cluster.speculation.depth import Candidate, make_controller
+from cluster.speculation.drafts import is_chain
+from cluster.speculation.tree import RoundTime, Shape
+from cluster.speculation.tree_policy import Template, TreePolicy
+
+_STEPS_A_PLAN = 16  # depths change slowly, and choosing them takes as long as some hundred other lines
+_PLAN_SECONDS = 1.0  # where steps are slow, what a plan takes is little beside them
+_SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
+
+
+class DepthPlanner:
+    """The controller with its inputs. Belongs to the engine's thread."""
+
+    def __init__(self, config: SpeculationConfig, max_rows: int, clock: Callable[[], float]) -> None:
+        self.step_seconds = LearnedCurve(max_rows)  # of the target, over the rows of the step
+        self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens, clock)
+        self.opening_depth = config.num_speculative_tokens  # of a new sequence
+        self._opening_template: Template | None = None
+        self._config = config
+        self._clock = clock
+        self._max_depth = config.max_speculative_tokens
+        self._controller = make_controller(
+            config.controller,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_speculative_tokens=config.max_speculative_tokens,
+            verify=self.step_seconds,
+            max_wait_seconds=config.draft_timeout_ms / 1e3,
+        )
+        self.needs = self._controller.needs
+        self.shadows = Shadows(clock)
+        self.probing = Probing(clock, is_wanted=self.needs.probing)
+        self._rates: dict[float, PositionRates] = {}  # by temperature
+        self._num_steps_to_plan = 0.0
+        self._plan_at = clock()
+        self._num_planned_rows = 0
+
+    def join(self, sequence: SpeculativeSequence) -> None:
+        """`sequence` takes part from now on."""
+        temperature = round(4 * sequence.params.temperature) / 4
+        shared = self._rates.setdefault(temperature, PositionRates(self._max_depth))
+        asked = sequence.num_speculative_tokens
+        sequence.joined(SequenceAcceptance(shared), self._config.window(asked or self._max_depth))
+        if asked is None:
+            sequence.planned(self.opening_depth, self._opening_template)
+            # One among few is planned for at once, as nothing that was chosen for others is its own.
+            self._num_steps_to_plan -= _STEPS_A_PLAN / max(1, self._num_planned_rows)
+        else:
+            sequence.planned(min(asked, self._max_depth), None)
+
+    def leave(self, sequence: SpeculativeSequence) -> None:
+        self.shadows.dismiss(sequence)
+
+    def begin_step(self, num_rows: int) -> bool:
+        """The next step has `num_rows` sequences. Returns whether depths are due for a plan: after some steps, and when
+        the load is another, as what pays for one sequence can cost a step of 64 four times its time."""
+        self.probing.begin_step(awaits_shadow=bool(self.shadows))
+        self._num_steps_to_plan -= 1
+        if self._num_steps_to_plan <= 0 or self._clock() >= self._plan_at:
+            return True
+        return not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
+
+    def plan(self, decoding: Sequence[SpeculativeSequence], any_costs: LinkCosts | None, num_rows: int) -> None:
+        """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
+
+        `any_costs` are reckoned with for those that have no link yet.
+        """
+        if not decoding or (self.needs.measurements and not self.step_seconds.is_known):
+            return
+        self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
+        self._plan_at = self._clock() + _PLAN_SECONDS
+        self._num_planned_rows = num_rows
+        candidates = []
+        for sequence in decoding:
+            assert sequence.acceptance is not None
+            costs = any_costs if sequence.link is None else sequence.link.costs
+            candidates.append(Candidate(sequence.acceptance, self._max_depth, costs, sequence.num_speculative_tokens))
+        choice = self._controller.choose(
+            candidates, num_rows, templates=self.trees.templates(), min_gain=self.probing.min_gain
+        )
+        has_drafts = any(choice.num_drafts)
+        self.probing.planned(has_drafts=has_drafts, rate=choice.rate, num_rows=num_rows)
+        chosen = []
+        for sequence, depth, tokens in zip(decoding, choice.num_drafts, choice.expected_tokens, strict=True):
+            is_free = sequence.num_speculative_tokens is None
+            sequence.planned(depth, choice.template if is_free else None, tokens)
+            if is_free:
+                chosen.append(depth)
+        if chosen:
+            self.opening_depth, self._opening_template = sorted(chosen)[len(chosen) // 2], choice.template
+        if has_drafts:
+            self.shadows.dismiss_all()
+        elif self.needs.probing:
+            self.shadows.appoint(decoding)
+
+    def wanted(self, sequence: SpeculativeSequence, now: float) -> tuple[int, Shape | None]:
+        """How many draft tokens to ask for now, 0 to leave the drafter in peace, and of which tree; None: a chain."""
+        if sequence.is_shadow:
+            return self.shadows.wanted(sequence, now), None
+        depth = sequence.depth
+        if depth >= sequence.max_len - len(sequence.token_ids):
+            depth = sequence.useful_depth
+        return depth, self.shape(sequence, depth) if self.trees.may_branch else None
+
+    def shape(self, sequence: SpeculativeSequence, num_drafts: int) -> Shape | None:
+        """Of the tree to ask for with `num_drafts` tokens; None: a chain."""
+        if sequence.num_speculative_tokens is None and self.needs.measurements:
+            shape = () if sequence.template is None else sequence.template.parents[:num_drafts]
+            return None if is_chain(shape) else shape
+        return self.trees.shape(num_drafts, lambda: self._round_time(sequence, num_drafts))
+
+    def _round_time(self, sequence: SpeculativeSequence, num_drafts: int) -> RoundTime:
+        """Trees of as many nodes are compared: they have as many rows, and a level's are hardly felt beside the
+        weights that it reads."""
+        assert sequence.link is not None
+        costs = sequence.link.costs
+        verify = self.step_seconds.seconds(1 + num_drafts) if self.step_seconds.is_known else 1.0
+        level = costs.proposal_seconds(1, 1) - costs.round_trip_seconds
+        return RoundTime(lambda _: level, lambda _: verify, costs.round_trip_seconds)
+
+    def verified_depth(self, sequence: SpeculativeSequence) -> int:
+        """How many of the draft tokens of `sequence` that are there this step verifies."""
+        if sequence.is_shadow:
+            return SHADOW_DEPTH if self.probing.is_probing else 0
+        return 0 if self.probing.is_probing else sequence.depth
+
+    def observe_rounds(self, rounds: Sequence[Round], ended_at: float, *, is_pure: bool) -> None:
+        """A step verified and committed these, some perhaps without drafts; `is_pure` without a prefill beside."""
+        num_tokens, has_trees, learns = 0, self.trees.may_branch, self.needs.measurements
+        outcomes = []
+        for sequence, drafts, chosen in rounds:
+            num_tokens += len(chosen)
+            if not drafts.token_ids or sequence.acceptance is None:
+                continue
+            if has_trees:
+                self.trees.count(drafts, chosen)
+            if drafts.parents is None:
+                num_drafts, num_accepted = len(drafts.token_ids), len(chosen) - 1
+            else:
+                num_drafts, num_accepted = drafts.main_path_outcome(chosen)
+            if learns:
+                sequence.acceptance.observe(num_drafts, num_accepted)
+            outcomes.append((num_drafts, num_accepted))
+        self._controller.observe(outcomes)
+        self.probing.end_step(num_tokens, ended_at, is_pure=is_pure)
+        if self.shadows and self.shadows.judge(rounds):
+            self.probing.done()

@@ -1,0 +1,21 @@
+"""What a worker takes on at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.config import WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """Of the sequences that run, and of a step over them."""
+
+    max_model_len: int  # tokens of a sequence, prompt and generated
+    max_num_seqs: int  # sequences that run at once
+    max_num_batched_tokens: int  # tokens in one step
+
+    @classmethod
+    def of(cls, config: WorkerConfig, max_model_len: int) -> StepLimits:
+        """Those that `config` sets, for a model that takes `max_model_len` tokens."""
+        return cls(max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
