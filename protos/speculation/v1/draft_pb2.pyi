@@ -26,8 +26,17 @@ class DraftDescription(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    ADVERTISED_ADDRESS_FIELD_NUMBER: _builtins.int
+    WIRE_VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """differs after every restart of the worker"""
+    is_draining: _builtins.bool
+    """takes no new sequences, and will end"""
+    advertised_address: _builtins.str
+    """where others reach it; empty: it does not know"""
+    wire_version: _builtins.int
+    """of this file and types.proto, which only grow"""
     @_builtins.property
     def model(self) -> _types_pb2.ModelDescription: ...
     @_builtins.property
@@ -38,10 +47,13 @@ class DraftDescription(_message.Message):
         model: _types_pb2.ModelDescription | None = ...,
         load: _types_pb2.Load | None = ...,
         epoch: _builtins.int = ...,
+        is_draining: _builtins.bool = ...,
+        advertised_address: _builtins.str = ...,
+        wire_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "load", b"load", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertised_address", b"advertised_address", "epoch", b"epoch", "is_draining", b"is_draining", "load", b"load", "model", b"model", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

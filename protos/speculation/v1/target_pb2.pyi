@@ -43,6 +43,26 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 class TargetDescription(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TraitsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODEL_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -51,6 +71,11 @@ class TargetDescription(_message.Message):
     NUM_DRAFT_LINKS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_LINKS_CONFIGURED_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    IS_STUCK_FIELD_NUMBER: _builtins.int
+    TRAITS_FIELD_NUMBER: _builtins.int
+    ADVERTISED_ADDRESS_FIELD_NUMBER: _builtins.int
+    WIRE_VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """differs after every restart of the worker"""
     num_speculative_tokens: _builtins.int
@@ -60,12 +85,26 @@ class TargetDescription(_message.Message):
     num_draft_links: _builtins.int
     """links that are up"""
     num_draft_links_configured: _builtins.int
+    is_draining: _builtins.bool
+    """takes no new calls, and will end"""
+    is_stuck: _builtins.bool
+    """its engine has ended no step for far longer than its steps take"""
+    advertised_address: _builtins.str
+    """where others reach it; empty: it does not know"""
+    wire_version: _builtins.int
+    """of this file and types.proto, which only grow"""
     @_builtins.property
     def model(self) -> _types_pb2.ModelDescription: ...
     @_builtins.property
     def load(self) -> _types_pb2.Load: ...
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def traits(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What its answers depend on beside the request (weights, dtype, engine, numerics, ...): workers of a pool that differ
+        in any of it would answer the same request differently.
+        """
+
     def __init__(
         self,
         *,
@@ -77,10 +116,15 @@ class TargetDescription(_message.Message):
         num_draft_links: _builtins.int = ...,
         num_draft_links_configured: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        is_draining: _builtins.bool = ...,
+        is_stuck: _builtins.bool = ...,
+        traits: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        advertised_address: _builtins.str = ...,
+        wire_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "load", b"load", "max_speculative_tokens", b"max_speculative_tokens", "model", b"model", "num_draft_links", b"num_draft_links", "num_draft_links_configured", b"num_draft_links_configured", "num_speculative_tokens", b"num_speculative_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertised_address", b"advertised_address", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "is_draining", b"is_draining", "is_stuck", b"is_stuck", "load", b"load", "max_speculative_tokens", b"max_speculative_tokens", "model", b"model", "num_draft_links", b"num_draft_links", "num_draft_links_configured", b"num_draft_links_configured", "num_speculative_tokens", b"num_speculative_tokens", "traits", b"traits", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
