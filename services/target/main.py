@@ -37,8 +37,8 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
             config.target.listen_address,
             "speculation.v1.Target",
             lambda server: target_pb2_grpc.add_TargetServicer_to_server(servicer, server),
-            failure=lambda: target.error,
-            drain=calls.drain,
+            calls,
+            config.target.drain_seconds,
         )
     finally:
         links.cancel()

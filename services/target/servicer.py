@@ -75,4 +75,6 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             num_draft_links=load.num_draft_links,
             num_draft_links_configured=len(self._config.draft.addresses),
             eos_token_ids=target.model.eos_token_ids,
+            is_draining=self._calls.is_draining,
+            is_stuck=target.is_stuck,
         )
