@@ -32,9 +32,12 @@ _SPIN_COUNT = "30000"
 class Child:
     """A program in a process of its own. It ends when the launcher does, however that happens."""
 
-    def __init__(self, name: str, arguments: Sequence[str], module: str = "services.cli") -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], module: str = "services.cli", prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: a command that runs another in its place, such as `ip netns exec NAME`."""
         self.name = name
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = [*prefix, sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._num_restarts = 0
@@ -78,6 +81,12 @@ class Child:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)  # a stopped process takes no other signal
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.poll()
 
     def has_ended(self) -> bool:
         return self._process is None or self._process.poll() is not None

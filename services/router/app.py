@@ -49,6 +49,7 @@ def create_app(config: Config) -> Starlette:
         pool=ReplicaPool(config.target.addresses, tokenizer.fingerprint()),
         metrics=RouterMetrics(model_id),
         max_body_bytes=config.router.max_body_bytes,
+        max_pause_seconds=config.router.max_pause_seconds,
     )
 
     @contextlib.asynccontextmanager
