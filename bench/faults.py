@@ -1,9 +1,9 @@
 """Programs that are killed, frozen, cut off, slowed down, drained and restarted under load: `python -m bench.faults`.
 
 Two routers, two targets and two drafts, started one by one. Streams ask the same questions all the time; what they are
-told is compared, token for token, with a run without a fault. The longest pause is the longest that any stream waited for
-its first or next tokens, detection and recomputation included. A client of a router that fails asks the other one with
-the same seed, which is counted apart.
+told is compared, token for token, with a run without a fault. The longest pause is the longest that any stream waited
+for its first or next tokens, detection and recomputation included. A client of a router that fails asks the other one
+with the same seed, which is counted apart.
 """
 
 from __future__ import annotations
@@ -122,6 +122,8 @@ async def _under(
     await running
     return clients.tally, note
 
+
+Answers = dict[int, list[int]]  # by question
 
 Fault = Callable[[FaultCluster, Kind], str]
 """Does something to a cluster, for as long as that takes; returns what is worth noting."""

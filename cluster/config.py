@@ -8,6 +8,7 @@ Nothing is read from the environment. What can be derived is a property.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,7 +28,15 @@ LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], 
 Numerics = Literal["fast", "invariant"]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Address = Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$|^\[[0-9a-fA-F:]+\]:\d{1,5}$")]
+HOST_PORT = r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}"
+HostPort = Annotated[str, Field(pattern=rf"^{HOST_PORT}$")]
+# One worker, all that a name stands for, or those that a file lists: `cluster.placement.endpoints`.
+Address = Annotated[str, Field(pattern=rf"^({HOST_PORT}|dns:[^\s:]+:\d{{1,5}}|file:\S.*)$")]
+
+
+def is_host_port(address: str) -> bool:
+    """Whether `address` is that of one worker."""
+    return re.fullmatch(HOST_PORT, address) is not None
 
 
 class _Section(BaseModel):
@@ -80,8 +89,17 @@ class WorkerConfig(_Section):
     )
     addresses: tuple[Address, ...] = Field(
         (),
-        description="where the pool's workers listen, for those who call them; a worker itself listens at the first; "
-        "`outrider serve` chooses its own",
+        description="where the pool's workers are, for those who call them: `host:port`; `dns:name:port`, all "
+        "addresses of a name; `file:path`, those in a file, one `host:port` a line. Names and files are followed as "
+        "they change. `outrider serve` chooses its own",
+    )
+    listen: HostPort | None = Field(
+        None, description="where a worker listens; null: at the first of `addresses`, if that is a `host:port`"
+    )
+    advertise: HostPort | None = Field(
+        None,
+        description="where others reach the worker, shown at `/health`; null: where it listens, with the host's name "
+        "in place of 0.0.0.0",
     )
     metrics_host: str = Field(
         "127.0.0.1", description="where the metrics page listens; 0.0.0.0: reachable from other machines"
@@ -92,9 +110,15 @@ class WorkerConfig(_Section):
 
     @property
     def listen_address(self) -> str:
+        """Raises ConfigurationError when no setting says it."""
+        if self.listen is not None:
+            return self.listen
         if not self.addresses:
+            raise ConfigurationError("no address to listen at: set `target.listen` or `draft.listen` to host:port")
+        if not is_host_port(self.addresses[0]):
             raise ConfigurationError(
-                "no address to listen at: set `target.addresses` or `draft.addresses` to [host:port]"
+                f"{self.addresses[0]!r} says where workers are, not where this one listens: set `target.listen` or "
+                "`draft.listen` to host:port"
             )
         return self.addresses[0]
 
@@ -276,6 +300,11 @@ class RouterConfig(_Section):
     )
     max_pause_seconds: Annotated[float, Field(ge=0)] = Field(
         60.0, description="how long a request whose target was lost waits for another, or for its restart"
+    )
+    allow_different_targets: bool = Field(
+        False,
+        description="use targets together whose answers may differ (other weights, dtype, processor, ...); what it "
+        "costs: a request may get other tokens from another worker, and one that is moved may change its course",
     )
 
 

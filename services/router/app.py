@@ -19,6 +19,7 @@ from starlette.routing import Route
 from cluster.config import Config
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
+from cluster.placement.endpoints import follow
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import Tokenizer
 from services.router.chat import ChatCompletions
@@ -46,7 +47,11 @@ def create_app(config: Config) -> Starlette:
     serving = Serving(
         model_id=model_id,
         tokenizer=tokenizer,
-        pool=ReplicaPool(config.target.addresses, tokenizer.fingerprint()),
+        pool=ReplicaPool(
+            follow(config.target.addresses),
+            tokenizer.fingerprint(),
+            allow_different=config.router.allow_different_targets,
+        ),
         metrics=RouterMetrics(model_id),
         max_body_bytes=config.router.max_body_bytes,
         max_pause_seconds=config.router.max_pause_seconds,

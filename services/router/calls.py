@@ -78,11 +78,17 @@ class CallStream:
     too much to do writes fewer and longer chunks instead of ever later ones.
     """
 
-    def __init__(self, stream: _Stream, translate: Callable[[OutriderError], OutriderError]) -> None:
-        """`translate` says what callers are told of an error of the target, or of its loss."""
+    def __init__(
+        self,
+        stream: _Stream,
+        translate: Callable[[OutriderError], OutriderError],
+        lost: Callable[[str], OutriderError] = UnavailableError,
+    ) -> None:
+        """What callers are told: `translate`, of an error that the target reports; `lost`, of why the stream ended."""
         self.has_ended = False
         self._stream = stream
         self._translate = translate
+        self._lost = lost
         self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
         self._woken_next: deque[Call] = deque()
@@ -96,6 +102,17 @@ class CallStream:
         start = target_pb2.StartCall(call=number, request=request)
         self._commands.put_nowait(target_pb2.GenerateCommands(start=[start]))
         return call
+
+    def fail(self, error: OutriderError) -> None:
+        """Ends every call with `error`, and the stream: the worker frees their sequences."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self._stream.cancel()
+        self._reader.cancel()
+        self._writer.cancel()
+        # Copies: one exception that many tasks raise would collect the tracebacks of all.
+        self._deliver({number: CallReply(error=copy.copy(error)) for number in self._calls})
 
     async def close(self) -> None:
         """To be called when nobody waits for a reply any more."""
@@ -134,15 +151,7 @@ class CallStream:
         except Exception:  # whatever it is, nobody must be left waiting
             logger.exception("a message of a target cannot be used")
             reason = "unusable message"
-        self._end(UnavailableError(reason))
-
-    def _end(self, error: OutriderError) -> None:
-        self.has_ended = True
-        self._stream.cancel()
-        self._writer.cancel()
-        lost = self._translate(error)
-        # Copies: one exception that many tasks raise would collect the tracebacks of all.
-        self._deliver({number: CallReply(error=copy.copy(lost)) for number in self._calls})
+        self.fail(self._lost(reason))
 
     def _receive(self, replies: dict[int, CallReply]) -> None:
         for reply in replies.values():

@@ -1,0 +1,163 @@
+"""Where the workers of a pool are: lists of addresses that change while the programs run. Imports no torch.
+
+    host:port       one worker
+    dns:name:port   one worker at every address (A and AAAA) of the name
+    file:path       the workers that a file lists, one host:port a line; blank lines and what follows a # are ignored
+
+Names and files are looked at again and again: neither can tell that it has changed on every system. What cannot be read
+leaves the last list as it was, since workers do not go away with the directory that lists them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+
+from cluster.config import WorkerConfig, is_host_port
+
+logger = logging.getLogger(__name__)
+
+DNS_INTERVAL_S = 3.0
+FILE_INTERVAL_S = 0.5
+_FIRST_LOOK_S = 2.0  # a name server that is silent for longer holds up no other source
+_WILDCARD_HOSTS = ("0.0.0.0", "[::]")
+
+_FileState = tuple[int, int, int]
+
+
+async def follow(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
+    """Yields all that `addresses` stand for, each once and in their order: now, and whenever it changes."""
+    sources = [_source(address) for address in addresses]
+    changed = asyncio.Event()
+    watching = [asyncio.create_task(source.watch(changed)) for source in sources]
+    try:
+        first_looks = [asyncio.create_task(source.has_looked.wait()) for source in sources]
+        if first_looks:
+            _, late = await asyncio.wait(first_looks, timeout=_FIRST_LOOK_S)
+            for look in late:
+                look.cancel()
+        known: list[str] | None = None
+        while True:
+            changed.clear()
+            current = list(dict.fromkeys(address for source in sources for address in source.addresses))
+            if current != known:
+                known = current
+                yield current
+            await changed.wait()
+    finally:
+        for task in watching:
+            task.cancel()
+
+
+def advertised_address(worker: WorkerConfig) -> str:
+    """Where others reach the worker that `worker` describes. Raises ConfigurationError."""
+    if worker.advertise is not None:
+        return worker.advertise
+    host, _, port = worker.listen_address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in _WILDCARD_HOSTS else worker.listen_address
+
+
+def parse_list(text: str) -> list[str]:
+    """The addresses in the text of a file. Raises ValueError, naming the line, when one is not host:port."""
+    addresses = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        address = line.partition("#")[0].strip()
+        if address and not is_host_port(address):
+            raise ValueError(f"line {number}: {address[:60]!r} is not host:port")
+        if address:
+            addresses.append(address)
+    return addresses
+
+
+async def resolve(name: str, port: str) -> list[str]:
+    """All addresses of `name`, sorted, because name servers rotate them. Raises OSError or UnicodeError."""
+    infos = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    hosts = sorted({str(info[4][0]) for info in infos})
+    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
+
+
+class _Source(ABC):
+    """One entry of a list of addresses."""
+
+    def __init__(self, name: str) -> None:
+        self.addresses: Sequence[str] = ()  # none until it has been looked at
+        self.has_looked = asyncio.Event()
+        self._name = name
+        self._complaint: str | None = None
+
+    @abstractmethod
+    async def watch(self, changed: asyncio.Event) -> None:
+        """Looks, again and again if it may change, and sets `changed` whenever `addresses` has."""
+
+    def _take(self, addresses: Iterable[str], changed: asyncio.Event) -> None:
+        if self._complaint is not None:
+            logger.info("%s can be read again", self._name)
+            self._complaint = None
+        self.addresses = tuple(addresses)
+        self.has_looked.set()
+        changed.set()
+
+    def _keep(self, complaint: str) -> None:
+        """Leaves the list as it is, and says why, once."""
+        if complaint != self._complaint:
+            logger.warning("%s: %s; the last list of %d stays", self._name, complaint, len(self.addresses))
+            self._complaint = complaint
+        self.has_looked.set()
+
+
+class _Fixed(_Source):
+    async def watch(self, changed: asyncio.Event) -> None:
+        self._take([self._name], changed)
+
+
+class _Name(_Source):
+    async def watch(self, changed: asyncio.Event) -> None:
+        _, name, port = self._name.split(":")
+        while True:
+            try:
+                self._take(await resolve(name, port), changed)
+            except (OSError, UnicodeError) as error:  # the latter: not a name at all
+                self._keep(f"{name} cannot be resolved ({error})")
+            await asyncio.sleep(DNS_INTERVAL_S)
+
+
+class _File(_Source):
+    """A file that has changed is read only when it looks the same twice: until then somebody may be writing it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._path = Path(name.removeprefix("file:")).expanduser()
+
+    async def watch(self, changed: asyncio.Event) -> None:
+        read: _FileState | None = None
+        seen: _FileState | None = None
+        while True:
+            try:
+                state = await asyncio.to_thread(_state_of, self._path)
+                if state != read and (state == seen or not self.has_looked.is_set()):
+                    read = state
+                    text = await asyncio.to_thread(self._path.read_text, encoding="utf-8")
+                    self._take(parse_list(text), changed)
+                seen = state
+            except (OSError, ValueError) as error:
+                self._keep(error.strerror or str(error) if isinstance(error, OSError) else str(error))
+                if isinstance(error, OSError):
+                    read = seen = None  # when it is back it is read, even if it is the same
+            await asyncio.sleep(FILE_INTERVAL_S)
+
+
+def _state_of(path: Path) -> _FileState:
+    """Differs after every change: of its time, of its size, or of the file that has this name."""
+    status = os.stat(path)
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _source(address: str) -> _Source:
+    if is_host_port(address):
+        return _Fixed(address)
+    return _File(address) if address.startswith("file:") else _Name(address)

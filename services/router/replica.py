@@ -1,0 +1,254 @@
+"""One replica of the target: whether it can answer, calling it, and what becomes of its calls when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Literal
+
+import grpc
+
+from cluster.errors import (
+    InternalError,
+    InvalidRequestError,
+    OutriderError,
+    OverloadedError,
+    UnavailableError,
+)
+from cluster.wire.replies import CallReply
+from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
+from services.router.calls import CallStream
+from services.router.traits import Traits
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+POLL_TIMEOUT_S = 1.5  # two in a row, with the intervals: a worker that is connected and silent is given up within 4 s
+_SILENT_POLLS = 2
+_MAX_MESSAGE_BYTES = 16 * 2**20
+
+_CHANNEL_OPTIONS = [
+    # Descriptions cross every half second, so a ping is sent only when the other side has gone silent. What notices
+    # that a ping is not answered is the last option, which is a minute by default.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    # By default a worker that was away for minutes would be tried again only minutes after its return.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # A message has what all of a stream's sequences were given since the last one: it is not cut by its size.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+LossReason = Literal["lost", "draining", "stuck"]
+_TOLD_OF_LOSS: dict[LossReason, str] = {
+    "lost": "the target worker was lost; retry",
+    "draining": "the target worker is shutting down; retry",
+    "stuck": "the target worker's engine stands still; retry",
+}
+_PROBLEM_OF_LOSS: dict[LossReason, str] = {
+    "lost": "was lost",
+    "draining": "is draining",
+    "stuck": "its engine stands still",
+}
+
+
+class ReplicaLostError(UnavailableError):
+    """A replica took a call and will not finish it; another can, from the tokens so far.
+
+    lost: its stream ended, it was restarted, or it is silent although it is connected;
+    draining: it said that it will not, as it is about to end; stuck: it said that its engine makes no step.
+    """
+
+    def __init__(self, reason: LossReason) -> None:
+        super().__init__(_TOLD_OF_LOSS[reason])
+        self.reason = reason
+
+    def __copy__(self) -> ReplicaLostError:  # by default a copy is made from the message
+        return ReplicaLostError(self.reason)
+
+
+class Replica:
+    """One target worker as the router sees it. Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        tokenizer_fingerprint: str,
+        object_to: Callable[[Replica], str | None] = lambda replica: None,
+        notify: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`object_to`: what speaks against using it beside the others; `notify`: called when its problem changes."""
+        self.address = address
+        self.description: target_pb2.TargetDescription | None = None
+        self.traits: Traits = ()  # as it last said; (): unknown
+        self.problem: str | None = "has not answered yet"  # None: requests may be sent here
+        self.num_in_flight = 0
+        self._num_others = 0  # sequences there at the last poll that were not ours
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._object_to = object_to
+        self._notify = notify
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub = target_pb2_grpc.TargetStub(self._channel)
+        self._calls: CallStream | None = None
+        self._calls_epoch: int | None = None  # of the worker that the stream was opened to; None: not known yet
+        self._polls = itertools.count()
+        self._newest_answered = -1
+        self._num_silent_polls = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_closed = False
+
+    @property
+    def load(self) -> int:
+        """Sequences there now: ours, and those it reported beside them."""
+        return self.num_in_flight + self._num_others
+
+    @property
+    def status(self) -> str:
+        """up, down, draining, stuck, or refused: it answers, and is not used because of what it is."""
+        if self.problem is None:
+            return "up"
+        if self.description is None:
+            return "down"
+        if self.description.is_stuck:
+            return "stuck"
+        return "draining" if self.description.is_draining else "refused"
+
+    async def poll(self) -> None:
+        """Asks for the description and decides from it whether requests may be sent here, and whether to give it up."""
+        number = next(self._polls)
+        failure: grpc.StatusCode | None = None
+        description: target_pb2.TargetDescription | None = None
+        try:
+            description = await self._stub.Describe(types_pb2.DescribeRequest(), timeout=POLL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            failure = error.code()
+        if number < self._newest_answered:
+            return  # a later poll has been answered
+        self._newest_answered = number
+        self.description = description
+        if description is None:
+            assert failure is not None
+            self._set_problem(f"does not answer ({failure.name})")
+            self._count_silence(failure)
+        else:
+            self._num_silent_polls = 0
+            self._consider(description)
+
+    async def poll_forever(self) -> None:
+        while True:
+            await self.poll()
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
+        """Streams the replies to `request`, up to one with a finish reason. Closing the iterator frees the sequence.
+
+        What has not been taken yet is merged: at most one reply waits. Raises OutriderError; ReplicaLostError where
+        another replica can go on.
+        """
+        if self._is_closed:  # it was removed after it had been chosen
+            raise ReplicaLostError("draining")
+        if self._calls is None or self._calls.has_ended:
+            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._lose)
+            self._calls_epoch = None if self.description is None else self.description.epoch
+        call = self._calls.start(request)
+        self.num_in_flight += 1
+        self._is_idle.clear()
+        try:
+            while not call.has_ended:
+                yield await call.take()
+        finally:
+            self.num_in_flight -= 1
+            if self.num_in_flight == 0:
+                self._is_idle.set()
+            call.cancel()
+
+    async def wait_idle(self) -> None:
+        """Waits until no call of ours is there."""
+        await self._is_idle.wait()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._calls is not None:
+            await self._calls.close()
+        await self._channel.close()
+
+    def _count_silence(self, failure: grpc.StatusCode) -> None:
+        """A worker that is gone ends its stream by itself; one that hangs may be connected for ever."""
+        if failure is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._num_silent_polls = 0
+            return
+        self._num_silent_polls += 1
+        if self._num_silent_polls >= _SILENT_POLLS:
+            self._give_up("lost")
+
+    def _consider(self, description: target_pb2.TargetDescription) -> None:
+        if self._calls_epoch is None:
+            self._calls_epoch = description.epoch
+        elif self._calls_epoch != description.epoch:
+            self._give_up(
+                "lost"
+            )  # another worker answers at this address; what holds the old stream open holds nothing
+            self._calls_epoch = None
+        if description.is_stuck:
+            self._give_up("stuck")
+        load = description.load
+        self._num_others = max(0, load.num_running + load.num_waiting - self.num_in_flight)
+        self.traits = tuple(sorted(description.traits.items()))
+        self._set_problem(self._objection(description))
+
+    def _objection(self, description: target_pb2.TargetDescription) -> str | None:
+        fingerprint = description.model.tokenizer_fingerprint
+        if fingerprint != self._tokenizer_fingerprint:
+            return (
+                f"its tokenizer has the fingerprint {fingerprint[:64] or 'none'}, the router's has "
+                f"{self._tokenizer_fingerprint}: start both with the same model"
+            )
+        if description.is_stuck:
+            return _PROBLEM_OF_LOSS["stuck"]
+        if description.is_draining:
+            return _PROBLEM_OF_LOSS["draining"]
+        return self._object_to(self)
+
+    def _give_up(self, reason: LossReason) -> None:
+        """Ends all calls that run here, and frees their sequences if anybody is left who listens."""
+        if self._calls is not None and not self._calls.has_ended:
+            logger.warning("target %s: its %d calls are given up: %s", self.address, self.num_in_flight, reason)
+            self._calls.fail(ReplicaLostError(reason))
+
+    def _lose(self, why: str) -> ReplicaLostError:
+        """The error of calls whose stream has ended."""
+        logger.warning("target %s: its calls have ended: %s", self.address, why)
+        # The other replicas are chosen until it has answered a poll.
+        self._set_problem(_PROBLEM_OF_LOSS["lost"])
+        return ReplicaLostError("lost")
+
+    def _translate(self, error: OutriderError) -> OutriderError:
+        """What the client is told. Only a message about the request is passed on; others may hold secrets."""
+        if isinstance(error, InvalidRequestError):
+            return error
+        logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)
+        if isinstance(error, OverloadedError):
+            return OverloadedError("the target's queue is full; retry later")
+        if isinstance(error, UnavailableError):
+            self._set_problem(_PROBLEM_OF_LOSS["draining"])
+            return ReplicaLostError("draining")
+        return InternalError("the target worker failed")
+
+    def _set_problem(self, problem: str | None) -> None:
+        if problem == self.problem:
+            return
+        if problem is None:
+            logger.info("target %s is up", self.address)
+        else:
+            logger.warning("target %s is not used: %s", self.address, problem)
+        self.problem = problem
+        self._notify()

@@ -1,0 +1,50 @@
+"""What the answers of a pool's workers depend on, and which of the workers may answer beside each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+Traits = tuple[tuple[str, str], ...]
+"""Names and values, sorted: workers with equal ones give equal answers. (): unknown."""
+
+PATIENCE_S = 10.0
+_LONGEST_VALUE = 64
+
+
+class Reference:
+    """The traits that workers of a pool must have to be used: those of the first that could be.
+
+    They stay as long as a usable worker has them, and `PATIENCE_S` longer, as a worker may be starting again; not at
+    all when none that is listed has them any more. Then the next worker that can be used sets them.
+    """
+
+    def __init__(self) -> None:
+        self._traits: Traits | None = None
+        self._held_at = 0.0  # when a usable worker was last seen to have them
+
+    def objection(self, traits: Traits, *, usable: Collection[Traits], listed: Collection[Traits]) -> str | None:
+        """What speaks against a worker with `traits`, given those of the other `usable` and `listed` ones, or None."""
+        now = time.monotonic()
+        if self._traits in usable:
+            self._held_at = now
+        elif self._traits not in listed or now > self._held_at + PATIENCE_S:
+            self._traits = traits
+        if traits != self._traits:
+            return difference(traits, self._traits or ())
+        self._held_at = now
+        return None
+
+
+def difference(traits: Traits, reference: Traits) -> str:
+    """In words, each trait in which they differ with both values."""
+    if not traits:
+        return "it does not say what its answers depend on, as the pool does: its version is an older one"
+    own, others = dict(traits), dict(reference)
+    differing = [name for name in sorted(own.keys() | others.keys()) if own.get(name) != others.get(name)]
+    said = [f"its {name} are {_value(own, name)}, the pool's are {_value(others, name)}" for name in differing]
+    return "; ".join(said) + ": see router.allow_different_targets"
+
+
+def _value(traits: dict[str, str], name: str) -> str:
+    return traits.get(name, "unknown")[:_LONGEST_VALUE] or "empty"
