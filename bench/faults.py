@@ -13,6 +13,7 @@ import asyncio
 import json
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,33 +94,31 @@ def measure(
     print("| fault | victim | sent | finished | failed | asked again | different tokens | longest pause s | |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     with FaultCluster(config, network) as cluster:
-        calm = asyncio.run(_under(cluster, questions, None, _nothing, "target"))[0]
+        calm = _under(cluster, questions, None, _nothing, "target")[0]
         rows.append(_row("none", "", calm, ""))
         _print(rows[-1])
         for name in arguments.faults or FAULTS:
             for victim in arguments.victims:
-                tally, note = asyncio.run(_under(cluster, questions, calm.answers, FAULTS[name], victim))
+                tally, note = _under(cluster, questions, calm.answers, FAULTS[name], victim)
                 rows.append(_row(name, victim, tally, note))
                 _print(rows[-1])
                 cluster.wait_ready()
     return rows
 
 
-async def _under(
-    cluster: FaultCluster,
-    questions: Sequence[Question],
-    expected: dict[int, list[int]] | None,
-    fault: Fault,
-    kind: Kind,
+def _under(
+    cluster: FaultCluster, questions: Sequence[Question], expected: Answers | None, fault: Fault, kind: Kind
 ) -> tuple[Tally, str]:
     """What streams saw that ran before, during and after `fault`, and a note on it."""
     clients = Clients(cluster.urls, questions, expected, may_change_router=kind == "router" and fault is not _nothing)
-    running = asyncio.create_task(clients.run())
-    await asyncio.sleep(LEAD_SECONDS)
-    note = await asyncio.to_thread(fault, cluster, kind)
-    await asyncio.sleep(LEAD_SECONDS)
+    # They have a thread of their own: a program ends with the thread that started it, so this one does that.
+    running = threading.Thread(target=lambda: asyncio.run(clients.run()))
+    running.start()
+    time.sleep(LEAD_SECONDS)
+    note = fault(cluster, kind)
+    time.sleep(LEAD_SECONDS)
     clients.stop()
-    await running
+    running.join()
     return clients.tally, note
 
 
