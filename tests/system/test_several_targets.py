@@ -1,4 +1,4 @@
-"""Two targets and two drafts: load is spread, a dead target ends its own requests only, nothing stays in use."""
+"""Two targets and two drafts: load is spread, a dead target's requests go on at the other, nothing stays in use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import httpx
 import pytest
@@ -60,15 +59,15 @@ def test_nothing_stays_in_use_after_many_mixed_requests(two_of_each: LocalCluste
     assert_nothing_in_use(two_of_each)
 
 
-def test_a_dead_target_ends_its_own_requests_with_an_error_event(two_of_each: LocalCluster) -> None:
+def test_a_dead_targets_requests_go_on_elsewhere_with_the_same_tokens(two_of_each: LocalCluster) -> None:
     """Last in this file: it leaves the cluster with a new process."""
     cases = [
         Case((400, 20, 7, seed), seed, 600, {"temperature": 1.0, "ignore_eos": True}) for seed in range(NUM_STREAMS)
     ]
     all_started = threading.Barrier(NUM_STREAMS + 1, timeout=60)
 
-    def follow(case: Case) -> tuple[list[int], dict[str, Any] | None]:
-        """The tokens that came, and the error the stream ended with."""
+    def follow(case: Case) -> list[int]:
+        """The tokens that came."""
         body = {"prompt": list(case.prompt), "seed": case.seed, "max_tokens": case.max_tokens, **case.fields}
         token_ids: list[int] = []
         with client.stream("POST", "/v1/completions", json={**body, "stream": True, "return_token_ids": True}) as reply:
@@ -76,27 +75,19 @@ def test_a_dead_target_ends_its_own_requests_with_an_error_event(two_of_each: Lo
                 if line in ("", "data: [DONE]"):
                     continue
                 event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    return token_ids, event["error"]
+                assert "error" not in event
                 if not token_ids:
                     all_started.wait()
                 token_ids.extend(event["choices"][0]["token_ids"])
-        return token_ids, None
+        return token_ids
 
     with httpx.Client(base_url=two_of_each.url, timeout=120) as client, ThreadPoolExecutor(NUM_STREAMS) as threads:
         streams = [threads.submit(follow, case) for case in cases]
         all_started.wait()
         running = [read_counters(target.metrics_url)["vllm:num_requests_running"] for target in two_of_each.targets]
         os.kill(two_of_each.targets[0].pid, signal.SIGKILL)
-        results = [stream.result() for stream in streams]
+        answers = [stream.result() for stream in streams]
     assert running == [NUM_STREAMS / 2, NUM_STREAMS / 2]
     assert eventually(lambda: two_of_each.watch() is None and two_of_each.is_ready(), READY_TIMEOUT_SECONDS)
-    errors = [error for _, error in results if error is not None]
-    assert len(errors) == NUM_STREAMS / 2
-    for error in errors:
-        assert error["type"] == "unavailable_error"
-        assert "lost" in error["message"]
-    expected = complete_all(two_of_each.url, cases)
-    for (token_ids, error), answer in zip(results, expected, strict=True):
-        assert token_ids == (answer if error is None else answer[: len(token_ids)])
+    assert answers == complete_all(two_of_each.url, cases)
     assert_nothing_in_use(two_of_each)

@@ -1,0 +1,120 @@
+"""Targets that die, freeze or drain under streams: an unmodified client gets the same text, after a pause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from services.launch.local import LocalCluster
+from tests.system.client import assert_nothing_in_use, eventually
+from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+
+# With every kind of state that has to go with a request. Long enough to be in the middle of it when the fault comes.
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "def main(", "temperature": 0.0},
+    {"prompt": "class Stack:\n", "temperature": 0.9, "seed": 7, "n": 3},
+    {"prompt": "import os\n", "temperature": 1.0, "seed": 1, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    {"prompt": "for i in", "temperature": 0.7, "seed": 2, "extra_body": {"repetition_penalty": 1.2, "top_k": 50}},
+    {"prompt": "def test_", "temperature": 0.8, "seed": 3, "stop": ["\n\n\n", "assert False"]},
+    {"prompt": "class Queue:", "temperature": 1.0, "seed": 4, "logit_bias": {"11": 1.5}, "top_p": 0.9},
+]
+MAX_TOKENS = 500
+
+
+@pytest.fixture(scope="module")
+def two_targets() -> Iterator[LocalCluster]:
+    config = cluster_config("target.replicas=2", "draft.replicas=1", "target.drain_seconds=0.2")
+    with LocalCluster(config) as cluster:
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def expected(two_targets: LocalCluster) -> list[list[str]]:
+    return ask_all(two_targets, threading.Event())
+
+
+def ask_all(cluster: LocalCluster, has_begun: threading.Event) -> list[list[str]]:
+    """The text of every choice of every request, streamed all at once. `has_begun` when all have had some of it."""
+    client = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=120)
+    begun = threading.Barrier(len(REQUESTS), action=has_begun.set)
+
+    def ask(request: dict[str, Any]) -> list[str]:
+        texts = [""] * request.get("n", 1)
+        fields = {"model": client.models.list().data[0].id, "max_tokens": MAX_TOKENS, "stream": True, **request}
+        is_first = True
+        for chunk in client.completions.create(**fields):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+            if is_first:
+                is_first = False
+                begun.wait(timeout=60)
+        return texts
+
+    with ThreadPoolExecutor(len(REQUESTS)) as threads:
+        return list(threads.map(ask, REQUESTS))
+
+
+def num_moved(cluster: LocalCluster, reason: str) -> float:
+    for line in httpx.get(f"{cluster.url}/metrics").text.splitlines():
+        if line.startswith("outrider_requests_moved_total") and f'reason="{reason}"' in line:
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("signum", "reason"), [(signal.SIGKILL, "lost"), (signal.SIGSTOP, "lost"), (signal.SIGTERM, "draining")]
+)
+def test_a_client_gets_the_same_text(
+    two_targets: LocalCluster, expected: list[list[str]], signum: signal.Signals, reason: str
+) -> None:
+    victim = two_targets.targets[0].pid
+    before = num_moved(two_targets, reason)
+    has_begun = threading.Event()
+
+    def strike() -> None:
+        assert has_begun.wait(60)
+        os.kill(victim, signum)
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    try:
+        texts = ask_all(two_targets, has_begun)
+    finally:
+        striking.join()
+        if signum == signal.SIGSTOP:
+            os.kill(victim, signal.SIGCONT)
+    assert texts == expected
+    assert num_moved(two_targets, reason) > before
+    assert eventually(lambda: two_targets.watch() is None and two_targets.is_ready(), READY_TIMEOUT_SECONDS)
+    assert_nothing_in_use(two_targets)
+
+
+def test_with_one_target_a_request_waits_for_its_restart() -> None:
+    with LocalCluster(cluster_config("target.replicas=1", "draft.replicas=1")) as cluster:
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        expected = ask_all(cluster, threading.Event())
+        has_begun, is_over = threading.Event(), threading.Event()
+
+        def strike_and_watch() -> None:
+            assert has_begun.wait(60)
+            os.kill(cluster.targets[0].pid, signal.SIGKILL)
+            while not is_over.wait(0.1):
+                cluster.watch()
+
+        watching = threading.Thread(target=strike_and_watch)
+        watching.start()
+        try:
+            assert ask_all(cluster, has_begun) == expected
+        finally:
+            is_over.set()
+            watching.join()
+        assert num_moved(cluster, "lost") >= len(REQUESTS)
