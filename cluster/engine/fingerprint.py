@@ -28,7 +28,7 @@ def weights_fingerprint(folder: Path) -> str:
         try:
             with (folder / name).open("rb") as shard:
                 _add_shard(digest, shard)
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             raise ConfigurationError(f"cannot read {folder / name}: {error}") from error
     return digest.hexdigest()
 
