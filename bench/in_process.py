@@ -33,7 +33,7 @@ from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
 from services.garbage import keep_collections_short
-from services.launch.child import Child
+from services.launch.child import Child, end_all
 from services.launch.delay_proxy import DelayProxy
 from services.launch.local import free_ports
 
@@ -122,9 +122,9 @@ class SimulatedCluster:
         self._draft_side.run(self._end())
         for worker in self.workers:
             worker.stop()
+        end_all(self._children, TIMEOUT_SECONDS)
         for child in self._children:
-            child.terminate()
-            child.wait()
+            child.config_file.unlink()
         self._links.stop()
         self._draft_side.stop()
 
@@ -208,11 +208,7 @@ class _DraftProgram(Child):
     def __init__(self, port: int, config_file: str) -> None:
         super().__init__("draft", ["draft", "--config", config_file])
         self.port = port
-        self._config_file = Path(config_file)
-
-    def wait(self) -> None:
-        super().wait()
-        self._config_file.unlink()
+        self.config_file = Path(config_file)
 
 
 class _BackgroundLoop:

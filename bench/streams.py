@@ -40,7 +40,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
-from services.launch.child import Child
+from services.launch.child import Child, end_all
 from services.launch.local import free_ports
 
 CHUNKS_PER_SECOND = 10
@@ -173,11 +173,7 @@ class Cluster:
 
     def stop(self) -> dict[str, list[float]]:
         """When each request came to its target, and when each of its chunks was published."""
-        children = (self.router, *self.targets)
-        for child in children:
-            child.terminate()
-        for child in children:
-            child.wait()
+        end_all((self.router, *self.targets), END_TIMEOUT_SECONDS)
         stamps: dict[str, list[float]] = {}
         for file in self._stamp_files:
             stamps |= json.loads(file.read_text(encoding="utf-8"))

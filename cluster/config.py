@@ -43,6 +43,9 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+DrainSeconds = Annotated[float, Field(ge=0)]
+
+
 class WorkerConfig(_Section):
     """One pool of workers, all with the same model and engine settings."""
 
@@ -81,6 +84,9 @@ class WorkerConfig(_Section):
     )
     max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
+    drain_seconds: DrainSeconds = Field(
+        30.0, description="how long running requests may go on after SIGTERM; then the router takes them elsewhere"
+    )
     addresses: tuple[Address, ...] = Field(
         (),
         description="where the pool's workers are, for those who call them: `host:port`; `dns:name:port`, all "
@@ -289,6 +295,12 @@ class RouterConfig(_Section):
     port: Port = Field(8000, description="port to listen at; 0: a free one")
     max_waiting_requests: PositiveInt = Field(1024, description="requests in flight before new ones are answered 503")
     max_body_bytes: PositiveInt = Field(8 * 2**20, description="bytes of a request's body before it is answered 413")
+    drain_seconds: DrainSeconds = Field(
+        30.0, description="how long running requests may go on after SIGTERM; then their connections are closed"
+    )
+    max_pause_seconds: Annotated[float, Field(ge=0)] = Field(
+        60.0, description="how long a request whose target was lost waits for another, or for its restart"
+    )
     allow_different_targets: bool = Field(
         False,
         description="use targets together whose answers may differ (other weights, dtype, processor, ...); what it "

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import torch
@@ -34,9 +34,18 @@ _SERVER_OPTIONS = (
     ("grpc.server.max_pending_requests_hard_limit", 20_000),
     ("grpc.max_receive_message_length", 16 * 2**20),
     ("grpc.so_reuseport", 0),  # a port in use must be an error; else two servers would share its connections
+    # A peer that has vanished, with its host or behind a broken network, is noticed in four seconds, and what it had
+    # here is freed. It is the ping's own timeout that decides; its default is a minute.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Peers ping as often; without this a quiet connection would be ended for it (GOAWAY, "too many pings").
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
 )
+_WATCH_SECONDS = 0.2
+_LAST_WORDS_SECONDS = 1.0  # for streams to write what they still have to say
 
 
 def prepare_process(config: WorkerConfig) -> None:
@@ -100,16 +109,27 @@ async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> Async
         await context.abort(error.grpc_code, error.message)
 
 
-async def serve(
-    address: str,
-    service: str,
-    add_servicer: Callable[[grpc.aio.Server], None],
-    failure: Callable[[], BaseException | None],
-    drain: Callable[[], None] = lambda: None,
-) -> int:
-    """Serves `service` at `address` until SIGTERM or SIGINT (returns 0) or until `failure()` (returns 1).
+class Worker(Protocol):
+    """What a program serves, as far as its life is concerned."""
 
-    Before it returns it calls `drain` and gives running calls a second to end.
+    @property
+    def error(self) -> BaseException | None:
+        """Why its loop ended, when it did."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its loop has work and stands still."""
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no new work. Returns when what runs has ended or been given up, after `seconds` at most."""
+
+
+async def serve(
+    address: str, service: str, add_servicer: Callable[[grpc.aio.Server], None], worker: Worker, drain_seconds: float
+) -> int:
+    """Serves `service` at `address` until SIGTERM or SIGINT (returns 0) or until `worker` has failed (returns 1).
+
+    It then drains, for `drain_seconds` at most; a second signal ends that at once.
 
     Raises ConfigurationError when the address cannot be listened at.
     """
@@ -123,20 +143,41 @@ async def serve(
         server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigurationError(f"cannot listen at {address}: is the port in use?") from error
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stopping.set)
+    signals = _Signals()
     await server.start()
-    for name in ("", service):
-        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     logger.info("serving %s at %s", service, address)
-    while not stopping.is_set() and failure() is None:
-        try:
-            await asyncio.wait_for(stopping.wait(), timeout=0.2)
-        except TimeoutError:
-            continue
+    while worker.error is None and not await signals.came_within(_WATCH_SECONDS):
+        status = (
+            health_pb2.HealthCheckResponse.NOT_SERVING if worker.is_stuck else health_pb2.HealthCheckResponse.SERVING
+        )
+        for name in ("", service):
+            await health_servicer.set(name, status)
     await health_servicer.enter_graceful_shutdown()
-    drain()
-    await server.stop(grace=1.0)
-    return 0 if failure() is None else 1
+    draining = asyncio.create_task(worker.drain(drain_seconds))
+    hurried = asyncio.create_task(signals.next())
+    await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+    await server.stop(grace=0.0 if hurried.done() else _LAST_WORDS_SECONDS)
+    draining.cancel()
+    hurried.cancel()
+    return 0 if worker.error is None else 1
+
+
+class _Signals:
+    """SIGTERM and SIGINT, one at a time."""
+
+    def __init__(self) -> None:
+        self._came = asyncio.Semaphore(0)
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._came.release)
+
+    async def next(self) -> None:
+        """Waits for the next one."""
+        await self._came.acquire()
+
+    async def came_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self.next(), seconds)
+        except TimeoutError:
+            return False
+        return True

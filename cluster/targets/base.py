@@ -68,6 +68,11 @@ class Target(ABC):
     limits: StepLimits
     error: BaseException | None = None  # why the step loop ended, when it did
 
+    @property
+    @abstractmethod
+    def is_stuck(self) -> bool:
+        """Whether the engine has work and stands still. Any thread."""
+
     @abstractmethod
     def start(self, publish: Publish) -> None:
         """Starts the step loop in a thread of its own."""

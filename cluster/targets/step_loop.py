@@ -19,6 +19,7 @@ from cluster.errors import InvalidRequestError
 from cluster.speculation.acceptance import accepted_path, count_accepted
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
 from cluster.targets.generation import Generation, Scheduled
+from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.profile import profile_steps
 from cluster.telemetry.metrics import Reading, StepTime
 
@@ -52,6 +53,7 @@ class StepLoop(Target):
         self._wake = threading.Condition()
         self._stopping = False
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
+        self._heartbeat = Heartbeat()
         self._num_committed_tokens = 0
         self._thread: threading.Thread | None = None
 
@@ -71,6 +73,10 @@ class StepLoop(Target):
 
     def _forget(self, generation: Generation) -> None:
         """`generation` has ended: lets go of what the engine itself keeps of it."""
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._heartbeat.is_stuck
 
     def start(self, publish: Publish) -> None:
         self._thread = threading.Thread(target=self._run, args=(publish,), name="target", daemon=True)
@@ -118,6 +124,8 @@ class StepLoop(Target):
         usage = load.num_used_blocks / load.num_blocks
         yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
         yield Reading("outrider_committed_tokens", "Tokens committed.", committed, is_counter=True)
+        stuck = "1 while the engine has work and stands still."
+        yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
         yield from self._scheduler.readings()
         yield from self._blocks.readings()
         for kind, step_time in self._step_times.items():
@@ -133,16 +141,18 @@ class StepLoop(Target):
                 times = profile_steps(self._time_step, self.limits.max_num_batched_tokens)
                 self._coordinator.know_step_times(times)
             while not self._stopping:
+                if not self._generations:
+                    self._sleep_until_asked()
+                    self._take_commands()
+                self._heartbeat.begin()
                 self._step(publish)
+                self._heartbeat.end()
         except BaseException as error:
             # The process must not look healthy with a dead loop; its main program watches `error`.
             self.error = error
             logger.exception("the target's step loop ended")
 
     def _step(self, publish: Publish) -> None:
-        if not self._generations:
-            self._sleep_until_asked()
-            self._take_commands()
         decoding = [g.speculative for g in self._scheduler.running if not g.is_prefilling]
         drafts = self._coordinator.begin(decoding, self._joining())
         step = self._scheduler.schedule(lambda generation: drafts.get(generation.speculative))

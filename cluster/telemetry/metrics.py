@@ -94,9 +94,20 @@ class RouterMetrics:
             registry=registry,
         )
 
+        self._moved = Counter(
+            "outrider_requests_moved",
+            "Sequences taken to another target, by what became of the one before: lost, draining or stuck.",
+            ["model_name", "reason"],
+            registry=registry,
+        )
+
     def count_request(self, code: int) -> None:
         """Counts one request that ended with `code`."""
         self._requests.labels(self._model_name, str(code)).inc()
+
+    def count_move(self, reason: str) -> None:
+        """Counts one sequence whose target could not go on."""
+        self._moved.labels(self._model_name, reason).inc()
 
     def render(self) -> bytes:
         """The page in Prometheus's text format."""

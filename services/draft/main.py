@@ -49,7 +49,8 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
             config.draft.listen_address,
             "speculation.v1.Draft",
             lambda server: draft_pb2_grpc.add_DraftServicer_to_server(servicer, server),
-            failure=lambda: worker.error,
+            servicer,
+            config.draft.drain_seconds,
         )
     finally:
         worker.stop()

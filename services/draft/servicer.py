@@ -31,6 +31,21 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._model = model
         self._advertised_address = advertised_address
         self._epoch = new_epoch()
+        self._is_draining = False
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the draft worker's loop ended, when it did."""
+        return self._worker.error
+
+    @property
+    def is_stuck(self) -> bool:
+        """Coordinators see for themselves when proposals do not come, and draft elsewhere."""
+        return False
+
+    async def drain(self, seconds: float) -> None:
+        """Nothing needs to end here: when the streams do, the coordinators go on elsewhere with all their tokens."""
+        self._is_draining = True
 
     async def Speculate(  # type: ignore[override]  # a handler that writes, not an iterator: gRPC takes both
         self, request_iterator: AsyncIterator[draft_pb2.SpeculateRequest], context: _Context
@@ -59,6 +74,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
                 num_blocks=self._drafter.num_blocks,
             ),
             epoch=self._epoch,
+            is_draining=self._is_draining,
             advertised_address=self._advertised_address,
             wire_version=WIRE_VERSION,
         )

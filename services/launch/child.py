@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cluster.errors import ConfigurationError
 
@@ -20,7 +20,7 @@ EXIT_CONFIGURATION = 2
 
 _RESTART_SECONDS = (0.1, 0.5, 2.0, 5.0)
 _HEALTHY_AFTER_SECONDS = 30.0
-_TERMINATE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 # PyTorch's compute threads (those of our own kernels have a count of theirs) spin this often before they sleep: long
 # enough to bridge the gap between two operators, where a wake-up would cost more than the product (a step of the 190M
@@ -32,9 +32,12 @@ _SPIN_COUNT = "30000"
 class Child:
     """A program in a process of its own. It ends when the launcher does, however that happens."""
 
-    def __init__(self, name: str, arguments: Sequence[str], module: str = "services.cli") -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], module: str = "services.cli", prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: a command that runs another in its place, such as `ip netns exec NAME`."""
         self.name = name
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = [*prefix, sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._num_restarts = 0
@@ -79,18 +82,38 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)  # a stopped process takes no other signal
 
-    def wait(self) -> None:
-        """Waits for the end after `terminate`, and forces it."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(_TERMINATE_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.warning("the %s does not end; killing it", self.name)
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.poll()
+
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
 
 
+def end_all(children: Sequence[Child], seconds: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
+    """Asks `children` to end and waits for that, `seconds` at most; then, or when `is_hurried`, ends them."""
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + seconds
+    while not all(child.has_ended() for child in children):
+        if is_hurried() or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    for child in children:
+        if not child.has_ended():
+            if not is_hurried():
+                logger.warning("the %s does not end after %.0f s; killing it", child.name, seconds)
+            child.kill()
+
+
 def _end_with_parent() -> None:
-    """Asks the kernel to end this process when the launcher's ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Asks the kernel to end this process, at once, when the launcher's ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

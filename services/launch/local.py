@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,12 +21,13 @@ import yaml
 from cluster.config import Config, SimulationConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from services.launch.checks import check_models
-from services.launch.child import Child
+from services.launch.child import Child, end_all
 from services.launch.cores import CoreShares, divide_cores
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+_END_SECONDS = 5.0  # beyond what a program may drain
 
 
 class Worker(Child):
@@ -132,12 +134,18 @@ class LocalCluster:
                 raise UnavailableError(f"the cluster is not ready after {timeout:.0f} s")
             time.sleep(_POLL_SECONDS)
 
-    def stop(self) -> None:
-        # The router first: it ends its calls while the workers can still hear of it.
-        for child in reversed(self._children):
-            child.terminate()
-        for child in reversed(self._children):
-            child.wait()
+    def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Lets requests that run finish, each program within its time; ends all at once when `is_hurried`.
+
+        The router goes first, then the targets, which nobody calls any more, then the drafts.
+        """
+        router, target, draft = self.config.router, self.config.target, self.config.draft
+        for children, seconds in (
+            ([self.router], router.drain_seconds),
+            (self.targets, target.drain_seconds),
+            ([*self.proxies, *self.drafts], draft.drain_seconds),
+        ):
+            end_all(children, seconds + _END_SECONDS, is_hurried)
         self._folder.cleanup()
 
     def __enter__(self) -> LocalCluster:
@@ -151,25 +159,29 @@ class LocalCluster:
 
 
 def serve(config: Config) -> int:
-    """Runs a cluster until SIGINT or SIGTERM; returns the exit code."""
-    stopping = False
+    """Runs a cluster until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
+    num_signals = 0
 
     def stop(*_: object) -> None:
-        nonlocal stopping
-        stopping = True
+        nonlocal num_signals
+        num_signals += 1
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, stop)
     started_at = time.monotonic()
     is_announced = False
-    with LocalCluster(config) as cluster:
-        while not stopping:
+    cluster = LocalCluster(config)
+    try:
+        cluster.start()
+        while not num_signals:
             cluster.watch()
             if not is_announced and cluster.is_ready():
                 is_announced = True
                 _announce(cluster, time.monotonic() - started_at)
             time.sleep(_POLL_SECONDS if not is_announced else 0.2)
-        logger.info("stopping")
+        logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
+    finally:
+        cluster.stop(is_hurried=lambda: num_signals > 1)
     return 0
 
 

@@ -54,6 +54,7 @@ def create_app(config: Config) -> Starlette:
         ),
         metrics=RouterMetrics(model_id),
         max_body_bytes=config.router.max_body_bytes,
+        max_pause_seconds=config.router.max_pause_seconds,
     )
 
     @contextlib.asynccontextmanager

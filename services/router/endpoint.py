@@ -47,6 +47,7 @@ class Serving:
     pool: ReplicaPool
     metrics: RouterMetrics
     max_body_bytes: int
+    max_pause_seconds: float
 
     def check_model(self, model: str | None) -> None:
         """Raises ModelNotFoundError unless `model` is the one that is served, or left open."""
@@ -124,6 +125,7 @@ class Endpoint(abc.ABC, Generic[R]):
                 tokenizer=serving.tokenizer,
                 metrics=serving.metrics,
                 arrived_at=arrived_at,
+                max_pause_seconds=serving.max_pause_seconds,
             )
             for generate_request in generate_requests
         ]

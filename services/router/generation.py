@@ -11,6 +11,7 @@ from cluster.errors import UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from protos.speculation.v1 import target_pb2
+from services.router.failover import run_anywhere
 from services.router.replicas import ReplicaPool
 from services.router.reply import Piece
 from services.router.speculation_stats import SpeculationStats
@@ -31,15 +32,18 @@ async def generate(
     tokenizer: Tokenizer,
     metrics: RouterMetrics,
     arrived_at: float,
+    max_pause_seconds: float,
 ) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of one choice, whose request came in at `arrived_at` (time.perf_counter).
 
-    Ends after a piece with a finish reason or with an OutriderError. Closing it frees the sequence.
+    A lost target is a pause of `max_pause_seconds` at most. Ends after a piece with a finish reason or with an
+    OutriderError. Closing it frees the sequence.
     """
     writer = _Writer(tokenizer, stop_strings)
     stats = SpeculationStats()
     last_token_at: float | None = None
-    async with contextlib.aclosing(pool.choose().generate(request)) as replies:
+    running = run_anywhere(pool, request, max_pause_seconds, metrics.count_move)
+    async with contextlib.aclosing(running) as replies:
         async for reply in replies:
             if reply.finish_reason not in _FINISH_REASONS:
                 raise UnavailableError("the target worker ended the answer for a reason that this router does not know")

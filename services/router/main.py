@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 from types import FrameType
@@ -16,18 +17,18 @@ from services.router.app import create_app
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_TIMEOUT_S = 30
-
 
 def run(config: Config) -> int:
     """Serves until SIGTERM or SIGINT, then lets running requests finish; returns the exit status.
+
+    A second signal ends them at once.
 
     Raises ConfigurationError when the configuration cannot work.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     app = create_app(config)
     listener = _listen(config.router)
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             app,
             loop="uvloop",
@@ -36,7 +37,7 @@ def run(config: Config) -> int:
             access_log=False,
             log_config=None,
             server_header=False,
-            timeout_graceful_shutdown=_DRAIN_TIMEOUT_S,
+            timeout_graceful_shutdown=math.ceil(config.router.drain_seconds),
         )
     )
 
@@ -52,6 +53,12 @@ def run(config: Config) -> int:
     keep_collections_short()
     server.run(sockets=[listener])
     return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # it is the second
+        super().handle_exit(sig, frame)
 
 
 def _listen(config: RouterConfig) -> socket.socket:

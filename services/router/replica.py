@@ -62,8 +62,9 @@ _IS_DRAINING = "is draining"
 class ReplicaLostError(UnavailableError):
     """A replica took a call and will not finish it; another can, from the tokens so far.
 
-    lost: its stream ended, it was restarted, or it is silent although it is connected;
-    draining: it said that it will not, as it is about to end; stuck: it said that its engine makes no step.
+    lost: its stream broke, it was restarted, or it is silent although it is connected;
+    draining: it refused or gave up the call, or ended the stream in good order, as it is about to end;
+    stuck: it says that its engine makes no step.
     """
 
     def __init__(self, reason: LossReason) -> None:
@@ -146,7 +147,7 @@ class Replica:
         if self._is_closed:  # it was removed after it had been chosen
             raise ReplicaLostError("draining")
         if self._calls is None or self._calls.has_ended:
-            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._lose)
+            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._explain_end)
             self._calls_epoch = None if self.description is None else self.description.epoch
         call = self._calls.start(request)
         self.num_in_flight += 1
@@ -211,10 +212,12 @@ class Replica:
             logger.warning("target %s: its %d calls are given up: %s", self.address, self.num_in_flight, reason)
             self._calls.fail(ReplicaLostError(reason))
 
-    def _lose(self, why: str) -> ReplicaLostError:
-        """The error of calls whose stream has ended."""
-        logger.warning("target %s: its calls have ended: %s", self.address, why)
-        # The other replicas are chosen until it has answered a poll.
+    def _explain_end(self, why: str | None) -> ReplicaLostError:
+        """The error of calls whose stream has ended. The other replicas are chosen until it has answered a poll."""
+        if why is None:  # which a worker does that drains, once nothing runs on the stream
+            self._become("draining", _IS_DRAINING)
+            return ReplicaLostError("draining")
+        logger.warning("target %s: its stream has ended: %s", self.address, why)
         self._become("down", "was lost")
         return ReplicaLostError("lost")
 

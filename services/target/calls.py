@@ -17,6 +17,8 @@ from services.target.requests import to_engine
 
 logger = logging.getLogger(__name__)
 
+_DRAIN_POLL_SECONDS = 0.05
+
 _FINISH_REASONS = {
     None: UNFINISHED,
     FinishReason.STOP: target_pb2.FINISH_REASON_STOP,
@@ -72,13 +74,22 @@ class Calls:
         self._suffixes = itertools.count()
         self._streams: set[RouterStream] = set()
         self._running: dict[str, tuple[RouterStream, int]] = {}  # by the request's ID in the engine
-        self._is_draining = False
+        self.is_draining = False
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the engine's loop ended, when it did."""
+        return self._target.error
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._target.is_stuck
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[RouterStream]:
         """A new stream. Leaving it cancels the stream's calls."""
         stream = RouterStream()
-        if self._is_draining:
+        if self.is_draining:
             stream.close()
         self._streams.add(stream)
         try:
@@ -96,7 +107,7 @@ class Calls:
         stream.running[call] = request_id
         self._running[request_id] = stream, call
         try:
-            if self._is_draining:
+            if self.is_draining:
                 raise UnavailableError("the target is shutting down")
             self._target.submit(to_engine(request, request_id, self._target, self._max_speculative_tokens))
         except OutriderError as error:
@@ -117,15 +128,27 @@ class Calls:
         """Called from the engine's thread after each step."""
         self._loop.call_soon_threadsafe(self._distribute, outputs)
 
-    def drain(self) -> None:
-        """Starts no more calls and ends each stream after its last one; at once, with errors, if the engine is dead."""
-        self._is_draining = True
-        if self._target.error is not None:
-            for request_id in list(self._running):
-                self._fail(request_id, UnavailableError("the target's engine stopped"))
+    async def drain(self, seconds: float) -> None:
+        """Starts no more calls, and ends each stream after its last one, which takes `seconds` at most.
+
+        Calls that still run then are ended, for their routers to take them elsewhere. If the engine is dead, streams
+        end at once with all their calls.
+        """
+        self.is_draining = True
         for stream in self._streams:
             if not stream.running:
                 stream.close()
+        deadline = self._loop.time() + seconds
+        # An engine that dies tells nobody, so there is nothing to wait for.
+        while self._running and self._target.error is None and self._loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        if self._target.error is not None:
+            for stream in self._streams:
+                stream.close()
+        else:
+            for request_id in list(self._running):
+                self._fail(request_id, UnavailableError("the target is shutting down"))
+                self._target.abort(request_id)
 
     def _distribute(self, outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:
@@ -145,7 +168,7 @@ class Calls:
     def _end(self, request_id: str) -> None:
         stream, call = self._running.pop(request_id)
         del stream.running[call]
-        if self._is_draining and not stream.running:
+        if self.is_draining and not stream.running:
             stream.close()
 
 

@@ -47,8 +47,8 @@ async def _serve(config: Config, target: Target, pool: DraftPool, tokenizer_fing
             config.target.listen_address,
             "speculation.v1.Target",
             lambda server: target_pb2_grpc.add_TargetServicer_to_server(servicer, server),
-            failure=lambda: target.error,
-            drain=calls.drain,
+            calls,
+            config.target.drain_seconds,
         )
     finally:
         links.cancel()

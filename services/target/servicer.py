@@ -90,6 +90,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             num_draft_links=load.num_draft_links,
             num_draft_links_configured=self._num_draft_endpoints(),
             eos_token_ids=target.model.eos_token_ids,
+            is_draining=self._calls.is_draining,
+            is_stuck=target.is_stuck,
             traits=self._traits,
             advertised_address=self._advertised_address,
             wire_version=WIRE_VERSION,

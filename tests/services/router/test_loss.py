@@ -20,6 +20,7 @@ from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2
 from services.router.replicas import Replica, ReplicaLostError
 
+from .conftest import ScriptedTarget
 from .test_pool import DEADLINE_S, until
 from .test_replicas import answer
 
@@ -78,6 +79,28 @@ def test_a_worker_that_refuses_a_call_as_unavailable_is_draining(background, tar
             assert await reason_of(replies) == "draining"
             assert replica.problem == "is draining"
             await until(lambda: replica.problem is None)  # it says that it is not
+
+    background.run(run())
+
+
+class EndingTarget(ScriptedTarget):
+    """Ends every stream in good order when the first call comes."""
+
+    async def GenerateMany(self, request_iterator, context):
+        async for _ in request_iterator:
+            return
+        yield
+
+
+def test_a_worker_that_ends_the_stream_in_good_order_is_draining(background, tokenizer):
+    async def run() -> None:
+        target = EndingTarget(tokenizer)
+        await target.start()
+        async with polling(target.address, tokenizer) as replica:
+            with pytest.raises(ReplicaLostError) as caught:
+                await answer(replica)
+            assert (caught.value.reason, replica.status) == ("draining", "draining")
+        await target.stop()
 
     background.run(run())
 

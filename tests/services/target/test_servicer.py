@@ -30,6 +30,7 @@ class HandDrivenTarget(Target):
 
     model = TargetModel("hand-driven", dtype="none", vocab_size=512, eos_token_ids=())
     limits = StepLimits(max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=512)
+    is_stuck = False
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -327,19 +328,35 @@ async def test_draining_starts_nothing_more_and_lets_what_runs_finish(served):
     await idle.write(cancel(0))
     await running.write(start(1))
     await until(lambda: served.target.requests)
-    served.calls.drain()
+    draining = asyncio.create_task(served.calls.drain(20.0))
     assert await idle.read() is grpc.aio.EOF
     await running.write(start(2))
     refused = (await read(running))[2].error
     assert isinstance(refused, UnavailableError)
+    assert (await served.stub.Describe(types_pb2.DescribeRequest())).is_draining
     served.target.step("one#0", 4, is_last=True)
     assert await read(running) == {1: CallReply([4], LENGTH)}
     assert await running.read() is grpc.aio.EOF
     assert served.target.aborted == []
+    await draining
 
 
 @with_served
-async def test_the_engines_end_ends_every_call_after_its_last_tokens(served):
+async def test_what_still_runs_when_draining_is_over_is_given_up(served):
+    stream = served.stub.GenerateMany()
+    await stream.write(start(1))
+    await until(lambda: served.target.requests)
+    served.target.step("one#0", 4)
+    assert await read(stream) == {1: CallReply([4])}
+    await served.calls.drain(0.1)
+    assert isinstance((await read(stream))[1].error, UnavailableError)
+    assert await stream.read() is grpc.aio.EOF
+    assert served.target.aborted == ["one#0"]
+
+
+@with_served
+async def test_the_engines_end_ends_every_stream_after_its_last_tokens(served):
+    """Without a word about the calls: what a worker's end means for them its router knows."""
     streams = [served.stub.GenerateMany(), served.stub.GenerateMany()]
     for stream in streams:
         await stream.write(start(1))
@@ -348,13 +365,9 @@ async def test_the_engines_end_ends_every_call_after_its_last_tokens(served):
     for name in served.target.requests:
         served.target.step(name, 4)
     await asyncio.sleep(0)
-    served.calls.drain()
+    await served.calls.drain(20.0)
     for stream in streams:
-        reply = CallReply()
-        while reply.error is None:
-            reply.merge((await read(stream))[1])
-        assert reply.token_ids == [4]
-        assert isinstance(reply.error, UnavailableError)
+        assert await read(stream) == {1: CallReply([4])}
         assert await stream.read() is grpc.aio.EOF
 
 
@@ -376,3 +389,10 @@ async def test_what_a_worker_is_comes_with_its_description(served):
     assert described.num_draft_links_configured == 2
     num_endpoints = 5
     assert (await servicer.Describe(types_pb2.DescribeRequest(), None)).num_draft_links_configured == 5
+
+
+@with_served
+async def test_a_stuck_engine_says_so(served):
+    assert not (await served.stub.Describe(types_pb2.DescribeRequest())).is_stuck
+    served.target.is_stuck = True
+    assert (await served.stub.Describe(types_pb2.DescribeRequest())).is_stuck

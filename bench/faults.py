@@ -1,0 +1,226 @@
+"""Programs that are killed, frozen, cut off, slowed down, drained and restarted under load: `python -m bench.faults`.
+
+Two routers, two targets and two drafts, started one by one. Streams ask the same questions all the time; what they are
+told is compared, token for token, with a run without a fault. The longest pause is the longest that any stream waited
+for its first or next tokens, detection and recomputation included. A client of a router that fails asks the other one
+with the same seed, which is counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.fault_client import Clients, Question, Tally
+from bench.fault_cluster import KINDS, FaultCluster, Kind
+from bench.fault_network import Network, make_network
+from bench.machine import describe_machine
+from cluster.config import Config, load_config
+
+MAX_PAUSE_SECONDS = 5.0  # the bar
+SETTINGS = {
+    "simulated": (
+        "target.engine=simulated",
+        "draft.drafter=simulated",
+        "simulation.target_step_ms=[[1, 20], [64, 30]]",
+    ),
+    "torch": ("target.threads=1", "draft.threads=1", "target.numerics=invariant"),
+}
+LEAD_SECONDS = 1.5  # before a fault, and after it
+LOST_SECONDS = 8.0  # a program is frozen, or cut off
+RESTART_SECONDS = 1.5  # after its end
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One fault, and what came of it."""
+
+    fault: str
+    victim: str
+    num_sent: int
+    num_finished: int
+    num_failed: int
+    num_asked_again: int
+    num_different_tokens: int
+    longest_pause: float
+    note: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.faults", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", choices=tuple(SETTINGS), default="simulated")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument("--faults", type=lambda text: text.split(","), default=None, help="of them; default: all")
+    parser.add_argument("--victims", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--out", type=Path, default=None)
+    arguments = parser.parse_args(argv)
+    questions = [
+        Question([3 + (97 * index + place) % 4000 for place in range(40)], index, arguments.max_tokens)
+        for index in range(arguments.streams)
+    ]
+    network = make_network()
+    print(f"{arguments.engine} engines, {arguments.streams} streams, {network.what}\n")
+    try:
+        rows = measure(load_config(None, SETTINGS[arguments.engine]), network, questions, arguments)
+    finally:
+        network.close()
+    out = arguments.out or Path(f"bench/results/faults-{arguments.engine}.json")
+    result = {
+        "machine": describe_machine(),
+        "network": network.what,
+        "streams": arguments.streams,
+        "bar": {"pause_s": MAX_PAUSE_SECONDS},
+        "rows": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return int(any(row.num_failed or row.num_different_tokens for row in rows))
+
+
+def measure(
+    config: Config, network: Network, questions: Sequence[Question], arguments: argparse.Namespace
+) -> list[Row]:
+    """The rows, each printed as soon as it is there."""
+    rows = []
+    print("| fault | victim | sent | finished | failed | asked again | different tokens | longest pause s | |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    with FaultCluster(config, network) as cluster:
+        calm = asyncio.run(_under(cluster, questions, None, _nothing, "target"))[0]
+        rows.append(_row("none", "", calm, ""))
+        _print(rows[-1])
+        for name in arguments.faults or FAULTS:
+            for victim in arguments.victims:
+                tally, note = asyncio.run(_under(cluster, questions, calm.answers, FAULTS[name], victim))
+                rows.append(_row(name, victim, tally, note))
+                _print(rows[-1])
+                cluster.wait_ready()
+    return rows
+
+
+async def _under(
+    cluster: FaultCluster,
+    questions: Sequence[Question],
+    expected: dict[int, list[int]] | None,
+    fault: Fault,
+    kind: Kind,
+) -> tuple[Tally, str]:
+    """What streams saw that ran before, during and after `fault`, and a note on it."""
+    clients = Clients(cluster.urls, questions, expected, may_change_router=kind == "router" and fault is not _nothing)
+    running = asyncio.create_task(clients.run())
+    await asyncio.sleep(LEAD_SECONDS)
+    note = await asyncio.to_thread(fault, cluster, kind)
+    await asyncio.sleep(LEAD_SECONDS)
+    clients.stop()
+    await running
+    return clients.tally, note
+
+
+Answers = dict[int, list[int]]  # by question
+
+Fault = Callable[[FaultCluster, Kind], str]
+"""Does something to a cluster, for as long as that takes; returns what is worth noting."""
+
+
+def _nothing(cluster: FaultCluster, kind: Kind) -> str:
+    time.sleep(LEAD_SECONDS)
+    return ""
+
+
+def _kill(cluster: FaultCluster, kind: Kind) -> str:
+    victim = cluster.programs[kind][0]
+    victim.signal(signal.SIGKILL)
+    time.sleep(RESTART_SECONDS)
+    victim.child.start()
+    cluster.wait_ready()
+    return ""
+
+
+def _freeze(cluster: FaultCluster, kind: Kind) -> str:
+    victim = cluster.programs[kind][0]
+    victim.signal(signal.SIGSTOP)
+    time.sleep(LOST_SECONDS)
+    victim.signal(signal.SIGCONT)
+    cluster.wait_ready()
+    return ""
+
+
+def _cut(cluster: FaultCluster, kind: Kind) -> str:
+    victim = cluster.programs[kind][0]
+    cluster.network.cut(victim.place)
+    time.sleep(LOST_SECONDS)
+    cluster.network.heal(victim.place)
+    cluster.wait_ready()
+    return ""
+
+
+def _slow(cluster: FaultCluster, kind: Kind) -> str:
+    """It runs a third of the time."""
+    victim, until = cluster.programs[kind][0], time.monotonic() + LOST_SECONDS
+    while time.monotonic() < until:
+        victim.signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        victim.signal(signal.SIGCONT)
+        time.sleep(0.05)
+    return ""
+
+
+def _drain(cluster: FaultCluster, kind: Kind) -> str:
+    victim = cluster.programs[kind][0]
+    started_at = time.monotonic()
+    code = victim.drain()
+    note = f"exit {code} after {time.monotonic() - started_at:.1f} s"
+    time.sleep(RESTART_SECONDS)
+    victim.child.start()
+    cluster.wait_ready()
+    return note
+
+
+def _roll(cluster: FaultCluster, kind: Kind) -> str:
+    codes = []
+    for victim in cluster.programs[kind]:
+        codes.append(victim.drain())
+        victim.child.start()
+        cluster.wait_ready()
+    return f"exits {', '.join(map(str, codes))}"
+
+
+FAULTS: dict[str, Fault] = {
+    "kill": _kill,
+    "freeze": _freeze,
+    "cut off": _cut,
+    "slow": _slow,
+    "drain": _drain,
+    "rolling restart": _roll,
+}
+
+
+def _row(fault: str, victim: str, tally: Tally, note: str) -> Row:
+    errors = "; ".join(f"{count} x {what}" for what, count in tally.errors.most_common(2))
+    return Row(
+        fault,
+        victim,
+        tally.num_sent,
+        tally.num_finished,
+        tally.num_failed,
+        tally.num_asked_again,
+        tally.num_different_tokens,
+        round(tally.longest_pause, 2),
+        " ".join(filter(None, (note, errors))),
+    )
+
+
+def _print(row: Row) -> None:
+    cells = [str(getattr(row, name)) for name in Row.__slots__]
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Whether a loop that works in steps still does: its process may answer while its engine stands still."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+_MIN_SECONDS = 5.0
+_TIMES_THE_LONGEST = 4.0
+_NUM_STEPS = 100
+_FIRST_STEP_SECONDS = 120.0  # it may compile, or record graphs
+
+
+class Heartbeat:
+    """`begin` and `end` belong to the loop's thread, the rest to any.
+
+    The loop is stuck when a step has not ended for the longer of 5 s and 4 times the longest of the last 100. What is
+    done before the first step, such as loading, is no step; nor is sleeping while there is nothing to do.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun_at: float | None = None
+        self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._limit = _FIRST_STEP_SECONDS
+
+    def begin(self) -> None:
+        self._begun_at = self._clock()
+
+    def end(self) -> None:
+        assert self._begun_at is not None
+        self._seconds.append(self._clock() - self._begun_at)
+        self._begun_at = None
+        self._limit = max(_MIN_SECONDS, _TIMES_THE_LONGEST * max(self._seconds))
+
+    @property
+    def is_stuck(self) -> bool:
+        begun_at = self._begun_at
+        return begun_at is not None and self._clock() - begun_at > self._limit
