@@ -7,11 +7,12 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
-from cluster.coordination.link import DraftLink, LinkEvent
+import pytest
 
-QUIET_S = 9.0  # more than a server bears that counts pings: the fourth would end the connection
+from cluster.coordination.link import _CHANNEL_OPTIONS, DraftLink, LinkEvent
+
 NOTICED_S = 5.0
 
 WORKER = """
@@ -38,30 +39,50 @@ asyncio.run(main())
 """
 
 
-def test_a_quiet_link_stays_and_a_frozen_worker_is_noticed() -> None:
-    worker = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+@pytest.fixture(scope="module")
+def worker() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, f"127.0.0.1:{process.stdout.readline().strip()}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(NOTICED_S):
+        while not condition():  # noqa: ASYNC110  # a link tells an engine's thread, not this loop
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def linked(address: str, events: list[LinkEvent]) -> AsyncIterator[DraftLink]:
+    link = DraftLink(address, "same", events.append)
+    running = asyncio.create_task(link.run())
+    await until(lambda: link.is_up)
+    yield link
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def test_a_worker_bears_the_pings_of_a_quiet_link(worker, monkeypatch) -> None:
+    often = {**dict(_CHANNEL_OPTIONS), "grpc.keepalive_time_ms": 100}
+    monkeypatch.setattr("cluster.coordination.link._CHANNEL_OPTIONS", tuple(often.items()))
     events: list[LinkEvent] = []
 
-    async def until(condition: Callable[[], bool], seconds: float) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():  # noqa: ASYNC110  # a link tells an engine's thread, not this loop
-                await asyncio.sleep(0.01)
+    async def run() -> None:
+        async with linked(worker[1], events):
+            await asyncio.sleep(1.5)
+            assert len(events) == 1
 
-    async def run(address: str) -> None:
-        link = DraftLink(address, "same", events.append)
-        running = asyncio.create_task(link.run())
-        await until(lambda: link.is_up, NOTICED_S)
-        await asyncio.sleep(QUIET_S)
-        assert len(events) == 1
-        worker.send_signal(signal.SIGSTOP)
-        await until(lambda: not link.is_up, NOTICED_S)
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+    asyncio.run(run())
 
-    try:
-        assert worker.stdout is not None
-        asyncio.run(run(f"127.0.0.1:{worker.stdout.readline().strip()}"))
-    finally:
-        worker.kill()
-        worker.wait()
+
+def test_a_frozen_worker_is_noticed(worker) -> None:
+    async def run() -> None:
+        async with linked(worker[1], []) as link:
+            worker[0].send_signal(signal.SIGSTOP)
+            await until(lambda: not link.is_up)
+
+    asyncio.run(run())
