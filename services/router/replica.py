@@ -135,7 +135,11 @@ class Replica:
 
     async def poll_forever(self) -> None:
         while True:
-            await self.poll()
+            try:
+                await self.poll()
+            except Exception:  # whatever it is, a replica that nobody asks would keep its last status for ever
+                logger.exception("target %s could not be asked", self.address)
+                self._become("down", "could not be asked; see the router's log")
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
