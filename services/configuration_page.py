@@ -99,7 +99,7 @@ def _kind_of(schema: Mapping[str, Any]) -> str:
         return _kind_of_list(schema)
     names = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "null": "`null`"}
     if "pattern" in schema:
-        return "`host:port`"
+        return "`host:port`, `dns:name:port` or `file:path`" if "dns:" in schema["pattern"] else "`host:port`"
     return f"{names.get(schema['type'], 'text')}{_bounds(schema)}"
 
 

@@ -26,6 +26,11 @@ class DraftPool:
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
 
     @property
+    def num_endpoints(self) -> int:
+        """Draft workers that are listed now."""
+        return len(self._links)
+
+    @property
     def num_links_up(self) -> int:
         return sum(link.is_up for link in tuple(self._links.values()))
 

@@ -19,7 +19,7 @@ class TensorReader:
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._shards: dict[str, Any] = {}
-        self._file_of = _weight_map(folder)
+        self._file_of = weight_map(folder)
 
     def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
         """The tensors `parts` (name, rows), [rows, *inner] each, one below the other.
@@ -46,7 +46,7 @@ class TensorReader:
         return tensor
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
+def weight_map(folder: Path) -> dict[str, str]:
     """Which file holds each tensor."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():

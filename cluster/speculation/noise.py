@@ -22,6 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+NOISE_VERSION = 1
+"""Counted up with every change of key, counter, words or arithmetic: one after which a seed gives other noise."""
+
 _TOKENS_PER_BLOCK = 8
 _WORDS_PER_BLOCK = 4  # of 64 bits
 _COUNTER_MASK = (1 << 256) - 1

@@ -10,6 +10,7 @@ from cluster.drafters.base import Drafter
 from cluster.drafters.registry import make_drafter
 from cluster.drafting.worker import DraftWorker
 from cluster.model_folder import resolve_model_folder
+from cluster.placement.endpoints import advertised_address
 from cluster.telemetry.metrics import Reading
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
@@ -42,7 +43,7 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
     )
     serve_readings(config.draft, lambda: _readings(worker, drafter))
     worker.start()
-    servicer = DraftServicer(worker, drafter, description)
+    servicer = DraftServicer(worker, drafter, description, advertised_address(config.draft))
     try:
         return await serve(
             config.draft.listen_address,

@@ -13,6 +13,7 @@ from cluster.drafting.worker import DraftWorker
 from cluster.wire.codec import decode_request, encode_reply
 from cluster.wire.messages import SpeculateReply
 from cluster.wire.outbox import Outbox
+from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 from services.worker import new_epoch
 
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
-    def __init__(self, worker: DraftWorker, drafter: Drafter, model: types_pb2.ModelDescription) -> None:
+    def __init__(
+        self, worker: DraftWorker, drafter: Drafter, model: types_pb2.ModelDescription, advertised_address: str = ""
+    ) -> None:
         self._worker = worker
         self._drafter = drafter
         self._model = model
+        self._advertised_address = advertised_address
         self._epoch = new_epoch()
         self._is_draining = False
 
@@ -71,6 +75,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             ),
             epoch=self._epoch,
             is_draining=self._is_draining,
+            advertised_address=self._advertised_address,
+            wire_version=WIRE_VERSION,
         )
 
 

@@ -121,6 +121,9 @@ def _information_routes(serving: Serving) -> list[Route]:
         body = {"status": "unavailable", "model": serving.model_id, "targets": targets}
         return JSONResponse(body | {"reason": "; ".join(reasons)}, status_code=503, headers={"retry-after": "1"})
 
+    async def live(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
     async def metrics_page(_: Request) -> Response:
         return Response(serving.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
@@ -131,6 +134,7 @@ def _information_routes(serving: Serving) -> list[Route]:
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),  # names on the hub have a slash
         Route("/health", health, methods=["GET"]),
+        Route("/health/live", live, methods=["GET"]),
         Route("/metrics", metrics_page, methods=["GET"]),
         Route("/version", version_page, methods=["GET"]),
     ]
@@ -138,10 +142,12 @@ def _information_routes(serving: Serving) -> list[Route]:
 
 def _describe(replica: Replica) -> dict[str, Any]:
     """A replica's entry in `/health`."""
-    entry: dict[str, Any] = {"address": replica.address, "problem": replica.problem}
+    entry: dict[str, Any] = {"address": replica.address, "status": replica.status, "problem": replica.problem}
     description = replica.description
     if description is not None:
         entry |= {
+            "advertised_address": description.advertised_address or None,
+            "wire_version": description.wire_version,
             "model": description.model.name,
             "num_draft_links": description.num_draft_links,
             "num_draft_links_configured": description.num_draft_links_configured,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from cluster.errors import OutriderError, UnavailableError
+from cluster.errors import OutriderError
 from cluster.wire.replies import UNFINISHED, CallReply, decode_replies
 from protos.speculation.v1 import target_pb2
 
@@ -82,13 +82,16 @@ class CallStream:
         self,
         stream: _Stream,
         translate: Callable[[OutriderError], OutriderError],
-        lost: Callable[[str], OutriderError] = UnavailableError,
+        explain: Callable[[str | None], OutriderError],
     ) -> None:
-        """What callers are told: `translate`, of an error that the target reports; `lost`, of why the stream ended."""
+        """What callers are told: `translate`, of an error that the target reports; `explain`, of the stream's end.
+
+        The latter is given why it broke, or None where the worker ended it in good order.
+        """
         self.has_ended = False
         self._stream = stream
         self._translate = translate
-        self._lost = lost
+        self._explain = explain
         self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
         self._woken_next: deque[Call] = deque()
@@ -142,16 +145,16 @@ class CallStream:
         return commands
 
     async def _read(self) -> None:
+        reason: str | None = None
         try:
             async for message in self._stream:
                 self._receive(decode_replies(message))
-            reason = "the worker ended the stream"
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except Exception:  # whatever it is, nobody must be left waiting
             logger.exception("a message of a target cannot be used")
             reason = "unusable message"
-        self.fail(self._lost(reason))
+        self.fail(self._explain(reason))
 
     def _receive(self, replies: dict[int, CallReply]) -> None:
         for reply in replies.values():

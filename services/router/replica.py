@@ -47,24 +47,24 @@ _CHANNEL_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+ReplicaStatus = Literal["up", "down", "draining", "stuck", "refused"]
+"""refused: it answers, and is not used because of what it is."""
+
 LossReason = Literal["lost", "draining", "stuck"]
 _TOLD_OF_LOSS: dict[LossReason, str] = {
     "lost": "the target worker was lost; retry",
     "draining": "the target worker is shutting down; retry",
     "stuck": "the target worker's engine stands still; retry",
 }
-_PROBLEM_OF_LOSS: dict[LossReason, str] = {
-    "lost": "was lost",
-    "draining": "is draining",
-    "stuck": "its engine stands still",
-}
+_IS_DRAINING = "is draining"
 
 
 class ReplicaLostError(UnavailableError):
     """A replica took a call and will not finish it; another can, from the tokens so far.
 
-    lost: its stream ended, it was restarted, or it is silent although it is connected;
-    draining: it said that it will not, as it is about to end; stuck: it said that its engine makes no step.
+    lost: its stream broke, it was restarted, or it is silent although it is connected;
+    draining: it refused or gave up the call, or ended the stream in good order, as it is about to end;
+    stuck: it says that its engine makes no step.
     """
 
     def __init__(self, reason: LossReason) -> None:
@@ -89,7 +89,8 @@ class Replica:
         self.address = address
         self.description: target_pb2.TargetDescription | None = None
         self.traits: Traits = ()  # as it last said; (): unknown
-        self.problem: str | None = "has not answered yet"  # None: requests may be sent here
+        self.status: ReplicaStatus = "down"
+        self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
         self.num_in_flight = 0
         self._num_others = 0  # sequences there at the last poll that were not ours
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -111,17 +112,6 @@ class Replica:
         """Sequences there now: ours, and those it reported beside them."""
         return self.num_in_flight + self._num_others
 
-    @property
-    def status(self) -> str:
-        """up, down, draining, stuck, or refused: it answers, and is not used because of what it is."""
-        if self.problem is None:
-            return "up"
-        if self.description is None:
-            return "down"
-        if self.description.is_stuck:
-            return "stuck"
-        return "draining" if self.description.is_draining else "refused"
-
     async def poll(self) -> None:
         """Asks for the description and decides from it whether requests may be sent here, and whether to give it up."""
         number = next(self._polls)
@@ -137,7 +127,7 @@ class Replica:
         self.description = description
         if description is None:
             assert failure is not None
-            self._set_problem(f"does not answer ({failure.name})")
+            self._become("down", f"does not answer ({failure.name})")
             self._count_silence(failure)
         else:
             self._num_silent_polls = 0
@@ -145,7 +135,11 @@ class Replica:
 
     async def poll_forever(self) -> None:
         while True:
-            await self.poll()
+            try:
+                await self.poll()
+            except Exception:  # whatever it is, a replica that nobody asks would keep its last status for ever
+                logger.exception("target %s could not be asked", self.address)
+                self._become("down", "could not be asked; see the router's log")
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
@@ -157,7 +151,7 @@ class Replica:
         if self._is_closed:  # it was removed after it had been chosen
             raise ReplicaLostError("draining")
         if self._calls is None or self._calls.has_ended:
-            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._lose)
+            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._explain_end)
             self._calls_epoch = None if self.description is None else self.description.epoch
         call = self._calls.start(request)
         self.num_in_flight += 1
@@ -191,32 +185,30 @@ class Replica:
             self._give_up("lost")
 
     def _consider(self, description: target_pb2.TargetDescription) -> None:
-        if self._calls_epoch is None:
-            self._calls_epoch = description.epoch
-        elif self._calls_epoch != description.epoch:
-            self._give_up(
-                "lost"
-            )  # another worker answers at this address; what holds the old stream open holds nothing
-            self._calls_epoch = None
+        if self._calls_epoch not in (None, description.epoch):
+            # Another worker answers at this address: what holds the old stream open holds no sequence of ours.
+            self._give_up("lost")
+        self._calls_epoch = description.epoch
         if description.is_stuck:
             self._give_up("stuck")
         load = description.load
         self._num_others = max(0, load.num_running + load.num_waiting - self.num_in_flight)
         self.traits = tuple(sorted(description.traits.items()))
-        self._set_problem(self._objection(description))
-
-    def _objection(self, description: target_pb2.TargetDescription) -> str | None:
         fingerprint = description.model.tokenizer_fingerprint
         if fingerprint != self._tokenizer_fingerprint:
-            return (
+            self._become(
+                "refused",
                 f"its tokenizer has the fingerprint {fingerprint[:64] or 'none'}, the router's has "
-                f"{self._tokenizer_fingerprint}: start both with the same model"
+                f"{self._tokenizer_fingerprint}: start both with the same model",
             )
-        if description.is_stuck:
-            return _PROBLEM_OF_LOSS["stuck"]
-        if description.is_draining:
-            return _PROBLEM_OF_LOSS["draining"]
-        return self._object_to(self)
+        elif description.is_stuck:
+            self._become("stuck", "its engine stands still")
+        elif description.is_draining:
+            self._become("draining", _IS_DRAINING)
+        elif objection := self._object_to(self):
+            self._become("refused", objection)
+        else:
+            self._become("up", None)
 
     def _give_up(self, reason: LossReason) -> None:
         """Ends all calls that run here, and frees their sequences if anybody is left who listens."""
@@ -224,11 +216,13 @@ class Replica:
             logger.warning("target %s: its %d calls are given up: %s", self.address, self.num_in_flight, reason)
             self._calls.fail(ReplicaLostError(reason))
 
-    def _lose(self, why: str) -> ReplicaLostError:
-        """The error of calls whose stream has ended."""
-        logger.warning("target %s: its calls have ended: %s", self.address, why)
-        # The other replicas are chosen until it has answered a poll.
-        self._set_problem(_PROBLEM_OF_LOSS["lost"])
+    def _explain_end(self, why: str | None) -> ReplicaLostError:
+        """The error of calls whose stream has ended. The other replicas are chosen until it has answered a poll."""
+        if why is None:  # which a worker does that drains, once nothing runs on the stream
+            self._become("draining", _IS_DRAINING)
+            return ReplicaLostError("draining")
+        logger.warning("target %s: its stream has ended: %s", self.address, why)
+        self._become("down", "was lost")
         return ReplicaLostError("lost")
 
     def _translate(self, error: OutriderError) -> OutriderError:
@@ -239,11 +233,12 @@ class Replica:
         if isinstance(error, OverloadedError):
             return OverloadedError("the target's queue is full; retry later")
         if isinstance(error, UnavailableError):
-            self._set_problem(_PROBLEM_OF_LOSS["draining"])
+            self._become("draining", _IS_DRAINING)
             return ReplicaLostError("draining")
         return InternalError("the target worker failed")
 
-    def _set_problem(self, problem: str | None) -> None:
+    def _become(self, status: ReplicaStatus, problem: str | None) -> None:
+        self.status = status
         if problem == self.problem:
             return
         if problem is None:

@@ -42,7 +42,11 @@ def difference(traits: Traits, reference: Traits) -> str:
         return "it does not say what its answers depend on, as the pool does: its version is an older one"
     own, others = dict(traits), dict(reference)
     differing = [name for name in sorted(own.keys() | others.keys()) if own.get(name) != others.get(name)]
-    said = [f"its {name} are {_value(own, name)}, the pool's are {_value(others, name)}" for name in differing]
+    verbs = {name: "are" if name.endswith("s") else "is" for name in differing}
+    said = [
+        f"its {name} {verbs[name]} {_value(own, name)}, the pool's {verbs[name]} {_value(others, name)}"
+        for name in differing
+    ]
     return "; ".join(said) + ": see router.allow_different_targets"
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
 
 from cluster.config import Config
 from cluster.coordination.pool import DraftPool
 from cluster.model_folder import resolve_model_folder
+from cluster.placement.endpoints import advertised_address, follow
 from cluster.targets.base import Target
 from cluster.targets.registry import make_target
+from cluster.targets.traits import traits_of
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2_grpc
 from services.target.calls import Calls
@@ -21,17 +22,26 @@ def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
     prepare_process(config.target)
     fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
-    target = make_target(config, DraftPool(fingerprint), loading_progress(config.target.model))
+    pool = DraftPool(fingerprint)
+    target = make_target(config, pool, loading_progress(config.target.model))
     log_kv_cache(target.load().num_blocks, config.target, config.speculation.num_speculative_tokens)
-    return asyncio.run(_serve(config, target, fingerprint))
+    return asyncio.run(_serve(config, target, pool, fingerprint))
 
 
-async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> int:
+async def _serve(config: Config, target: Target, pool: DraftPool, tokenizer_fingerprint: str) -> int:
     serve_readings(config.target, target.readings)
     calls = Calls(target, config.speculation.max_speculative_tokens)
-    servicer = TargetServicer(calls, target, config, tokenizer_fingerprint)
+    servicer = TargetServicer(
+        calls,
+        target,
+        config,
+        tokenizer_fingerprint,
+        traits=traits_of(config, target.model),
+        advertised_address=advertised_address(config.target),
+        num_draft_endpoints=lambda: pool.num_endpoints,
+    )
     target.start(calls.publish)
-    links = asyncio.create_task(target.run_links(_fixed_endpoints(config.draft.addresses)))
+    links = asyncio.create_task(target.run_links(follow(config.draft.addresses)))
     try:
         return await serve(
             config.target.listen_address,
@@ -43,7 +53,3 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
     finally:
         links.cancel()
         target.stop()
-
-
-async def _fixed_endpoints(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
-    yield addresses

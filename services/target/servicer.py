@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 import grpc
@@ -11,6 +11,7 @@ import grpc
 from cluster.config import Config
 from cluster.targets.base import Target
 from cluster.wire.replies import encode_replies
+from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.target.calls import Calls, RouterStream
 from services.worker import errors_as_status, new_epoch
@@ -21,11 +22,25 @@ if TYPE_CHECKING:
 
 
 class TargetServicer(target_pb2_grpc.TargetServicer):
-    def __init__(self, calls: Calls, target: Target, config: Config, tokenizer_fingerprint: str) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        target: Target,
+        config: Config,
+        tokenizer_fingerprint: str,
+        *,
+        traits: Mapping[str, str] | None = None,
+        advertised_address: str = "",
+        num_draft_endpoints: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """What it describes: `traits`, None: unknown; where others reach it; how many draft workers are listed now."""
         self._calls = calls
         self._target = target
         self._config = config
         self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._traits = traits
+        self._advertised_address = advertised_address
+        self._num_draft_endpoints = num_draft_endpoints
         self._epoch = new_epoch()
 
     async def GenerateMany(  # type: ignore[override]  # an async generator
@@ -73,8 +88,11 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             num_speculative_tokens=speculation.num_speculative_tokens,
             max_speculative_tokens=speculation.max_speculative_tokens,
             num_draft_links=load.num_draft_links,
-            num_draft_links_configured=len(self._config.draft.addresses),
+            num_draft_links_configured=self._num_draft_endpoints(),
             eos_token_ids=target.model.eos_token_ids,
             is_draining=self._calls.is_draining,
             is_stuck=target.is_stuck,
+            traits=self._traits,
+            advertised_address=self._advertised_address,
+            wire_version=WIRE_VERSION,
         )

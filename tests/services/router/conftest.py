@@ -122,6 +122,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         self.failing_choice: int | None = None  # None: all
         self.failure: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "going down")
         self.last_finish_reason: int | None = None
+        self.describe_delay_s = 0.0
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -143,7 +144,10 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
             self._server = None
 
     async def Describe(self, request, context):
-        return self.description
+        description = target_pb2.TargetDescription()
+        description.CopyFrom(self.description)
+        await asyncio.sleep(self.describe_delay_s)
+        return description
 
     async def GenerateMany(self, request_iterator, context):
         messages: asyncio.Queue[target_pb2.GenerateReplies] = asyncio.Queue()

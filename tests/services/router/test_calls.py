@@ -57,7 +57,7 @@ def test_a_message_that_comes_early_is_merged_into_what_waits_for_its_turn():
         return taken
 
     async def run() -> list[list[list[int]]]:
-        stream = CallStream(TwoMessages(200), lambda error: error)
+        stream = CallStream(TwoMessages(200), lambda error: error, lambda _: UnavailableError("lost"))
         calls = [stream.start(target_pb2.GenerateRequest()) for _ in range(200)]
         taken = await asyncio.gather(*map(replies, calls))
         await stream.close()

@@ -28,7 +28,10 @@ def test_health_tells_of_every_target(new_router, target):
     up, down = response.json()["targets"]
     assert up == {
         "address": target.address,
+        "status": "up",
         "problem": None,
+        "advertised_address": None,
+        "wire_version": 0,
         "model": "scripted",
         "num_draft_links": 1,
         "num_draft_links_configured": 2,
@@ -36,6 +39,7 @@ def test_health_tells_of_every_target(new_router, target):
         "waiting": 2,
     }
     assert down["address"] == NOBODY
+    assert down["status"] == "down"
     assert "UNAVAILABLE" in down["problem"]
 
 

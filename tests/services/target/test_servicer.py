@@ -16,6 +16,7 @@ from cluster.engine.sequence import FinishReason
 from cluster.errors import InvalidRequestError, UnavailableError
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
 from cluster.wire.replies import CallReply, RoundCounts, decode_replies
+from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.replicas import Replica
 from services.target.calls import Calls, RouterStream
@@ -368,6 +369,26 @@ async def test_the_engines_end_ends_every_stream_after_its_last_tokens(served):
     for stream in streams:
         assert await read(stream) == {1: CallReply([4])}
         assert await stream.read() is grpc.aio.EOF
+
+
+@with_served
+async def test_what_a_worker_is_comes_with_its_description(served):
+    num_endpoints = 2
+    servicer = TargetServicer(
+        served.calls,
+        served.target,
+        Config(),
+        "fingerprint",
+        traits={"weights": "a", "dtype": "bfloat16"},
+        advertised_address="here:7000",
+        num_draft_endpoints=lambda: num_endpoints,
+    )
+    described = await servicer.Describe(types_pb2.DescribeRequest(), None)
+    assert dict(described.traits) == {"weights": "a", "dtype": "bfloat16"}
+    assert (described.advertised_address, described.wire_version) == ("here:7000", WIRE_VERSION)
+    assert described.num_draft_links_configured == 2
+    num_endpoints = 5
+    assert (await servicer.Describe(types_pb2.DescribeRequest(), None)).num_draft_links_configured == 5
 
 
 @with_served

@@ -1,0 +1,84 @@
+"""What a target's answers depend on beside the request. Two targets with equal traits answer a request alike.
+
+A router compares them by name and value and knows none of them, so that one more is one more line here.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from cluster.config import Config
+from cluster.engine.fingerprint import architecture_fingerprint, weights_fingerprint
+from cluster.engine.loader import fastest_form, resolve_device
+from cluster.engine.model_config import ModelConfig
+from cluster.model_folder import resolve_model_folder
+from cluster.speculation.noise import NOISE_VERSION
+from cluster.targets.base import TargetModel
+
+ENGINE_VERSION = 1
+"""Counted up with every change after which the same model gives other logits, be it in the last bit."""
+
+# By these the libraries and our own kernels choose what they run; other flags change no result.
+_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+    "bf16",
+)
+
+
+def traits_of(config: Config, model: TargetModel) -> dict[str, str]:
+    """The traits of the target that `config` describes and that runs `model`. Raises ConfigurationError."""
+    noise = str(NOISE_VERSION)
+    if config.target.engine == "simulated":  # a token is a hash of noise key, position and vocabulary size
+        return {"engine": "simulated", "vocab_size": str(model.vocab_size), "noise": noise}
+    folder = resolve_model_folder(config.target.model)
+    device = resolve_device(config.target.device)
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return {
+        "weights": weights_fingerprint(folder),
+        "architecture": architecture_fingerprint(folder),
+        "eos_token_ids": " ".join(map(str, model.eos_token_ids)),
+        "dtype": model.dtype,
+        "quantization": _quantization(config),
+        "engine": f"torch {torch.__version__}, {ENGINE_VERSION}",
+        "tensor_parallel_size": "1",
+        "processor": _processor(device),
+        "kernels": fastest_form(ModelConfig.from_folder(folder), dtype, device).__name__,
+        "numerics": config.target.numerics,
+        "noise": noise,
+        # Coupled and greedy differ in what is drafted; with rejection the draft decides with the target.
+        "acceptance": "rejection" if config.speculation.acceptance == "rejection" else "exact",
+    }
+
+
+def _quantization(config: Config) -> str:
+    name = config.target.quantization
+    return f"int4 in groups of {config.target.quantization_group_size}" if name == "int4" else name or "none"
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)} ({major}.{minor})"
+    flags = _cpu_flags(Path("/proc/cpuinfo"))
+    return " ".join([platform.machine(), *(flag for flag in _FLAGS if flag in flags)])
+
+
+def _cpu_flags(cpuinfo: Path) -> set[str]:
+    """Those of the first processor; none where the system doesn't tell."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    named = (line.partition(":") for line in lines)
+    return next((set(values.split()) for name, _, values in named if name.strip() in ("flags", "Features")), set())

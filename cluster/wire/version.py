@@ -1,0 +1,13 @@
+"""Which version of the wire a program speaks."""
+
+from __future__ import annotations
+
+WIRE_VERSION = 2
+"""Counted up whenever `protos/` gains something. It only grows: no field changes its number, name, type or meaning, and
+a field that is absent means what was so before there was one. So programs of different versions work together, and
+nothing is decided by this number: it tells people which programs are behind, at the router's `/health`.
+
+1: everything before workers told their version; on the wire that is 0.
+2: descriptions tell of draining, standing still, traits and advertised addresses; `Target.Generate`, which no router
+called, is gone.
+"""
