@@ -1,8 +1,8 @@
 """Half an hour of random faults and cancelled requests: `python -m bench.soak`.
 
-The programs with index 0 are killed, frozen, cut off, slowed down and drained, at random; those with index 1 only frozen,
-cut off and slowed down, so that they live from the beginning to the end: their memory and file descriptors are compared.
-At the end nothing may be in use on any worker.
+The programs with index 0 are killed, frozen, cut off, slowed down and drained, at random. Those with index 1 are only
+frozen, cut off and slowed down, so that they live from the beginning to the end: their memory and file descriptors are
+compared. At the end nothing may be in use on any worker.
 """
 
 from __future__ import annotations
@@ -117,9 +117,8 @@ def soak(cluster: FaultCluster, arguments: argparse.Namespace, *, has_metrics: b
     tally = clients.tally
     print("\n| program | memory MiB before | after | descriptors before | after |\n| --- | --- | --- | --- | --- |")
     for one, other in zip(before, after, strict=True):
-        print(
-            f"| {one.name} | {one.rss_mib:.0f} | {other.rss_mib:.0f} | {one.num_descriptors} | {other.num_descriptors} |"
-        )
+        memory = f"{one.rss_mib:.0f} | {other.rss_mib:.0f}"
+        print(f"| {one.name} | {memory} | {one.num_descriptors} | {other.num_descriptors} |")
     print(
         f"\n{sum(faults.values())} faults; {tally.num_sent} requests, {tally.num_failed} failed, "
         f"{tally.num_different_tokens} different tokens, {leaving.num_left} left by their clients; in use: {in_use}"
