@@ -34,6 +34,7 @@ class RouterStream:
 
     def __init__(self) -> None:
         self.running: dict[int, str] = {}  # the ID of each call's request in the engine
+        self.error: OutriderError | None = None  # that it ends with
         self._waiting: dict[int, CallReply] = {}
         self._is_closed = False
         self._has_news = asyncio.Event()
@@ -50,9 +51,9 @@ class RouterStream:
         """Forgets what is waiting for `call`."""
         self._waiting.pop(call, None)
 
-    def close(self) -> None:
-        """Nothing more will come."""
-        self._is_closed = True
+    def close(self, error: OutriderError | None = None) -> None:
+        """Nothing more will come; with `error` its calls were lost."""
+        self._is_closed, self.error = True, error
         self._has_news.set()
 
     async def take(self) -> dict[int, CallReply]:
@@ -132,7 +133,7 @@ class Calls:
         """Starts no more calls, and ends each stream after its last one, which takes `seconds` at most.
 
         Calls that still run then are ended, for their routers to take them elsewhere. If the engine is dead, streams
-        end at once with all their calls.
+        end at once with an error.
         """
         self.is_draining = True
         for stream in self._streams:
@@ -144,7 +145,7 @@ class Calls:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if self._target.error is not None:
             for stream in self._streams:
-                stream.close()
+                stream.close(InternalError("the target's engine has stopped"))
         else:
             for request_id in list(self._running):
                 self._fail(request_id, UnavailableError("the target is shutting down"))

@@ -54,6 +54,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                     # The next message is made when this one has been handed over: what comes meanwhile is merged.
                     while replies := await stream.take():
                         yield encode_replies(replies)
+                    if stream.error is not None:
+                        raise stream.error
                     if obeying.done():
                         obeying.result()  # raises what was wrong with a command
                 finally:

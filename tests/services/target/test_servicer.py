@@ -355,8 +355,8 @@ async def test_what_still_runs_when_draining_is_over_is_given_up(served):
 
 
 @with_served
-async def test_the_engines_end_ends_every_stream_after_its_last_tokens(served):
-    """Without a word about the calls: what a worker's end means for them its router knows."""
+async def test_the_engines_end_ends_every_stream_with_an_error_after_its_last_tokens(served):
+    """Not as one that drains: its calls may be what it died of."""
     streams = [served.stub.GenerateMany(), served.stub.GenerateMany()]
     for stream in streams:
         await stream.write(start(1))
@@ -368,27 +368,8 @@ async def test_the_engines_end_ends_every_stream_after_its_last_tokens(served):
     await served.calls.drain(20.0)
     for stream in streams:
         assert await read(stream) == {1: CallReply([4])}
-        assert await stream.read() is grpc.aio.EOF
-
-
-@with_served
-async def test_what_a_worker_is_comes_with_its_description(served):
-    num_endpoints = 2
-    servicer = TargetServicer(
-        served.calls,
-        served.target,
-        Config(),
-        "fingerprint",
-        traits={"weights": "a", "dtype": "bfloat16"},
-        advertised_address="here:7000",
-        num_draft_endpoints=lambda: num_endpoints,
-    )
-    described = await servicer.Describe(types_pb2.DescribeRequest(), None)
-    assert dict(described.traits) == {"weights": "a", "dtype": "bfloat16"}
-    assert (described.advertised_address, described.wire_version) == ("here:7000", WIRE_VERSION)
-    assert described.num_draft_links_configured == 2
-    num_endpoints = 5
-    assert (await servicer.Describe(types_pb2.DescribeRequest(), None)).num_draft_links_configured == 5
+        with pytest.raises(grpc.aio.AioRpcError, match="the target's engine has stopped"):
+            await stream.read()
 
 
 @with_served
