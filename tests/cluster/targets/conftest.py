@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .loopback import BackgroundLoop
+from tests.background_loop import BackgroundLoop
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -21,37 +19,10 @@ from cluster.targets.rejection import RejectionSampler
 from cluster.targets.torch import TorchTarget
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
+from tests.background_loop import BackgroundLoop
+from tests.waiting import wait_until
 
 FINGERPRINT = "the same tokenizer"
-WAIT_S = 30.0  # for what must happen
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
-
-
-class BackgroundLoop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=WAIT_S)
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Starts it, and returns a future to cancel it with."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 class LoopbackDraft:

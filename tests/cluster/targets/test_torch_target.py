@@ -23,10 +23,12 @@ from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import TreePolicy
 from cluster.targets.base import GenerationRequest
+from tests.background_loop import BackgroundLoop
+from tests.waiting import wait_until
 
 from ..engine.checkpoints import CHECKPOINTS
 from ..engine.invariants import assert_blocks_are_sound
-from .loopback import BackgroundLoop, LoopbackDraft, LoopbackTarget, wait_until
+from .loopback import LoopbackDraft, LoopbackTarget
 from .oracle import OracleDraft
 
 TARGET_SEED, OTHER_SEED = 0, 1
