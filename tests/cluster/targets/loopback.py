@@ -23,6 +23,7 @@ from tests.background_loop import BackgroundLoop
 from tests.waiting import wait_until
 
 FINGERPRINT = "the same tokenizer"
+TARGET_SEED, OTHER_SEED = 0, 1  # of tiny models
 
 
 class LoopbackDraft:
