@@ -20,13 +20,6 @@ NewRunner = Callable[..., ModelRunner]
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[BackgroundLoop]:
-    loop = BackgroundLoop()
-    yield loop
-    loop.stop()
-
-
-@pytest.fixture(scope="module")
 def same_draft(loop: BackgroundLoop, new_runner: NewRunner) -> Iterator[LoopbackDraft]:
     """The target's own weights: what it proposes is right."""
     draft = LoopbackDraft(loop, new_runner(8, 128, seed=TARGET_SEED))

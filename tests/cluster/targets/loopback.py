@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -20,6 +19,7 @@ from cluster.targets.torch import TorchTarget
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
 from tests.background_loop import BackgroundLoop
+from tests.endpoints import Endpoints
 from tests.waiting import wait_until
 
 FINGERPRINT = "the same tokenizer"
@@ -91,18 +91,14 @@ class LoopbackTarget:
         )
         self._outputs: dict[str, list[GenerationOutput]] = {}
         self._loop = loop
-        self._endpoints: asyncio.Queue[Sequence[str]] = asyncio.Queue()
-        self._links = loop.start(self.target.run_links(self._follow()))
+        self._endpoints = Endpoints(loop)
+        self._links = loop.start(self.target.run_links(self._endpoints.lists()))
         self.follow(addresses)
         self.target.start(self._publish)
 
     def follow(self, addresses: Sequence[str]) -> None:
         """The draft workers are at `addresses` from now on."""
-        self._loop.run(self._endpoints.put(addresses))
-
-    async def _follow(self) -> AsyncIterator[Sequence[str]]:
-        while True:
-            yield await self._endpoints.get()
+        self._endpoints.become(*addresses)
 
     def _publish(self, outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:
