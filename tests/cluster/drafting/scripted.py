@@ -29,6 +29,7 @@ class ScriptedDrafter(Drafter):
         self.max_model_len = 1000
         self.vocab_size = 100_000
         self.capacity = 8
+        self.credit: int | None = None
         self.held: list[DraftSequence] = []
         self.without_room: set[int] = set()
         self.rewinds: list[tuple[int, int]] = []
@@ -36,6 +37,10 @@ class ScriptedDrafter(Drafter):
         self._asked: queue.Queue[list[int]] = queue.Queue()
         self._may_step = threading.Semaphore(0)
         self._is_let_always = False
+
+    @property
+    def free_tokens(self) -> int | None:
+        return self.credit
 
     def admit(self, sequence: DraftSequence) -> bool:
         if len(self.held) == self.capacity:
