@@ -32,6 +32,14 @@ class BackgroundLoop:
     def stop(self) -> None:
         for future in self._ending:
             future.result(timeout=10)
+        self.run(self._cancel_the_rest())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _cancel_the_rest(self) -> None:
+        """A task that was cancelled must have its turn to end before the loop does."""
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)

@@ -27,3 +27,9 @@ async def until(condition: Callable[[], bool]) -> None:
     """In an event loop; whoever calls sets the time limit."""
     while not condition():  # noqa: ASYNC110  # whatever it is about has no event
         await asyncio.sleep(0.005)
+
+
+async def turns() -> None:
+    """Turns of the loop, in each of which it looks at its pipes and runs what is ready."""
+    for _ in range(10):
+        await asyncio.sleep(0)

@@ -156,7 +156,9 @@ class TestPairs:
 
 
 class TestLosses:
-    def test_it_comes_back_when_the_worker_does(self, up: Side, server: DraftServer) -> None:
+    def test_it_comes_back_when_the_worker_does(
+        self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
         carries_a_round(up, server)
         server.stop()
         up.goes_down()
@@ -164,6 +166,7 @@ class TestLosses:
         server.start()
         up.comes_up()
         carries_a_round(up, server, wire_id=2)
+        assert [record for record in caplog.records if record.levelno > logging.INFO] == []  # workers come and go
 
     def test_it_waits_for_a_worker_that_is_not_there_yet(self, loop: BackgroundLoop, server: DraftServer) -> None:
         server.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from cluster.coordination.pool import DraftPool
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 from tests.background_loop import BackgroundLoop
 from tests.endpoints import Endpoints
-from tests.waiting import WAIT_S, wait_until
+from tests.waiting import WAIT_S, turns, wait_until
 
 from .draft_server import FINGERPRINT, DraftServer
 
@@ -45,11 +44,6 @@ class Followed:
     def settle(self) -> None:
         """The loop has done all that it can without the network."""
         self._loop.run(turns())
-
-
-async def turns() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -118,6 +118,7 @@ class TestSameTokens:
         target.target.submit(request)
         wait_until(lambda: acceptance(target, [request])[1] > 0)
         draft.stop(grace)
+        target.wait_for_links(0)  # else the link that is lost could be taken for the one that comes back
         wait_until(lambda: target.is_finished(request))
         draft.start()
         target.wait_for_links()

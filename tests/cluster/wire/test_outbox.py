@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 
 from cluster.wire.messages import Proposal, SpeculateReply
 from cluster.wire.outbox import Outbox
-
-WAIT_S = 30.0  # for what must happen
+from tests.waiting import WAIT_S, turns
 
 
 @contextlib.asynccontextmanager
@@ -22,12 +21,6 @@ async def taking(outbox: Outbox[SpeculateReply]) -> AsyncIterator[asyncio.Task[S
     await turns()
     yield task
     task.cancel()
-
-
-async def turns() -> None:
-    """Turns of the loop, in each of which it looks at its pipes."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 def test_messages_that_wait_become_one() -> None:

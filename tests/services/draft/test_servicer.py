@@ -143,7 +143,7 @@ class TestUnusableMessages:
                 {"sequences": [7], "bases": [2], "lengths": [3], "token_ids": [1], "num_speculative_tokens": [K]},
                 "lengths add up to 3 but there are 1 values",
             ),
-            ({"sequences": [7], "bases": [2], "lengths": [1], "token_ids": [1]}, "zip"),
+            ({"sequences": [7], "bases": [2], "lengths": [1], "token_ids": [1]}, "shorter than"),
             (
                 {
                     "sequences": [7],
