@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ import httpx
 
 from bench.workload import read_counters
 from services.launch.local import LocalCluster
+from tests.waiting import eventually
 
 Fields = dict[str, Any]
 
@@ -46,15 +46,6 @@ def complete_all(url: str, cases: Sequence[Case], concurrency: int = 8, **more: 
     """The answers to `cases`, `concurrency` of them at a time."""
     with httpx.Client(base_url=url, timeout=300) as client, ThreadPoolExecutor(concurrency) as threads:
         return list(threads.map(lambda case: complete(client, case, **more), cases))
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def assert_nothing_in_use(cluster: LocalCluster) -> None:

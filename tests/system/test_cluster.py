@@ -20,8 +20,9 @@ from bench.workload import read_counters
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.launch.local import LocalCluster
-from tests.system.client import Case, complete_all, eventually
+from tests.system.client import Case, complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.waiting import eventually
 
 PROMPT = "def main("
 

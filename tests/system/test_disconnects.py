@@ -9,8 +9,9 @@ import pytest
 
 from bench.workload import read_counters
 from services.launch.local import LocalCluster
-from tests.system.client import assert_nothing_in_use, eventually
+from tests.system.client import assert_nothing_in_use
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.waiting import eventually
 
 LONG_PROMPT = [300 + i % 50 for i in range(2000)]
 

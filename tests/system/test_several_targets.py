@@ -16,8 +16,9 @@ import pytest
 
 from bench.workload import read_counters
 from services.launch.local import LocalCluster
-from tests.system.client import Case, assert_nothing_in_use, complete_all, eventually
+from tests.system.client import Case, assert_nothing_in_use, complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.waiting import eventually
 
 NUM_STREAMS = 6
 NUM_MIXED_REQUESTS = 500

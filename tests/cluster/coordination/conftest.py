@@ -8,6 +8,7 @@ from cluster.config import SpeculationConfig
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.link import LinkState
 
+from .planning import Engine
 from .scripted import LIMITS, TIMEOUT_S, VOCAB_SIZE, Rounds, ScriptedLink, ScriptedPool
 
 
@@ -42,3 +43,14 @@ def link(new_link: Callable[[str], ScriptedLink]) -> ScriptedLink:
 @pytest.fixture
 def rounds(coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink) -> Rounds:
     return Rounds(coordinator, pool, link)
+
+
+@pytest.fixture
+def off() -> Engine:
+    """Speculation does not pay."""
+    engine = Engine(num_sequences=4)
+    engine.rows_cost(0.02)
+    engine.accepts(0)
+    engine.steps()
+    assert engine.depths == [0] * 4
+    return engine

@@ -62,7 +62,7 @@ class ScriptedPool:
         return events
 
 
-def new_sequence(k: int = K, prompt: list[int] = PROMPT) -> SpeculativeSequence:
+def new_sequence(k: int | None = K, prompt: list[int] = PROMPT) -> SpeculativeSequence:
     return SpeculativeSequence(list(prompt), len(prompt), SamplingParams(), NoiseKey(1, 2), k)
 
 

@@ -9,8 +9,8 @@ import pytest
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
-from cluster.speculation.noise import NoiseKey
-from cluster.speculation.params import SamplingParams
+
+from .scripted import new_sequence
 
 TIMEOUT_S = 0.05
 SILENT_S = 10 * TIMEOUT_S
@@ -23,7 +23,7 @@ def new_link(name: str) -> DraftLink:
 
 
 def put(link: ActiveLink, count: int = 1) -> list[SpeculativeSequence]:
-    sequences = [SpeculativeSequence([1], 1, SamplingParams(), NoiseKey(1, 2), DEPTH) for _ in range(count)]
+    sequences = [new_sequence(DEPTH, [1]) for _ in range(count)]
     for sequence in sequences:
         sequence.opened(link, next(numbers))
     return sequences

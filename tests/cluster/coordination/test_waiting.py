@@ -10,8 +10,8 @@ from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
-from cluster.speculation.noise import NoiseKey
-from cluster.speculation.params import SamplingParams
+
+from .scripted import new_sequence
 
 STEP_S = 0.020
 
@@ -25,7 +25,7 @@ def waits(seconds_a_row: float, controller: str = "goodput") -> Waits:
 
 
 def sequences(number: int) -> list[SpeculativeSequence]:
-    made = [SpeculativeSequence([1], 1, SamplingParams(), NoiseKey(1, 2), None) for _ in range(number)]
+    made = [new_sequence(None, [1]) for _ in range(number)]
     for sequence in made:
         sequence.planned(4, None, 3.0)
     return made

@@ -9,16 +9,9 @@ from cluster.engine.limits import StepLimits
 from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from tests.clock import Clock
 
 VOCAB_SIZE = 1000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def new_drafter(clock: Clock | None = None, max_num_seqs: int = 4, **simulation: object) -> SimulatedDrafter:

@@ -1,162 +1,15 @@
-"""The draft worker's real loop and thread, around a drafter whose every step the test lets through."""
+"""The draft worker's real loop and thread, around a drafter whose every step the test lets through: rounds and ends."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import pytest
-
-from cluster.drafters.base import Drafter, DraftSequence
 from cluster.drafting.worker import DraftWorker
-from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
+from tests.waiting import wait_until
 
-WAIT_S = 10.0  # for what must happen
-K, WINDOW = 3, 8
-
-
-class ScriptedDrafter(Drafter):
-    """Drafts `100 * first token + index`, at the end of every sequence or where it is told to; steps when it is let.
-
-    A second child is 50 more than the first. A sequence is known by its first token.
-    """
-
-    num_used_blocks = 0
-    num_blocks = 10
-
-    def __init__(self) -> None:
-        self.max_model_len = 1000
-        self.vocab_size = 100_000
-        self.capacity = 8
-        self.held: list[DraftSequence] = []
-        self.without_room: set[int] = set()
-        self.rewinds: list[tuple[int, int]] = []
-        self.failure: Exception | None = None
-        self._asked: queue.Queue[list[int]] = queue.Queue()
-        self._may_step = threading.Semaphore(0)
-        self._is_let_always = False
-
-    def admit(self, sequence: DraftSequence) -> bool:
-        if len(self.held) == self.capacity:
-            return False
-        self.held.append(sequence)
-        return True
-
-    def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        self._asked.put([s.token_ids[0] for s in sequences])
-        assert self._is_let_always or self._may_step.acquire(timeout=WAIT_S)
-        if self.failure is not None:
-            raise self.failure
-        assert all(sequence in self.held for sequence in sequences)
-        stuck = [s for s in sequences if s.token_ids[0] in self.without_room]
-        for sequence in sequences:
-            if sequence not in stuck:
-                for node in sequence.to_extend or [sequence.tip]:
-                    best = 100 * sequence.token_ids[0] + sequence.num_committed + sequence.depth(node)
-                    sequence.extend(node, [best, best + 50][: sequence.width], [0.0, 1.0][: sequence.width])
-        return stuck
-
-    def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
-        self.rewinds.append((sequence.token_ids[0], len(kept)))
-
-    def release(self, sequence: DraftSequence) -> None:
-        self.held.remove(sequence)
-
-    # For the test.
-
-    def next_step(self) -> list[int]:
-        """Waits until the loop asks for a step, without letting it through; says of which sequences."""
-        return self._asked.get(timeout=WAIT_S)
-
-    def let(self) -> None:
-        """Lets the step that was asked for through."""
-        self._may_step.release()
-
-    def step(self) -> list[int]:
-        wire_ids = self.next_step()
-        self.let()
-        return wire_ids
-
-    def let_all(self) -> None:
-        """From now on nothing waits."""
-        self._is_let_always = True
-        self._may_step.release()
-
-    @property
-    def num_steps_asked(self) -> int:
-        return self._asked.qsize()
-
-    @property
-    def wire_ids(self) -> set[int]:
-        return {sequence.token_ids[0] for sequence in self.held}
-
-
-class Link:
-    """A coordinator's side of a link: what it sends, what it gets."""
-
-    def __init__(self, worker: DraftWorker) -> None:
-        self._worker = worker
-        self.replies: queue.Queue[SpeculateReply] = queue.Queue()
-        self.number = worker.attach(self.replies.put)
-
-    def open(self, *wire_ids: int, k: int = K, length: int = 2, window: int = WINDOW) -> None:
-        openings = {wire_id: opening(wire_id, k, length, window) for wire_id in wire_ids}
-        self._worker.receive(self.number, SpeculateRequest(opens=openings))
-
-    def advance(self, wire_id: int, base: int, *tokens: int, k: int = K) -> None:
-        self._worker.receive(self.number, SpeculateRequest(advances={wire_id: Advance(wire_id, base, tokens, k)}))
-
-    def close(self, *wire_ids: int) -> None:
-        self._worker.receive(self.number, SpeculateRequest(closes=set(wire_ids)))
-
-    def reply(self) -> SpeculateReply:
-        return self.replies.get(timeout=WAIT_S)
-
-    def detach(self) -> None:
-        self._worker.detach(self.number)
-
-
-def opening(wire_id: int, k: int = K, length: int = 2, window: int = WINDOW) -> Open:
-    return Open(wire_id, [wire_id] * length, length, SamplingParams(), NoiseKey(0, 0), k, window)
-
-
-def drafts(wire_id: int, start: int, count: int) -> list[int]:
-    return [100 * wire_id + index for index in range(start, start + count)]
-
-
-def proposal(wire_id: int, base: int, count: int = K) -> SpeculateReply:
-    return SpeculateReply(proposals={wire_id: Proposal(wire_id, base, drafts(wire_id, base, count))})
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
-
-
-@pytest.fixture
-def drafter() -> ScriptedDrafter:
-    return ScriptedDrafter()
-
-
-@pytest.fixture
-def worker(drafter: ScriptedDrafter) -> Iterator[DraftWorker]:
-    worker = DraftWorker(drafter)
-    worker.start()
-    yield worker
-    drafter.let_all()
-    worker.stop()
-
-
-@pytest.fixture
-def link(worker: DraftWorker) -> Link:
-    return Link(worker)
+from .scripted import WAIT_S, WINDOW, K, Link, ScriptedDrafter, drafts, opening, proposal
 
 
 class TestRounds:
@@ -224,7 +77,7 @@ class TestRounds:
         link.advance(7, 2, 702, 703, 704, 705)
         drafter.let_all()
         assert link.reply() == proposal(7, base=6)
-        wait_until(lambda: len(drafter.held[0].token_ids) == 6 + WINDOW)
+        wait_until(lambda: len(drafter.held[0].token_ids) == 6 + WINDOW, WAIT_S)
         assert link.replies.empty()
 
     def test_news_older_than_what_is_known_change_nothing(self, drafter: ScriptedDrafter, link: Link) -> None:
@@ -236,141 +89,6 @@ class TestRounds:
         assert link.reply() == proposal(7, base=7)
         assert drafter.rewinds[0][0] == 7
         assert len(drafter.rewinds) == 1
-
-
-class TestRunAhead:
-    def test_ends_at_the_window_and_the_loop_sleeps(self, drafter: ScriptedDrafter, link: Link) -> None:
-        drafter.let_all()
-        link.open(7)
-        assert link.reply() == proposal(7, base=2)
-        wait_until(lambda: drafter.num_steps_asked == WINDOW)
-        time.sleep(0.05)  # in which an awake loop would take thousands of turns
-        assert drafter.num_steps_asked == WINDOW
-        assert len(drafter.held[0].token_ids) == 2 + WINDOW
-        link.advance(7, 2, 702, 703)
-        assert link.reply() == proposal(7, base=4)
-        wait_until(lambda: drafter.num_steps_asked == WINDOW + 2)
-        time.sleep(0.05)
-        assert drafter.num_steps_asked == WINDOW + 2
-
-    def test_waits_for_proposals_that_are_owed(self, drafter: ScriptedDrafter, link: Link) -> None:
-        link.open(1)
-        for _ in range(K):
-            assert drafter.step() == [1]
-        assert link.reply() == proposal(1, base=2)
-        assert drafter.next_step() == [1]  # running ahead, when another sequence comes
-        link.open(2)
-        drafter.let()
-        for _ in range(K):
-            assert drafter.step() == [2]
-        assert link.reply() == proposal(2, base=2)
-        assert drafter.step() == [1, 2]
-
-    def test_a_sequence_whose_window_is_full_is_left_out(self, drafter: ScriptedDrafter, link: Link) -> None:
-        link.open(1, window=K)
-        for _ in range(K):
-            drafter.step()
-        assert link.reply() == proposal(1, base=2)
-        link.open(2)
-        for _ in range(K):
-            drafter.step()
-        assert link.reply() == proposal(2, base=2)
-        assert drafter.step() == [2]
-
-    def test_nothing_is_drafted_beyond_the_models_length(self, drafter: ScriptedDrafter, link: Link) -> None:
-        drafter.max_model_len = 6
-        drafter.let_all()
-        link.open(7, length=4)
-        assert link.reply() == proposal(7, base=4, count=2)
-        link.advance(7, 4, 704)
-        assert link.reply() == proposal(7, base=5, count=1)
-        link.advance(7, 4, 704, 1, 2, 3)  # the target goes on alone
-        assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 8, [])})
-        assert drafter.num_steps_asked == 2
-
-
-class TestBranches:
-    """One branch beside the main path."""
-
-    @pytest.fixture
-    def worker(self, drafter: ScriptedDrafter) -> Iterator[DraftWorker]:
-        worker = DraftWorker(drafter, run_ahead_branches=1)
-        worker.start()
-        yield worker
-        drafter.let_all()
-        worker.stop()
-
-    def hits(self, worker: DraftWorker) -> dict[tuple[str, str], float]:
-        return {(r.name.rpartition("_")[2], r.labels["kind"]): r.value for r in worker.run_ahead.readings()}
-
-    @pytest.mark.parametrize(
-        ("news", "kind"),
-        [([752], "rejected_at_0"), ([702, 753], "rejected_at_1"), ([702, 703, 704, 705], "all_accepted")],
-    )
-    def test_an_outcome_on_a_branch_is_answered_without_a_step(
-        self, news: list[int], kind: str, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
-    ) -> None:
-        link.open(7)
-        for _ in range(3 * K):
-            drafter.step()
-        assert link.reply() == proposal(7, base=2)
-        drafter.next_step()
-        link.advance(7, 2, *news)
-        drafter.let()
-        assert link.reply() == proposal(7, base=2 + len(news))
-        assert self.hits(worker) == {("hits", kind): 1}
-
-    def test_another_outcome_is_a_miss(self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link) -> None:
-        link.open(7)
-        drafter.let_all()
-        assert link.reply() == proposal(7, base=2)
-        link.advance(7, 2, 702, 1)
-        assert link.reply() == proposal(7, base=4)
-        link.advance(7, 4, 1)
-        assert link.reply() == proposal(7, base=5)
-        assert self.hits(worker) == {("misses", "rejected_at_1"): 1, ("misses", "rejected_at_0"): 1}
-
-    def test_ends_when_every_branch_is_as_deep_as_a_proposal(self, drafter: ScriptedDrafter, link: Link) -> None:
-        drafter.let_all()
-        link.open(7)
-        assert link.reply() == proposal(7, base=2)
-        (sequence,) = drafter.held
-        branches = [sequence.children(sequence.main_node(depth))[1] for depth in range(K + 1)]
-        wait_until(lambda: not any(sequence.missing(1000, branch) for branch in branches))
-        time.sleep(0.05)
-        assert len(sequence.parents) == 2 * WINDOW + (K + 1) * 2 * K
-        link.advance(7, 2, 702, 703, 704, 755)
-        assert link.reply() == proposal(7, base=6)
-
-    def test_a_sequence_without_a_window_has_none(
-        self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
-    ) -> None:
-        drafter.let_all()
-        link.open(7, window=K)
-        assert link.reply() == proposal(7, base=2)
-        link.advance(7, 2, 702)
-        assert link.reply() == proposal(7, base=3)
-        assert drafter.held[0].is_chain
-        assert self.hits(worker) == {}
-
-    def test_there_are_none_when_blocks_become_scarce(self, drafter: ScriptedDrafter, link: Link) -> None:
-        drafter.num_used_blocks = 8
-        drafter.let_all()
-        link.open(7)
-        assert link.reply() == proposal(7, base=2)
-        wait_until(lambda: drafter.num_steps_asked == WINDOW)
-        assert drafter.held[0].is_chain
-
-    def test_a_tree_is_answered_from_a_branch_too(
-        self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
-    ) -> None:
-        shape = (-1, 0, -1)
-        worker.receive(link.number, SpeculateRequest(opens={7: replace(opening(7), shape=shape)}))
-        drafter.let_all()
-        assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 2, [702, 703, 752], [-1, 0, -1])})
-        wait_until(lambda: drafter.num_steps_asked >= 6)
-        worker.receive(link.number, SpeculateRequest(advances={7: Advance(7, 2, [752], K, shape)}))
-        assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 3, [703, 704, 753], [-1, 0, -1])})
 
 
 class TestSequencesThatAreNotHeld:
@@ -458,7 +176,7 @@ class TestEnds:
         link.open(1, 2)
         assert link.reply().proposals.keys() == {1, 2}
         link.close(1, 99)
-        wait_until(lambda: drafter.wire_ids == {2})
+        wait_until(lambda: drafter.wire_ids == {2}, WAIT_S)
         assert worker.num_sequences == 1
         link.advance(1, 2, 102)
         assert link.reply() == SpeculateReply(lost={1})
@@ -482,7 +200,7 @@ class TestEnds:
         assert link.reply().proposals.keys() == {1, 2}
         assert other.reply().proposals.keys() == {1, 3}
         link.detach()
-        wait_until(lambda: worker.num_sequences == 2)
+        wait_until(lambda: worker.num_sequences == 2, WAIT_S)
         assert drafter.wire_ids == {1, 3}
         other.advance(1, 2, 102)
         assert other.reply() == proposal(1, base=3)
@@ -498,7 +216,7 @@ class TestEnds:
         other.advance(7, 5, 9)
         assert other.reply() == proposal(7, base=6)
         other.close(7)
-        wait_until(lambda: worker.num_sequences == 1)
+        wait_until(lambda: worker.num_sequences == 1, WAIT_S)
         link.advance(7, 2, 702)
         assert link.reply() == proposal(7, base=3)
 
@@ -508,5 +226,5 @@ class TestEnds:
         drafter.failure = RuntimeError("out of luck")
         link.open(7)
         drafter.step()
-        wait_until(lambda: worker.error is not None)
+        wait_until(lambda: worker.error is not None, WAIT_S)
         assert worker.error is drafter.failure

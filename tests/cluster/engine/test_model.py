@@ -13,6 +13,8 @@ from cluster.engine.batch import Segment
 from cluster.engine.loader import load_model
 from cluster.engine.runner import ModelRunner
 
+from .tokens import random_tokens
+
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 TOLERANCE = 1e-4
@@ -41,11 +43,6 @@ def reference(tiny_llama: Callable[..., Path]) -> Reference:
 @pytest.fixture
 def runner(new_runner: Callable[..., ModelRunner]) -> ModelRunner:
     return new_runner(BLOCK_SIZE, NUM_BLOCKS)
-
-
-def random_tokens(seed: int, length: int) -> list[int]:
-    choose = random.Random(seed)
-    return [choose.randrange(512) for _ in range(length)]
 
 
 def scattered_tables(seed: int, *lengths: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -12,13 +11,10 @@ from cluster.engine.batch import Segment
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.runner import ModelRunner
 
+from .tokens import random_tokens
+
 BLOCK_SIZE = 4
 NewRunner = Callable[..., ModelRunner]
-
-
-def random_tokens(seed: int, length: int) -> list[int]:
-    choose = random.Random(seed)
-    return [choose.randrange(512) for _ in range(length)]
 
 
 def run_sequence(

@@ -14,6 +14,8 @@ from cluster.speculation.noise import NoiseKey, noise_words
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
 
+from .logits import random_logits
+
 pytestmark = pytest.mark.skipif(not has_kernel(), reason="the kernel was not built, or not for this processor")
 
 SAMPLER = Sampler(torch.device("cpu"))
@@ -28,10 +30,6 @@ SHAPING = [
     {"frequency_penalty": 0.7},
     {"logit_bias": ((0, 50.0), (3, -50.0))},
 ]
-
-
-def random_logits(seed: int, num_rows: int, vocab_size: int, scale: float = 3.0) -> torch.Tensor:
-    return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
 def request_at(position: int, params: SamplingParams, key: NoiseKey, num_rows: int = 1) -> SampleRequest:

@@ -13,6 +13,7 @@ from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
 
+from .logits import random_logits
 from .reference import shaped_logits, softmax
 
 INF = math.inf
@@ -184,10 +185,6 @@ class TestTables:
         logits = torch.randn(1, 32).to(torch.bfloat16)
         requests = [SampleRequest(SamplingParams(temperature=0.7), KEY, [1], 1)]
         assert torch.equal(perturbed_logits(logits, requests), perturbed_logits(logits.float(), requests))
-
-
-def random_logits(seed: int, num_rows: int, vocab_size: int) -> torch.Tensor:
-    return 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
 def random_tokens(seed: int, length: int, vocab_size: int) -> list[int]:

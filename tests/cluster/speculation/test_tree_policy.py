@@ -8,17 +8,15 @@ import pytest
 from cluster.speculation.drafts import Drafts, chain, depths_of
 from cluster.speculation.tree import RoundTime, best_tree
 from cluster.speculation.tree_policy import Template, TreePolicy
+from tests.clock import Clock
 
 MAX_NODES = 16
 TIME = RoundTime(lambda _: 0.0, lambda _: 1.0)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 10.0  # whatever was measured is used at once
-        return self.now
+def new_policy(width: int) -> TreePolicy:
+    """What it measured it uses at once: ten seconds are over whenever it looks."""
+    return TreePolicy(width, MAX_NODES, Clock(tick=10.0))
 
 
 def verified(policy: TreePolicy, rates: list[float], num_rounds: int = 3000) -> None:
@@ -34,13 +32,13 @@ def verified(policy: TreePolicy, rates: list[float], num_rounds: int = 3000) -> 
 
 
 def test_measures_acceptance_by_depth_and_rank() -> None:
-    policy = TreePolicy(3, MAX_NODES, Clock())
+    policy = new_policy(3)
     verified(policy, [0.6, 0.2, 0.1])
     assert policy.acceptance()[:3] == pytest.approx(np.array([[0.6, 0.2, 0.1]] * 3), abs=0.08)
 
 
 def test_a_chain_says_something_about_the_first_rank_only() -> None:
-    policy = TreePolicy(2, MAX_NODES, Clock())
+    policy = new_policy(2)
     verified(policy, [0.5, 0.4])
     before = policy.acceptance()
     second = before[0, 1] / (1 - before[0, 0])
@@ -53,19 +51,19 @@ def test_a_chain_says_something_about_the_first_rank_only() -> None:
 
 
 def test_with_width_1_there_are_only_chains() -> None:
-    policy = TreePolicy(1, MAX_NODES, Clock())
+    policy = new_policy(1)
     policy.count(Drafts([7]), [8])
     assert [policy.shape(k, lambda: TIME) for k in range(10)] == [None] * 10
     assert not policy.templates()
 
 
 def test_one_draft_is_a_chain_whatever_was_measured() -> None:
-    policy = TreePolicy(4, MAX_NODES, Clock())
+    policy = new_policy(4)
     assert policy.shape(0, lambda: TIME) is policy.shape(1, lambda: TIME) is None
 
 
 def test_a_good_draft_gets_a_chain_and_a_poor_one_a_tree() -> None:
-    good, poor = TreePolicy(3, MAX_NODES, Clock()), TreePolicy(3, MAX_NODES, Clock())
+    good, poor = new_policy(3), new_policy(3)
     verified(good, [0.97, 0.01, 0.005])
     verified(poor, [0.4, 0.25, 0.15])
     assert good.shape(6, lambda: TIME) is None
@@ -76,7 +74,7 @@ def test_a_good_draft_gets_a_chain_and_a_poor_one_a_tree() -> None:
 
 
 def test_a_slow_draft_gets_a_flatter_tree() -> None:
-    policy = TreePolicy(3, MAX_NODES, Clock())
+    policy = new_policy(3)
     verified(policy, [0.7, 0.15, 0.08])
     levels = []
     for level in (0.001, 0.1):
@@ -112,7 +110,7 @@ class TestTemplate:
         assert average[roots[1]] == pytest.approx(0.3)
 
     def test_one_for_each_depth(self) -> None:
-        policy = TreePolicy(3, MAX_NODES, Clock())
+        policy = new_policy(3)
         verified(policy, [0.6, 0.2, 0.1])
         deepest = [max(template.levels) for template in policy.templates()]
         assert deepest == sorted(deepest)

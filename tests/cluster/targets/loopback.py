@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -21,37 +18,12 @@ from cluster.targets.rejection import RejectionSampler
 from cluster.targets.torch import TorchTarget
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
+from tests.background_loop import BackgroundLoop
+from tests.endpoints import Endpoints
+from tests.waiting import wait_until
 
 FINGERPRINT = "the same tokenizer"
-WAIT_S = 30.0  # for what must happen
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
-
-
-class BackgroundLoop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=WAIT_S)
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Starts it, and returns a future to cancel it with."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+TARGET_SEED, OTHER_SEED = 0, 1  # of tiny models
 
 
 class LoopbackDraft:
@@ -119,18 +91,14 @@ class LoopbackTarget:
         )
         self._outputs: dict[str, list[GenerationOutput]] = {}
         self._loop = loop
-        self._endpoints: asyncio.Queue[Sequence[str]] = asyncio.Queue()
-        self._links = loop.start(self.target.run_links(self._follow()))
+        self._endpoints = Endpoints(loop)
+        self._links = loop.start(self.target.run_links(self._endpoints.lists()))
         self.follow(addresses)
         self.target.start(self._publish)
 
     def follow(self, addresses: Sequence[str]) -> None:
         """The draft workers are at `addresses` from now on."""
-        self._loop.run(self._endpoints.put(addresses))
-
-    async def _follow(self) -> AsyncIterator[Sequence[str]]:
-        while True:
-            yield await self._endpoints.get()
+        self._endpoints.become(*addresses)
 
     def _publish(self, outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:

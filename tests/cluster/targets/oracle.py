@@ -11,8 +11,9 @@ from cluster.drafting.worker import Deliver
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import Drafts, depths_of
 from cluster.wire.messages import Proposal, SpeculateReply, SpeculateRequest
+from tests.background_loop import BackgroundLoop
 
-from .loopback import BackgroundLoop, LoopbackDraft
+from .loopback import LoopbackDraft
 
 VOCAB_SIZE = 512
 

@@ -20,9 +20,11 @@ from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationRequest
 from cluster.targets.registry import make_target
 from cluster.targets.rejection import RejectionSampler
+from tests.background_loop import BackgroundLoop
+from tests.distribution import answer_probabilities
+from tests.waiting import wait_until
 
-from ...distribution import answer_probabilities
-from .loopback import BackgroundLoop, LoopbackDraft, LoopbackTarget, wait_until
+from .loopback import LoopbackDraft, LoopbackTarget
 
 NewRunner = Callable[..., ModelRunner]
 

@@ -1,14 +1,8 @@
 from __future__ import annotations
 
-import asyncio
-import gc
-import os
-import threading
-
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
-from cluster.wire.outbox import Outbox
 
 
 def opening(name: int) -> Open:
@@ -51,49 +45,3 @@ class TestMerge:
         assert SpeculateReply(proposals={1: Proposal(1, 0, [])})
         assert SpeculateReply(lost={1})
         assert SpeculateReply(refused={1})
-
-
-class TestOutbox:
-    def test_messages_that_wait_become_one(self) -> None:
-        async def run() -> None:
-            outbox: Outbox[SpeculateReply] = Outbox()
-            outbox.put(SpeculateReply(lost={1}))
-            outbox.put(SpeculateReply(lost={2}))
-            assert await outbox.take() == SpeculateReply(lost={1, 2})
-            outbox.put(SpeculateReply(lost={3}))
-            assert await outbox.take() == SpeculateReply(lost={3})
-
-        asyncio.run(run())
-
-    def test_nothing_put_by_another_thread_is_lost_or_given_twice(self) -> None:
-        num_messages = 3000
-
-        async def run() -> list[int]:
-            outbox: Outbox[SpeculateReply] = Outbox()
-            thread = threading.Thread(
-                target=lambda: [outbox.put(SpeculateReply(lost={i})) for i in range(num_messages)]
-            )
-            thread.start()
-            taken: list[int] = []
-            while len(taken) < num_messages:
-                taken.extend(sorted((await outbox.take()).lost))
-            thread.join()
-            return taken
-
-        assert asyncio.run(asyncio.wait_for(run(), timeout=30)) == list(range(num_messages))
-
-    def test_nothing_stays_open_of_one_that_was_closed(self) -> None:
-        async def run() -> None:
-            for _ in range(20):
-                outbox: Outbox[SpeculateReply] = Outbox()
-                outbox.put(SpeculateReply(lost={1}))
-                await outbox.take()
-                outbox.close()
-                outbox.put(SpeculateReply(lost={2}))  # by a thread that does not know yet
-                del outbox
-                gc.collect()
-
-        asyncio.run(run())  # what the first loop of a process opens stays
-        before = len(os.listdir("/dev/fd"))
-        asyncio.run(run())
-        assert len(os.listdir("/dev/fd")) <= before

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import json
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,8 @@ from cluster.tokenization import Tokenizer
 from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts, encode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.app import create_app
+from tests.background_loop import BackgroundLoop
+from tests.waiting import wait_until
 
 EOS_TOKEN_ID = 0
 MAX_MODEL_LEN = 200
@@ -62,33 +62,6 @@ def write_tokenizer_folder(folder: Path) -> Path:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size()}))
     return folder
-
-
-class BackgroundLoop:
-    """An event loop in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self._ending: list[concurrent.futures.Future] = []
-
-    def start(self, coroutine: Any) -> concurrent.futures.Future:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Any) -> Any:
-        return self.start(coroutine).result(timeout=20)
-
-    def let_end(self, future: concurrent.futures.Future) -> None:
-        """Waits for `future` only when all is over: a server takes two tenths of a second to shut down."""
-        self._ending.append(future)
-
-    def stop(self) -> None:
-        for future in self._ending:
-            future.result(timeout=10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 class ScriptedTarget(target_pb2_grpc.TargetServicer):
@@ -245,11 +218,9 @@ class Router:
         return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
+def wait_for_health(router: Router) -> None:
+    """A lost target is not used until it has answered a poll again."""
+    wait_until(lambda: router.client.get("/health").status_code == 200)
 
 
 @pytest.fixture(scope="session")
@@ -299,7 +270,7 @@ def running_router(background, model_folder, addresses, **settings: Any) -> Iter
         uvicorn.Config(create_app(config), lifespan="on", log_config=None, timeout_graceful_shutdown=1)
     )
     serving = background.start(server.serve(sockets=[listener]))
-    wait_until(lambda: server.started or serving.done())
+    wait_until(lambda: server.started or serving.done(), timeout_s=5)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     # verify=False: reading the certificates, which nothing here needs, takes longer than most tests.
     with httpx.Client(base_url=url, timeout=10, verify=False) as client:

@@ -8,7 +8,7 @@ import grpc
 import httpx
 import pytest
 
-from .conftest import wait_until
+from tests.waiting import wait_until
 
 
 def rotated(token_ids: list[int], by: int) -> list[int]:
@@ -83,7 +83,7 @@ def test_leaving_cancels_every_call(router, target, stream):
         with router.client.stream("POST", "/v1/completions", json=payload) as response:
             pieces = response.iter_raw()  # forgetting it would close the stream
             assert next(pieces)
-            wait_until(lambda: len(target.requests) == 8)
+            wait_until(lambda: len(target.requests) == 8, timeout_s=5)
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(router.url + "/v1/completions", json=payload, timeout=0.3)

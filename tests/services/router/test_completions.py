@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 
+from .conftest import wait_for_health
+
 
 def text_of(events: list) -> str:
     return "".join(choice["text"] for event in events[:-1] for choice in event["choices"])
@@ -166,12 +168,6 @@ def test_a_failure_before_the_first_token_has_a_status(router, target):
         assert response.json()["error"]["type"] == "unavailable_error"
         assert "going down" not in response.text
         wait_for_health(router)
-
-
-def wait_for_health(router) -> None:
-    """A lost target is not used until it has answered a poll again."""
-    while router.client.get("/health").status_code != 200:
-        pass
 
 
 def test_a_failure_amid_a_stream_is_its_last_event(router, target):

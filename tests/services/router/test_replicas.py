@@ -11,9 +11,9 @@ import pytest
 from cluster.errors import UnavailableError
 from protos.speculation.v1 import target_pb2
 from services.router.replicas import Replica
+from tests.waiting import wait_until
 
-from .conftest import wait_until
-from .test_completions import wait_for_health
+from .conftest import wait_for_health
 
 
 async def answer(replica: Replica, choice_index: int = 0) -> list[int]:
@@ -85,7 +85,7 @@ def test_a_target_that_dies_amid_streams_ends_each_with_an_error(background, rou
     threads = [threading.Thread(target=stream) for _ in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(target.requests) == 4)
+    wait_until(lambda: len(target.requests) == 4, timeout_s=5)
     background.run(asyncio.sleep(0.1))
     background.run(target.stop())
     for thread in threads:

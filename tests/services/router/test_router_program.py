@@ -15,8 +15,9 @@ from cluster.config import Config
 from cluster.errors import ConfigurationError
 from services.router.app import create_app, served_model_id
 from services.router.main import run
+from tests.waiting import wait_until
 
-from .conftest import MAX_MODEL_LEN, wait_until
+from .conftest import MAX_MODEL_LEN
 
 NOBODY = "127.0.0.1:9"
 
@@ -82,10 +83,10 @@ def test_a_target_may_come_late_go_and_come_back(background, new_router, target)
     for _ in range(2):
         assert not healthy()
         background.run(target.start())
-        wait_until(healthy)
+        wait_until(healthy, timeout_s=5)
         assert router.complete(prompt="fox").status_code == 200
         background.run(target.stop())
-        wait_until(lambda: not healthy())
+        wait_until(lambda: not healthy(), timeout_s=5)
 
 
 def test_a_target_with_another_tokenizer_is_not_used(new_router, target, tokenizer):
@@ -160,7 +161,7 @@ def test_the_program_needs_no_torch_and_drains_on_sigterm(model_folder, target):
             assert lines[-1], "".join(lines)
         url = found.group()
         with httpx.Client(base_url=url, trust_env=False) as client:
-            wait_until(lambda: client.get("/health").status_code == 200)
+            wait_until(lambda: client.get("/health").status_code == 200, timeout_s=5)
             target.delay_s = 0.1
             payload = {"prompt": [70], "max_tokens": 6, "stream": True}
             with client.stream("POST", "/v1/completions", json=payload) as response:

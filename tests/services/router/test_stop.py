@@ -7,8 +7,7 @@ import random
 import pytest
 
 from services.router.stop import StopMatcher, StopStrings
-
-from .conftest import wait_until
+from tests.waiting import wait_until
 
 
 def run(pieces, *strings: str, in_output: bool = False) -> list[str]:
@@ -144,4 +143,4 @@ def test_each_choice_stops_for_itself(router, target, tokenizer):
     body = router.complete(prompt=prompt, n=len(prompt), max_tokens=3 * len(prompt), stop=".").json()
     expected = [tokenizer.decode(prompt[first:] + prompt).partition(".")[0] for first in range(len(prompt))]
     assert [choice["text"] for choice in body["choices"]] == expected
-    wait_until(lambda: target.num_cancelled == len(prompt))
+    wait_until(lambda: target.num_cancelled == len(prompt), timeout_s=5)

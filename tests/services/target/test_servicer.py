@@ -21,6 +21,7 @@ from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.replicas import Replica
 from services.target.calls import Calls, RouterStream
 from services.target.servicer import TargetServicer
+from tests.waiting import until
 
 LENGTH = target_pb2.FINISH_REASON_LENGTH
 
@@ -102,11 +103,6 @@ async def calling(served: Served) -> AsyncIterator[Replica]:
     caller = Replica(served.address, "fingerprint")
     yield caller
     await caller.close()
-
-
-async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110  # whatever it is about has no event
-        await asyncio.sleep(0.005)
 
 
 def request(request_id: str = "one", **fields) -> target_pb2.GenerateRequest:

@@ -1,0 +1,280 @@
+"""A link to a real server: comes up, carries rounds, and comes back whatever happened to it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.coordination.link import DraftLink, LinkEvent, LinkState
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from protos.speculation.v1 import draft_pb2
+from tests.background_loop import BackgroundLoop
+from tests.waiting import WAIT_S, wait_until
+
+from .draft_server import FINGERPRINT, DraftServer
+
+
+class Side:
+    """The coordinator's side of a link, and what happened on it."""
+
+    def __init__(self, loop: BackgroundLoop, address: str) -> None:
+        self.link = DraftLink(address, FINGERPRINT, self._notify)
+        self.failure: Exception | None = None  # of whoever takes the next reply
+        self._events: queue.Queue[LinkEvent] = queue.Queue()
+        self._running = loop.start(self.link.run())
+
+    def _notify(self, event: LinkEvent) -> None:
+        self._events.put(event)
+        if self.failure is not None and isinstance(event.event, SpeculateReply):
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def next(self) -> LinkEvent:
+        event = self._events.get(timeout=WAIT_S)
+        assert event.link is self.link
+        return event
+
+    @property
+    def has_events(self) -> bool:
+        return not self._events.empty()
+
+    def comes_up(self) -> None:
+        assert self.next() == LinkEvent(self.link, LinkState.UP)
+        assert self.link.is_up
+
+    def goes_down(self) -> None:
+        assert self.next() == LinkEvent(self.link, LinkState.DOWN)
+
+    def cancel(self) -> None:
+        self._running.cancel()
+
+
+@pytest.fixture
+def server(loop: BackgroundLoop) -> Iterator[DraftServer]:
+    server = DraftServer(loop)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def side(loop: BackgroundLoop, server: DraftServer) -> Iterator[Side]:
+    side = Side(loop, server.address)
+    yield side
+    side.cancel()
+    wait_until(lambda: not side.link.is_up)
+
+
+@pytest.fixture
+def up(side: Side) -> Side:
+    side.comes_up()
+    return side
+
+
+def opens(*wire_ids: int) -> SpeculateRequest:
+    openings = [Open(wire_id, [1, 2, 3], 3, SamplingParams(), NoiseKey(1, 2), 4, 10) for wire_id in wire_ids]
+    return SpeculateRequest(opens={opening.wire_id: opening for opening in openings})
+
+
+def advances(wire_id: int, *token_ids: int) -> SpeculateRequest:
+    return SpeculateRequest(advances={wire_id: Advance(wire_id, 3, list(token_ids), 4)})
+
+
+def proposes(wire_id: int, *token_ids: int) -> SpeculateReply:
+    return SpeculateReply(proposals={wire_id: Proposal(wire_id, 3, list(token_ids))})
+
+
+def carries_a_round(side: Side, server: DraftServer, wire_id: int = 1) -> LinkEvent:
+    side.link.send(opens(wire_id))
+    assert server.request() == opens(wire_id)
+    server.reply(proposes(wire_id, 7, 8))
+    event = side.next()
+    assert event.event == proposes(wire_id, 7, 8)
+    return event
+
+
+class TestRounds:
+    def test_requests_arrive_and_replies_come_back(self, up: Side, server: DraftServer) -> None:
+        carries_a_round(up, server)
+        request = advances(1, 7, 9)
+        request.merge(SpeculateRequest(closes={5}))
+        up.link.send(request)
+        assert server.request() == request
+        server.reply(SpeculateReply(lost={1}, refused={2}, credit=77))
+        reply = up.next().event
+        assert reply == SpeculateReply(lost={1}, refused={2})
+        assert isinstance(reply, SpeculateReply)
+        assert reply.credit == 77
+
+    def test_an_answer_takes_what_passes_since_the_last_message(self, up: Side, server: DraftServer) -> None:
+        up.link.send(opens(1))
+        server.request()
+        time.sleep(0.05)
+        before = time.perf_counter()
+        up.link.send(opens(2))
+        server.request()
+        sent = time.perf_counter()
+        time.sleep(0.05)
+        replied = time.perf_counter()
+        server.reply(proposes(1, 7))
+        event = up.next()
+        assert replied - sent <= event.answer_seconds <= time.perf_counter() - before
+
+    def test_the_round_trip_is_the_shortest_answer(self, up: Side, server: DraftServer) -> None:
+        assert up.link.round_trip_seconds is None
+        answers = []
+        for wire_id, held_s in ((1, 0.05), (2, 0.0), (3, 0.05)):
+            up.link.send(opens(wire_id))
+            server.request()
+            time.sleep(held_s)
+            server.reply(proposes(wire_id, 7))
+            answers.append(up.next().answer_seconds)
+        assert up.link.round_trip_seconds == min(answers)
+
+
+class TestPairs:
+    def test_a_worker_with_another_tokenizer_is_not_used_until_it_has_the_same(
+        self, loop: BackgroundLoop, server: DraftServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server.fingerprint = "quite another tokenizer"
+        side = Side(loop, server.address)
+        wait_until(lambda: bool(caplog.records))
+        assert [record.levelno for record in caplog.records] == [logging.ERROR]
+        for name in ("quite another tokenizer", FINGERPRINT, server.address):
+            assert name in caplog.messages[0]
+        assert not side.has_events
+        assert server.num_streams_ever == 0
+        server.fingerprint = FINGERPRINT
+        side.comes_up()
+        side.cancel()
+        side.goes_down()
+
+
+class TestLosses:
+    def test_it_comes_back_when_the_worker_does(
+        self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        carries_a_round(up, server)
+        server.stop()
+        up.goes_down()
+        assert not up.link.is_up
+        server.start()
+        up.comes_up()
+        carries_a_round(up, server, wire_id=2)
+        assert [record for record in caplog.records if record.levelno > logging.INFO] == []  # workers come and go
+
+    def test_it_waits_for_a_worker_that_is_not_there_yet(self, loop: BackgroundLoop, server: DraftServer) -> None:
+        server.stop()
+        side = Side(loop, server.address)
+        time.sleep(0.5)  # in which it tries more than once
+        assert not side.has_events
+        server.start()
+        side.comes_up()
+        carries_a_round(side, server)
+        side.cancel()
+        side.goes_down()
+
+    def test_what_is_sent_while_it_is_down_is_dropped(self, up: Side, server: DraftServer) -> None:
+        server.stop()
+        up.goes_down()
+        up.link.send(opens(1))
+        server.start()
+        up.comes_up()
+        up.link.send(opens(2))
+        assert server.request() == opens(2)
+
+    @pytest.mark.parametrize(
+        "columns",
+        [
+            {"sequences": [1], "bases": [3], "lengths": [2], "token_ids": [7]},
+            {"sequences": [1, 2], "bases": [3], "lengths": [1, 1], "token_ids": [7, 8]},
+            {"sequences": [1], "bases": [3], "lengths": [2], "token_ids": [7, 8], "parents": [2, 0]},
+        ],
+        ids=["too few tokens", "too few bases", "a parent after its child"],
+    )
+    def test_an_unusable_message_ends_the_stream_and_not_the_link(
+        self, columns: dict[str, list[int]], up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server.send(draft_pb2.SpeculateReply(proposals=draft_pb2.Proposals(**columns)))
+        up.goes_down()
+        up.comes_up()
+        carries_a_round(up, server)
+        wait_until(lambda: server.num_streams == 1)
+        assert server.num_streams_ever == 2
+        (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+        assert f"draft worker {server.address} sent an unusable message" in message
+        assert "Traceback" not in caplog.text
+
+    def test_a_reply_that_nobody_could_take_ends_the_stream_and_not_the_link(
+        self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        up.failure = ZeroDivisionError("not foreseen")
+        carries_a_round(up, server)
+        up.goes_down()
+        up.comes_up()
+        carries_a_round(up, server)
+        assert "ZeroDivisionError: not foreseen" in caplog.text
+
+    def test_one_that_is_cancelled_ends_its_stream(self, up: Side, server: DraftServer) -> None:
+        wait_until(lambda: server.num_streams == 1)
+        up.cancel()
+        up.goes_down()
+        assert not up.link.is_up
+        wait_until(lambda: server.num_streams == 0)
+
+
+class TestTraffic:
+    def test_openings_are_counted_apart_from_rounds(self, up: Side, server: DraftServer) -> None:
+        request = opens(1, 2)
+        request.merge(advances(3, 4, 5))
+        up.link.send(request)
+        message = server.message()
+        num_open_bytes = sum(opening.ByteSize() for opening in message.open)
+        traffic = up.link.traffic
+        assert len(message.open) == 2
+        assert (traffic.opens, traffic.sent) == (num_open_bytes, message.ByteSize() - num_open_bytes)
+        up.link.send(advances(3, 4, 5, 6))
+        later = server.message()
+        assert traffic.opens == num_open_bytes
+        assert traffic.sent == message.ByteSize() - num_open_bytes + later.ByteSize()
+
+    def test_what_comes_is_counted(self, up: Side, server: DraftServer) -> None:
+        messages = [server.reply(proposes(wire_id, 7, 8, 9)) for wire_id in (1, 2)]
+        up.next()
+        up.next()
+        assert up.link.traffic.received == sum(message.ByteSize() for message in messages) > 0
+
+    def test_a_life_of_the_stream_adds_to_the_last(self, up: Side, server: DraftServer) -> None:
+        carries_a_round(up, server)
+        opens_before, received_before = up.link.traffic.opens, up.link.traffic.received
+        server.stop()
+        up.goes_down()
+        server.start()
+        up.comes_up()
+        carries_a_round(up, server)
+        assert up.link.traffic.opens == 2 * opens_before > 0
+        assert up.link.traffic.received == 2 * received_before > 0
+
+    def test_readings_name_the_worker(self, up: Side, server: DraftServer) -> None:
+        assert "outrider_link_round_trip_seconds" not in {reading.name for reading in up.link.readings()}
+        up.link.send(opens(1))
+        up.link.send(advances(1, 4))
+        server.message()
+        server.reply(proposes(1, 7))
+        up.next()
+        readings = {(r.name, r.labels.get("kind"), r.labels.get("direction")): r for r in up.link.readings()}
+        link, traffic = up.link, up.link.traffic
+        assert {key: (reading.value, reading.is_counter) for key, reading in readings.items()} == {
+            ("outrider_link_round_trip_seconds", None, None): (link.round_trip_seconds, False),
+            ("outrider_link_bytes", "open", "sent"): (traffic.opens, True),
+            ("outrider_link_bytes", "round", "sent"): (traffic.sent, True),
+            ("outrider_link_bytes", "round", "received"): (traffic.received, True),
+            ("outrider_link_codec_seconds", None, None): (traffic.codec_seconds, True),
+        }
+        assert {reading.labels["draft"] for reading in readings.values()} == {server.address}
+        assert all(reading.value > 0 for reading in readings.values())

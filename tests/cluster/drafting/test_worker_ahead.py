@@ -1,0 +1,153 @@
+"""What the draft worker does while targets verify: its real loop and thread, around a drafter that waits for the test.
+
+How far it runs ahead, what comes first, and the branches that it keeps beside the main path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from cluster.drafting.worker import DraftWorker
+from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
+from tests.waiting import wait_until
+
+from .scripted import WAIT_S, WINDOW, K, Link, ScriptedDrafter, opening, proposal
+
+
+class TestRunAhead:
+    def test_ends_at_the_window_and_the_loop_sleeps(self, drafter: ScriptedDrafter, link: Link) -> None:
+        drafter.let_all()
+        link.open(7)
+        assert link.reply() == proposal(7, base=2)
+        wait_until(lambda: drafter.num_steps_asked == WINDOW, WAIT_S)
+        time.sleep(0.05)  # in which an awake loop would take thousands of turns
+        assert drafter.num_steps_asked == WINDOW
+        assert len(drafter.held[0].token_ids) == 2 + WINDOW
+        link.advance(7, 2, 702, 703)
+        assert link.reply() == proposal(7, base=4)
+        wait_until(lambda: drafter.num_steps_asked == WINDOW + 2, WAIT_S)
+        time.sleep(0.05)
+        assert drafter.num_steps_asked == WINDOW + 2
+
+    def test_waits_for_proposals_that_are_owed(self, drafter: ScriptedDrafter, link: Link) -> None:
+        link.open(1)
+        for _ in range(K):
+            assert drafter.step() == [1]
+        assert link.reply() == proposal(1, base=2)
+        assert drafter.next_step() == [1]  # running ahead, when another sequence comes
+        link.open(2)
+        drafter.let()
+        for _ in range(K):
+            assert drafter.step() == [2]
+        assert link.reply() == proposal(2, base=2)
+        assert drafter.step() == [1, 2]
+
+    def test_a_sequence_whose_window_is_full_is_left_out(self, drafter: ScriptedDrafter, link: Link) -> None:
+        link.open(1, window=K)
+        for _ in range(K):
+            drafter.step()
+        assert link.reply() == proposal(1, base=2)
+        link.open(2)
+        for _ in range(K):
+            drafter.step()
+        assert link.reply() == proposal(2, base=2)
+        assert drafter.step() == [2]
+
+    def test_nothing_is_drafted_beyond_the_models_length(self, drafter: ScriptedDrafter, link: Link) -> None:
+        drafter.max_model_len = 6
+        drafter.let_all()
+        link.open(7, length=4)
+        assert link.reply() == proposal(7, base=4, count=2)
+        link.advance(7, 4, 704)
+        assert link.reply() == proposal(7, base=5, count=1)
+        link.advance(7, 4, 704, 1, 2, 3)  # the target goes on alone
+        assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 8, [])})
+        assert drafter.num_steps_asked == 2
+
+
+class TestBranches:
+    """One branch beside the main path."""
+
+    @pytest.fixture
+    def worker(self, drafter: ScriptedDrafter) -> Iterator[DraftWorker]:
+        worker = DraftWorker(drafter, run_ahead_branches=1)
+        worker.start()
+        yield worker
+        drafter.let_all()
+        worker.stop()
+
+    def hits(self, worker: DraftWorker) -> dict[tuple[str, str], float]:
+        return {(r.name.rpartition("_")[2], r.labels["kind"]): r.value for r in worker.run_ahead.readings()}
+
+    @pytest.mark.parametrize(
+        ("news", "kind"),
+        [([752], "rejected_at_0"), ([702, 753], "rejected_at_1"), ([702, 703, 704, 705], "all_accepted")],
+    )
+    def test_an_outcome_on_a_branch_is_answered_without_a_step(
+        self, news: list[int], kind: str, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
+    ) -> None:
+        link.open(7)
+        for _ in range(3 * K):
+            drafter.step()
+        assert link.reply() == proposal(7, base=2)
+        drafter.next_step()
+        link.advance(7, 2, *news)
+        drafter.let()
+        assert link.reply() == proposal(7, base=2 + len(news))
+        assert self.hits(worker) == {("hits", kind): 1}
+
+    def test_another_outcome_is_a_miss(self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link) -> None:
+        link.open(7)
+        drafter.let_all()
+        assert link.reply() == proposal(7, base=2)
+        link.advance(7, 2, 702, 1)
+        assert link.reply() == proposal(7, base=4)
+        link.advance(7, 4, 1)
+        assert link.reply() == proposal(7, base=5)
+        assert self.hits(worker) == {("misses", "rejected_at_1"): 1, ("misses", "rejected_at_0"): 1}
+
+    def test_ends_when_every_branch_is_as_deep_as_a_proposal(self, drafter: ScriptedDrafter, link: Link) -> None:
+        drafter.let_all()
+        link.open(7)
+        assert link.reply() == proposal(7, base=2)
+        (sequence,) = drafter.held
+        branches = [sequence.children(sequence.main_node(depth))[1] for depth in range(K + 1)]
+        wait_until(lambda: not any(sequence.missing(1000, branch) for branch in branches), WAIT_S)
+        time.sleep(0.05)
+        assert len(sequence.parents) == 2 * WINDOW + (K + 1) * 2 * K
+        link.advance(7, 2, 702, 703, 704, 755)
+        assert link.reply() == proposal(7, base=6)
+
+    def test_a_sequence_without_a_window_has_none(
+        self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
+    ) -> None:
+        drafter.let_all()
+        link.open(7, window=K)
+        assert link.reply() == proposal(7, base=2)
+        link.advance(7, 2, 702)
+        assert link.reply() == proposal(7, base=3)
+        assert drafter.held[0].is_chain
+        assert self.hits(worker) == {}
+
+    def test_there_are_none_when_blocks_become_scarce(self, drafter: ScriptedDrafter, link: Link) -> None:
+        drafter.num_used_blocks = 8
+        drafter.let_all()
+        link.open(7)
+        assert link.reply() == proposal(7, base=2)
+        wait_until(lambda: drafter.num_steps_asked == WINDOW, WAIT_S)
+        assert drafter.held[0].is_chain
+
+    def test_a_tree_is_answered_from_a_branch_too(
+        self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
+    ) -> None:
+        shape = (-1, 0, -1)
+        worker.receive(link.number, SpeculateRequest(opens={7: replace(opening(7), shape=shape)}))
+        drafter.let_all()
+        assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 2, [702, 703, 752], [-1, 0, -1])})
+        wait_until(lambda: drafter.num_steps_asked >= 6, WAIT_S)
+        worker.receive(link.number, SpeculateRequest(advances={7: Advance(7, 2, [752], K, shape)}))
+        assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 3, [703, 704, 753], [-1, 0, -1])})

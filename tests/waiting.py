@@ -1,0 +1,35 @@
+"""Waiting for what other threads and programs do, by looking again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+WAIT_S = 30.0  # for what must happen
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0, pause_s: float = 0.05) -> bool:
+    """Whether `condition` becomes true within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+    return True
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    assert eventually(condition, timeout_s, pause_s=0.005), "timed out"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """In an event loop; whoever calls sets the time limit."""
+    while not condition():  # noqa: ASYNC110  # whatever it is about has no event
+        await asyncio.sleep(0.005)
+
+
+async def turns() -> None:
+    """Turns of the loop, in each of which it looks at its pipes and runs what is ready."""
+    for _ in range(10):
+        await asyncio.sleep(0)
