@@ -66,8 +66,8 @@ async def _serve(config: Config, address: str) -> dict[str, list[float]]:
             address,
             "speculation.v1.Target",
             lambda server: target_pb2_grpc.add_TargetServicer_to_server(servicer, server),
-            failure=lambda: target.error,
-            drain=calls.drain,
+            calls,
+            config.target.drain_seconds,
         )
     finally:
         target.stop()

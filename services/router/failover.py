@@ -52,7 +52,7 @@ async def run_anywhere(
                 raise InternalError(
                     f"{num_deaths} workers in a row were lost while they worked on this request; no third one is tried"
                 ) from error
-            logger.warning("request %s: its target %s; moving it", request.request_id, error.message)
+            logger.warning("request %s is moved: its target is %s", request.request_id, error.reason)
             count_move(error.reason)
             replica = await pool.wait_for(traits, max_pause_seconds)
     raise UnavailableError(f"the request was moved {_MAX_MOVES} times without an end; retry")

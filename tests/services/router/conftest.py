@@ -67,7 +67,7 @@ def write_tokenizer_folder(folder: Path) -> Path:
 class ScriptedTarget(target_pb2_grpc.TargetServicer):
     """Echoes the prompt's tokens, over and over until max_tokens or an end-of-sequence token; or fails as told.
 
-    Choice j starts at the prompt's token j.
+    Choice j starts at the prompt's token j. A request that was moved here goes on where it was.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -163,7 +163,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
             raise
 
     def _replies(self, request) -> Iterator[CallReply]:
-        prompt = list(request.prompt_token_ids)
+        num_generated = request.num_generated_tokens
+        prompt = list(request.prompt_token_ids)[: len(request.prompt_token_ids) - num_generated]
         first = request.choice_index % len(prompt)
         prompt = prompt[first:] + prompt[:first]
         answer = (prompt * request.max_tokens)[: request.max_tokens]
@@ -174,7 +175,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         if self.last_finish_reason is not None:
             reason = self.last_finish_reason
         step = self.tokens_per_reply
-        for start in range(0, len(answer), step):
+        for start in range(num_generated, len(answer), step):
             last = start + step >= len(answer)
             yield CallReply(
                 answer[start : start + step],

@@ -13,8 +13,9 @@ from cluster.errors import UnavailableError
 from protos.speculation.v1 import target_pb2
 from services.router import traits as traits_module
 from services.router.replicas import Replica, ReplicaPool
+from tests.waiting import wait_until
 
-from .conftest import ScriptedTarget, wait_until
+from .conftest import ScriptedTarget
 from .test_replicas import answer
 
 NOBODY = "127.0.0.1:9"

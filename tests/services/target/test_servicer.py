@@ -16,7 +16,6 @@ from cluster.engine.sequence import FinishReason
 from cluster.errors import InvalidRequestError, UnavailableError
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
 from cluster.wire.replies import CallReply, RoundCounts, decode_replies
-from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.replicas import Replica
 from services.target.calls import Calls, RouterStream
