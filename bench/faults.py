@@ -34,9 +34,19 @@ SETTINGS = {
     ),
     "torch": ("target.threads=1", "draft.threads=1", "target.numerics=invariant"),
 }
-LEAD_SECONDS = 1.5  # before a fault, and after it
-LOST_SECONDS = 8.0  # a program is frozen, or cut off
-RESTART_SECONDS = 1.5  # after its end
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """In seconds."""
+
+    lead: float = 1.5  # before a fault, and after it
+    lost: float = 8.0  # a program is frozen, or cut off
+    slow: float = 8.0  # it runs a third of the time
+    restart: float = 1.5  # after its end
+
+
+SHORT = Durations(lead=0.5, lost=5.0, slow=2.0, restart=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--faults", type=lambda text: text.split(","), default=None, help="of them; default: all")
     parser.add_argument("--victims", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--short", action="store_true", help="faults that last as long as they must to be noticed")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args(argv)
     questions = [
@@ -93,13 +104,14 @@ def measure(
     rows = []
     print("| fault | victim | sent | finished | failed | asked again | different tokens | longest pause s | |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    durations = SHORT if arguments.short else Durations()
     with FaultCluster(config, network) as cluster:
-        calm = _under(cluster, questions, None, _nothing, "target")[0]
+        calm = _under(cluster, questions, None, _nothing, "target", durations)[0]
         rows.append(_row("none", "", calm, ""))
         _print(rows[-1])
         for name in arguments.faults or FAULTS:
             for victim in arguments.victims:
-                tally, note = _under(cluster, questions, calm.answers, FAULTS[name], victim)
+                tally, note = _under(cluster, questions, calm.answers, FAULTS[name], victim, durations)
                 rows.append(_row(name, victim, tally, note))
                 _print(rows[-1])
                 cluster.wait_ready()
@@ -107,16 +119,21 @@ def measure(
 
 
 def _under(
-    cluster: FaultCluster, questions: Sequence[Question], expected: Answers | None, fault: Fault, kind: Kind
+    cluster: FaultCluster,
+    questions: Sequence[Question],
+    expected: Answers | None,
+    fault: Fault,
+    kind: Kind,
+    durations: Durations,
 ) -> tuple[Tally, str]:
     """What streams saw that ran before, during and after `fault`, and a note on it."""
     clients = Clients(cluster.urls, questions, expected, may_change_router=kind == "router" and fault is not _nothing)
     # They have a thread of their own: a program ends with the thread that started it, so this one does that.
     running = threading.Thread(target=lambda: asyncio.run(clients.run()))
     running.start()
-    time.sleep(LEAD_SECONDS)
-    note = fault(cluster, kind)
-    time.sleep(LEAD_SECONDS)
+    time.sleep(durations.lead)
+    note = fault(cluster, kind, durations)
+    time.sleep(durations.lead)
     clients.stop()
     running.join()
     return clients.tally, note
@@ -124,45 +141,45 @@ def _under(
 
 Answers = dict[int, list[int]]  # by question
 
-Fault = Callable[[FaultCluster, Kind], str]
+Fault = Callable[[FaultCluster, Kind, Durations], str]
 """Does something to a cluster, for as long as that takes; returns what is worth noting."""
 
 
-def _nothing(cluster: FaultCluster, kind: Kind) -> str:
-    time.sleep(LEAD_SECONDS)
+def _nothing(cluster: FaultCluster, kind: Kind, durations: Durations) -> str:
+    time.sleep(durations.lead)
     return ""
 
 
-def _kill(cluster: FaultCluster, kind: Kind) -> str:
+def _kill(cluster: FaultCluster, kind: Kind, durations: Durations) -> str:
     victim = cluster.programs[kind][0]
     victim.signal(signal.SIGKILL)
-    time.sleep(RESTART_SECONDS)
+    time.sleep(durations.restart)
     victim.child.start()
     cluster.wait_ready()
     return ""
 
 
-def _freeze(cluster: FaultCluster, kind: Kind) -> str:
+def _freeze(cluster: FaultCluster, kind: Kind, durations: Durations) -> str:
     victim = cluster.programs[kind][0]
     victim.signal(signal.SIGSTOP)
-    time.sleep(LOST_SECONDS)
+    time.sleep(durations.lost)
     victim.signal(signal.SIGCONT)
     cluster.wait_ready()
     return ""
 
 
-def _cut(cluster: FaultCluster, kind: Kind) -> str:
+def _cut(cluster: FaultCluster, kind: Kind, durations: Durations) -> str:
     victim = cluster.programs[kind][0]
     cluster.network.cut(victim.place)
-    time.sleep(LOST_SECONDS)
+    time.sleep(durations.lost)
     cluster.network.heal(victim.place)
     cluster.wait_ready()
     return ""
 
 
-def _slow(cluster: FaultCluster, kind: Kind) -> str:
+def _slow(cluster: FaultCluster, kind: Kind, durations: Durations) -> str:
     """It runs a third of the time."""
-    victim, until = cluster.programs[kind][0], time.monotonic() + LOST_SECONDS
+    victim, until = cluster.programs[kind][0], time.monotonic() + durations.slow
     while time.monotonic() < until:
         victim.signal(signal.SIGSTOP)
         time.sleep(0.1)
@@ -171,18 +188,18 @@ def _slow(cluster: FaultCluster, kind: Kind) -> str:
     return ""
 
 
-def _drain(cluster: FaultCluster, kind: Kind) -> str:
+def _drain(cluster: FaultCluster, kind: Kind, durations: Durations) -> str:
     victim = cluster.programs[kind][0]
     started_at = time.monotonic()
     code = victim.drain()
     note = f"exit {code} after {time.monotonic() - started_at:.1f} s"
-    time.sleep(RESTART_SECONDS)
+    time.sleep(durations.restart)
     victim.child.start()
     cluster.wait_ready()
     return note
 
 
-def _roll(cluster: FaultCluster, kind: Kind) -> str:
+def _roll(cluster: FaultCluster, kind: Kind, durations: Durations) -> str:
     codes = []
     for victim in cluster.programs[kind]:
         codes.append(victim.drain())

@@ -25,7 +25,7 @@ import httpx
 from bench.fault_client import Clients, Question
 from bench.fault_cluster import KINDS, FaultCluster, Program
 from bench.fault_network import make_network
-from bench.faults import FAULTS, SETTINGS
+from bench.faults import FAULTS, SETTINGS, Durations
 from bench.machine import describe_machine
 from cluster.config import load_config
 
@@ -99,7 +99,7 @@ def soak(cluster: FaultCluster, arguments: argparse.Namespace, *, has_metrics: b
         programs = cluster.programs[kind]
         ordered = programs[::-1] if survives else list(programs)
         cluster.programs[kind], kept = ordered, programs
-        FAULTS[name](cluster, kind)
+        FAULTS[name](cluster, kind, Durations())
         cluster.programs[kind] = kept
         faults[f"{name} {kind}"] += 1
         time.sleep(_PAUSE_SECONDS)
