@@ -129,6 +129,7 @@ class DraftLink:
                     logger.debug("draft worker %s: %s", self.address, error.details())
                 except ValueError as error:
                     logger.error("draft worker %s sent an unusable message: %s", self.address, error)
+                    attempt = len(_RECONNECT_SECONDS)  # it will hardly send others so soon
                 except ConfigurationError as error:
                     logger.error("%s", error)
                     attempt = len(_RECONNECT_SECONDS)

@@ -229,13 +229,14 @@ def _resolve(config: Config) -> Config:
     draft_ports = free_ports(config.draft.replicas)
     port = _router_port(config)
 
-    def addresses(ports: list[int]) -> tuple[str, ...]:
-        return tuple(f"127.0.0.1:{port}" for port in ports)
+    def placed(ports: list[int]) -> dict[str, object]:
+        """The workers' places; those that the configuration gives are for programs that are started one by one."""
+        return {"addresses": tuple(f"127.0.0.1:{port}" for port in ports), "listen": None, "advertise": None}
 
     return config.model_copy(
         update={
-            "target": config.target.model_copy(update={"addresses": addresses(target_ports)}),
-            "draft": config.draft.model_copy(update={"addresses": addresses(draft_ports)}),
+            "target": config.target.model_copy(update=placed(target_ports)),
+            "draft": config.draft.model_copy(update=placed(draft_ports)),
             "router": config.router.model_copy(update={"port": port}),
         }
     )
