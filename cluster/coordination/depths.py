@@ -10,7 +10,7 @@ from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.shadows import SHADOW_DEPTH, Shadows
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
 from cluster.speculation.costs import LearnedCurve, LinkCosts
-from cluster.speculation.depth import Candidate, make_controller
+from cluster.speculation.depth import Candidate, NextStep, make_controller
 from cluster.speculation.drafts import is_chain
 from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import Template, TreePolicy
@@ -86,9 +86,8 @@ class DepthPlanner:
             assert sequence.acceptance is not None
             costs = any_costs if sequence.link is None else sequence.link.costs
             candidates.append(Candidate(sequence.acceptance, self._max_depth, costs, sequence.num_speculative_tokens))
-        choice = self._controller.choose(
-            candidates, num_rows, templates=self.trees.templates(), min_gain=self.probing.min_gain
-        )
+        step = NextStep(candidates, num_rows, self.trees.templates(), self.probing.min_gain)
+        choice = self._controller.choose(step)
         has_drafts = any(choice.num_drafts)
         self.probing.planned(has_drafts=has_drafts, rate=choice.rate, num_rows=num_rows)
         chosen = []

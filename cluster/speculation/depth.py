@@ -40,6 +40,16 @@ class Candidate:
     fixed_depth: int | None = None  # what its request asked for
 
 
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """What depths are chosen for."""
+
+    candidates: Sequence[Candidate]
+    num_rows: int  # of the step without drafts
+    templates: Sequence[Template] = ()  # drafts may be trees that are cut from one of these
+    min_gain: float = 1.0  # what speculation must promise, in proportion to none
+
+
 @dataclass(slots=True)
 class Choice:
     """What the candidates get."""
@@ -53,19 +63,8 @@ class Choice:
 class DepthController(Protocol):
     needs: Needs
 
-    def choose(
-        self,
-        candidates: Sequence[Candidate],
-        num_rows: int,
-        *,
-        templates: Sequence[Template] = (),
-        min_gain: float = 1.0,
-    ) -> Choice:
-        """Draft tokens for each of `candidates` in a step that has `num_rows` rows without them.
-
-        With `templates` they may be trees that are cut from one of these. `min_gain` is what speculation must promise,
-        in proportion to none.
-        """
+    def choose(self, step: NextStep) -> Choice:
+        """Draft tokens for each candidate."""
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """The rounds of one step: (drafts, accepted) of each that had drafts."""
@@ -79,15 +78,8 @@ class FixedController:
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_speculative_tokens = num_speculative_tokens
 
-    def choose(
-        self,
-        candidates: Sequence[Candidate],
-        num_rows: int,
-        *,
-        templates: Sequence[Template] = (),
-        min_gain: float = 1.0,
-    ) -> Choice:
-        return _same_for_all(self._num_speculative_tokens, candidates)
+    def choose(self, step: NextStep) -> Choice:
+        return _same_for_all(self._num_speculative_tokens, step.candidates)
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """Nothing changes its mind."""
@@ -109,15 +101,8 @@ class ThresholdController:
         self._maximum = maximum
         self._rounds: deque[tuple[int, int]] = deque(maxlen=self._WINDOW)
 
-    def choose(
-        self,
-        candidates: Sequence[Candidate],
-        num_rows: int,
-        *,
-        templates: Sequence[Template] = (),
-        min_gain: float = 1.0,
-    ) -> Choice:
-        return _same_for_all(self._depth, candidates)
+    def choose(self, step: NextStep) -> Choice:
+        return _same_for_all(self._depth, step.candidates)
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         for num_drafts, num_accepted in rounds:
@@ -160,14 +145,8 @@ class GoodputController:
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """It learns from each sequence's acceptance."""
 
-    def choose(
-        self,
-        candidates: Sequence[Candidate],
-        num_rows: int,
-        *,
-        templates: Sequence[Template] = (),
-        min_gain: float = 1.0,
-    ) -> Choice:
+    def choose(self, step: NextStep) -> Choice:
+        candidates = step.candidates
         num_drafts = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
         expected = [1.0 + sum(c.acceptance.survival()[:n]) for c, n in zip(candidates, num_drafts, strict=True)]
         choice = Choice(num_drafts, expected)
@@ -175,11 +154,11 @@ class GoodputController:
         if not free:
             return choice
         free_candidates = [candidates[i] for i in free]
-        num_other_rows = num_rows + sum(num_drafts)
-        best = self._choose(free_candidates, num_other_rows, min_gain, None)
+        num_other_rows = step.num_rows + sum(num_drafts)
+        best = self._choose(free_candidates, num_other_rows, step.min_gain, None)
         least_rate = LEAST_GAIN * best.rate
-        for template in templates:
-            trees = self._choose(free_candidates, num_other_rows, min_gain, template)
+        for template in step.templates:
+            trees = self._choose(free_candidates, num_other_rows, step.min_gain, template)
             if trees.rate >= max(least_rate, best.rate):
                 best = trees
         for index, number, tokens in zip(free, best.num_drafts, best.expected_tokens, strict=True):

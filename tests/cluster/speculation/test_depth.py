@@ -15,6 +15,7 @@ from cluster.speculation.depth import (
     DepthController,
     FixedController,
     GoodputController,
+    NextStep,
     ThresholdController,
 )
 from cluster.speculation.drafts import depths_of as levels_of
@@ -60,7 +61,7 @@ def goodput(points: dict[int, float]) -> GoodputController:
 
 
 def depths_of(controller: DepthController, own: Sequence[Candidate], num_rows: int) -> list[int]:
-    return controller.choose(own, num_rows).num_drafts
+    return controller.choose(NextStep(own, num_rows)).num_drafts
 
 
 class TestGoodput:
@@ -102,7 +103,7 @@ class TestGoodput:
 
     def test_expected_tokens_are_the_bonus_token_and_each_draft_by_its_survival(self) -> None:
         own = [*candidates(0.8, 2), Candidate(acceptance(0.5), MAX_DEPTH, link(), fixed_depth=3)]
-        choice = goodput(MEMORY_BOUND).choose(own, 3)
+        choice = goodput(MEMORY_BOUND).choose(NextStep(own, 3))
         assert max(choice.num_drafts[:2]) > 0
         for candidate, depth, tokens in zip(own, choice.num_drafts, choice.expected_tokens, strict=True):
             assert tokens == pytest.approx(1.0 + sum(candidate.acceptance.survival()[:depth]))
@@ -144,12 +145,12 @@ class TestTrees:
     def choice(self, points: dict[int, float], costs: LinkCosts, rates: Sequence[float] = RATES) -> tuple[Shape, float]:
         """The shape of the tree, empty where it is a chain, and the tokens a second that are promised."""
         candidate = Candidate(acceptance(rates[0]), MAX_DEPTH, costs)
-        choice = goodput(points).choose([candidate], 1, templates=templates(np.array([rates])))
+        choice = goodput(points).choose(NextStep([candidate], 1, templates=templates(np.array([rates]))))
         return choice.template.parents[: choice.num_drafts[0]] if choice.template else (), choice.rate
 
     def test_a_poor_draft_gets_a_tree(self) -> None:
         shape, rate = self.choice({1: 0.02, 64: 0.021}, link())
-        chain_rate = goodput({1: 0.02, 64: 0.021}).choose(candidates(self.RATES[0], 1), 1).rate
+        chain_rate = goodput({1: 0.02, 64: 0.021}).choose(NextStep(candidates(self.RATES[0], 1), 1)).rate
         assert shape.count(-1) > 1
         assert rate > chain_rate
 
@@ -183,7 +184,7 @@ class TestTrees:
         level = float(wait[1] - wait[0])
         time = RoundTime(lambda _: level, lambda rows: float(verify.at(rows)), float(wait[0]) - level)
         best = token_rate(best_shape(rates, range(1 + MAX_DEPTH), time), rates, time)
-        choice = goodput(points).choose([candidate], 1, templates=templates(rates))
+        choice = goodput(points).choose(NextStep([candidate], 1, templates=templates(rates)))
         assert choice.rate >= 0.93 * best  # 3 % of which a tree must be better than a chain
 
 
