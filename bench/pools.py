@@ -98,8 +98,8 @@ def measure(by: str, folder: Path) -> int:
         end_all([router, *targets], 10.0)
     tally = clients.tally
     print(
-        f"by {by}: {tally.num_sent} requests, {tally.num_failed} failed; its share had the newcomer after {joined:.1f} s, "
-        f"nearly all {left:.1f} s after the other left (bar {BAR_SECONDS:g} s)",
+        f"by {by}: {tally.num_sent} requests, {tally.num_failed} failed; the newcomer had its share after "
+        f"{joined:.1f} s, nearly all {left:.1f} s after the other left (bar {BAR_SECONDS:g} s)",
         flush=True,
     )
     return int(tally.num_failed > 0 or joined > BAR_SECONDS)
