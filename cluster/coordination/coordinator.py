@@ -131,7 +131,8 @@ class Coordinator:
                 self._openings.add(sequence)
             self._openings.assign()
         self._send()
-        self._ended.append(_EndedStep(rounds, timing, now))
+        if rounds or timing is not None:  # else nothing ran, of which there is nothing to learn
+            self._ended.append(_EndedStep(rounds, timing, now))
         self.stats.critical_seconds += time.thread_time() - started_at
 
     def close(self, sequence: SpeculativeSequence) -> None:
