@@ -57,7 +57,10 @@ def run(config: Config) -> int:
 
 class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit  # it is the second
+        if self.should_exit:  # it is the second
+            self.force_exit = True
+            # What it leaves unfinished it would report as an error.
+            logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         super().handle_exit(sig, frame)
 
 
