@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ def _plan_memory(arguments: argparse.Namespace) -> int:
 
 def _run_program(arguments: argparse.Namespace) -> int:
     config: Config = load_config(arguments.config, arguments.overrides)
+    # A program that is still loading has nothing to finish; what it serves later has handlers of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Imported here: the router must not import torch, the workers need not import the router's HTTP server.
     if arguments.command == "router":
         from services.router.main import run

@@ -141,7 +141,7 @@ class _File(_Source):
                 state = await asyncio.to_thread(_state_of, self._path)
                 if state != read and (state == seen or not self.has_looked.is_set()):
                     read = state
-                    text = await asyncio.to_thread(self._path.read_text, encoding="utf-8")
+                    text = await asyncio.to_thread(self._path.read_text, encoding="utf-8-sig")
                     self._take(parse_list(text), changed)
                 seen = state
             except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ from cluster.errors import OutriderError, from_status
 from cluster.wire.columns import split
 from protos.speculation.v1 import target_pb2
 
+EPOCH_KEY = "outrider-epoch"  # of a stream's initial metadata: the epoch of the worker that serves it
 UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED
 
 

@@ -98,14 +98,23 @@ class Child:
             self._process.wait()
 
 
-def end_all(children: Sequence[Child], seconds: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
-    """Asks `children` to end and waits for that, `seconds` at most; then, or when `is_hurried`, ends them."""
+def end_all(
+    children: Sequence[Child],
+    seconds: float,
+    is_hurried: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Asks `children` to end and waits for that, `seconds` at most; then, or when `is_hurried`, ends them.
+
+    Calls `meanwhile` again and again.
+    """
     for child in children:
         child.terminate()
     deadline = time.monotonic() + seconds
     while not all(child.has_ended() for child in children):
         if is_hurried() or time.monotonic() > deadline:
             break
+        meanwhile()
         time.sleep(_POLL_SECONDS)
     for child in children:
         if not child.has_ended():

@@ -140,12 +140,16 @@ class LocalCluster:
         The router goes first, then the targets, which nobody calls any more, then the drafts.
         """
         router, target, draft = self.config.router, self.config.target, self.config.draft
-        for children, seconds in (
-            ([self.router], router.drain_seconds),
-            (self.targets, target.drain_seconds),
-            ([*self.proxies, *self.drafts], draft.drain_seconds),
-        ):
-            end_all(children, seconds + _END_SECONDS, is_hurried)
+        workers = [*self.proxies, *self.drafts]
+
+        def watch_workers() -> None:
+            """What still runs may need one that dies now."""
+            for worker in (*self.targets, *workers):
+                worker.watch()
+
+        end_all([self.router], router.drain_seconds + _END_SECONDS, is_hurried, watch_workers)
+        end_all(self.targets, target.drain_seconds + _END_SECONDS, is_hurried)
+        end_all(workers, draft.drain_seconds + _END_SECONDS, is_hurried)
         self._folder.cleanup()
 
     def __enter__(self) -> LocalCluster:

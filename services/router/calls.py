@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cluster.errors import OutriderError
-from cluster.wire.replies import UNFINISHED, CallReply, decode_replies
+from cluster.wire.replies import EPOCH_KEY, UNFINISHED, CallReply, decode_replies
 from protos.speculation.v1 import target_pb2
 
 if TYPE_CHECKING:
@@ -70,6 +70,10 @@ class Call:
             self._cancel()
 
 
+class _OtherWorkerError(Exception):
+    """What serves a stream is not the worker that was described."""
+
+
 class CallStream:
     """One gRPC stream to a target. Whatever ends it ends every call on it; the next call needs a new one.
 
@@ -83,12 +87,16 @@ class CallStream:
         stream: _Stream,
         translate: Callable[[OutriderError], OutriderError],
         explain: Callable[[str | None], OutriderError],
+        epoch: int | None = None,
     ) -> None:
         """What callers are told: `translate`, of an error that the target reports; `explain`, of the stream's end.
 
-        The latter is given why it broke, or None where the worker ended it in good order.
+        The latter is given why it broke, or None where the worker ended it in good order. Nothing is passed on from a
+        worker of another `epoch` than that, if it is given: what is known is of another worker.
         """
+        self.has_begun = False  # a worker serves it
         self.has_ended = False
+        self._epoch = epoch
         self._stream = stream
         self._translate = translate
         self._explain = explain
@@ -147,14 +155,28 @@ class CallStream:
     async def _read(self) -> None:
         reason: str | None = None
         try:
+            await self._check_worker()
             async for message in self._stream:
+                self.has_begun = True
                 self._receive(decode_replies(message))
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+        except _OtherWorkerError as error:
+            reason = str(error)
         except Exception:  # whatever it is, nobody must be left waiting
             logger.exception("a message of a target cannot be used")
             reason = "unusable message"
         self.fail(self._explain(reason))
+
+    async def _check_worker(self) -> None:
+        """Raises _OtherWorkerError when another serves the stream. One of a version before says nothing of itself."""
+        metadata = await self._stream.initial_metadata()
+        if metadata is None or self._stream.done():
+            return
+        self.has_begun = True
+        epoch = next((value for key, value in metadata if key == EPOCH_KEY), None)
+        if self._epoch is not None and epoch not in (None, str(self._epoch)):
+            raise _OtherWorkerError(f"another worker (epoch {epoch!r}) serves the stream")
 
     def _receive(self, replies: dict[int, CallReply]) -> None:
         for reply in replies.values():

@@ -17,7 +17,7 @@ from services.router.replicas import ReplicaLostError, ReplicaPool
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEATHS = 2  # of workers in a row that yielded no token of it: it may be what they died of
+_MAX_DEATHS = 2  # of workers in a row that had it and yielded no token of it: it may be what they died of
 _MAX_MOVES = 32
 
 
@@ -36,6 +36,7 @@ async def run_anywhere(
     replica = pool.choose()
     traits, token_ids, num_deaths = replica.traits, list[int](), 0
     for _ in range(_MAX_MOVES):
+        num_tokens_before = len(token_ids)
         try:
             async with contextlib.aclosing(replica.generate(_continued(request, token_ids))) as replies:
                 async for reply in replies:
@@ -46,11 +47,13 @@ async def run_anywhere(
                     if reply.finish_reason != UNFINISHED:
                         return
         except ReplicaLostError as error:
-            num_deaths += error.reason != "draining"
+            if len(token_ids) == num_tokens_before:
+                num_deaths += error.reason != "draining" and error.was_reached
             if num_deaths == _MAX_DEATHS:
                 logger.error("request %s: %d workers in a row were lost with it", request.request_id, num_deaths)
                 raise InternalError(
-                    f"{num_deaths} workers in a row were lost while they worked on this request; no third one is tried"
+                    f"{num_deaths} workers in a row were lost with this request before they yielded a token of it; no "
+                    "third one is tried"
                 ) from error
             logger.warning("request %s is moved: its target is %s", request.request_id, error.reason)
             count_move(error.reason)

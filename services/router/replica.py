@@ -67,12 +67,14 @@ class ReplicaLostError(UnavailableError):
     stuck: it says that its engine makes no step.
     """
 
-    def __init__(self, reason: LossReason) -> None:
+    def __init__(self, reason: LossReason, *, was_reached: bool = True) -> None:
+        """`was_reached`: the call may have got there."""
         super().__init__(_TOLD_OF_LOSS[reason])
         self.reason = reason
+        self.was_reached = was_reached
 
     def __copy__(self) -> ReplicaLostError:  # by default a copy is made from the message
-        return ReplicaLostError(self.reason)
+        return ReplicaLostError(self.reason, was_reached=self.was_reached)
 
 
 class Replica:
@@ -151,8 +153,8 @@ class Replica:
         if self._is_closed:  # it was removed after it had been chosen
             raise ReplicaLostError("draining")
         if self._calls is None or self._calls.has_ended:
-            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._explain_end)
-            self._calls_epoch = None if self.description is None else self.description.epoch
+            epoch = self._calls_epoch = None if self.description is None else self.description.epoch
+            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._explain_end, epoch)
         call = self._calls.start(request)
         self.num_in_flight += 1
         self._is_idle.clear()
@@ -223,7 +225,7 @@ class Replica:
             return ReplicaLostError("draining")
         logger.warning("target %s: its stream has ended: %s", self.address, why)
         self._become("down", "was lost")
-        return ReplicaLostError("lost")
+        return ReplicaLostError("lost", was_reached=self._calls is not None and self._calls.has_begun)
 
     def _translate(self, error: OutriderError) -> OutriderError:
         """What the client is told. Only a message about the request is passed on; others may hold secrets."""

@@ -36,7 +36,8 @@ async def _serve(config: Config, target: Target, pool: DraftPool, tokenizer_fing
         target,
         config,
         tokenizer_fingerprint,
-        traits=traits_of(config, target.model),
+        # An answer whose length nobody bounds ends at the model's limit, and a request must fit wherever it is moved.
+        traits=traits_of(config, target.model) | {"max_model_len": str(target.limits.max_model_len)},
         advertised_address=advertised_address(config.target),
         num_draft_endpoints=lambda: pool.num_endpoints,
     )

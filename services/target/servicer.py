@@ -10,7 +10,7 @@ import grpc
 
 from cluster.config import Config
 from cluster.targets.base import Target
-from cluster.wire.replies import encode_replies
+from cluster.wire.replies import EPOCH_KEY, encode_replies
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.target.calls import Calls, RouterStream
@@ -46,6 +46,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     async def GenerateMany(  # type: ignore[override]  # an async generator
         self, request_iterator: AsyncIterator[target_pb2.GenerateCommands], context: _Context
     ) -> AsyncIterator[target_pb2.GenerateReplies]:
+        # At once: a router passes nothing on before it knows which worker speaks.
+        await context.send_initial_metadata(((EPOCH_KEY, str(self._epoch)),))
         async with errors_as_status(context):
             with self._calls.stream() as stream:
                 obeying = asyncio.create_task(self._obey(request_iterator, stream))

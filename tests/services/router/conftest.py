@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from cluster.config import Config
 from cluster.errors import from_status
 from cluster.tokenization import Tokenizer
-from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts, encode_replies
+from cluster.wire.replies import EPOCH_KEY, UNFINISHED, CallReply, RoundCounts, encode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.app import create_app
 from tests.background_loop import BackgroundLoop
@@ -96,6 +96,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         self.failure: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "going down")
         self.last_finish_reason: int | None = None
         self.describe_delay_s = 0.0
+        self.epoch_of_streams: int | None = None  # None: streams do not say
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
@@ -123,6 +124,8 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         return description
 
     async def GenerateMany(self, request_iterator, context):
+        epoch = () if self.epoch_of_streams is None else ((EPOCH_KEY, str(self.epoch_of_streams)),)
+        await context.send_initial_metadata(epoch)
         messages: asyncio.Queue[target_pb2.GenerateReplies] = asyncio.Queue()
         calls: dict[int, asyncio.Task[None]] = {}
 

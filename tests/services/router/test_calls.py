@@ -40,6 +40,12 @@ class TwoMessages:
 
     def cancel(self) -> None: ...
 
+    def done(self) -> bool:
+        return False
+
+    async def initial_metadata(self) -> tuple[()]:
+        return ()
+
     async def __aiter__(self):
         await asyncio.sleep(0.01)  # until every call waits
         yield encode_replies({call: CallReply([1]) for call in range(self._num_calls)})

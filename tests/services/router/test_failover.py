@@ -141,6 +141,36 @@ def test_deaths_count_only_while_there_is_no_token(background, new_target, new_r
     assert moved(router) == {"lost": 3}
 
 
+def test_a_target_that_was_dead_before_it_was_asked_does_not_count(background, new_target, new_router):
+    """Two targets are lost together: for the request that means one death."""
+    targets = [new_target() for _ in range(3)]
+    for target in targets:
+        target.hang_after = 0
+    router = new_router([target.address for target in targets])
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(router.complete, prompt=[70], max_tokens=4, return_token_ids=True)
+        wait_until(lambda: sum(len(target.requests) for target in targets) == 1)
+        settle(background)
+        busy = running(targets)
+        others = [target for target in targets if target is not busy]
+        for target in others:
+            target.hang_after = None
+        for target in (others[0], busy):
+            background.run(target.stop())
+        assert asked.result().json()["choices"][0]["token_ids"] == [70] * 4
+    assert len(others[1].requests) == 1
+
+
+def test_nothing_is_taken_from_another_worker_than_the_one_described(pair):
+    """Behind a forwarded port, say: its answers may be others."""
+    first, second, router = pair
+    first.epoch_of_streams = first.description.epoch + 1
+    answer = router.complete(prompt=[70], max_tokens=4, return_token_ids=True).json()
+    assert answer["choices"][0]["token_ids"] == [70] * 4
+    assert len(second.requests) == 1
+    assert moved(router) == {"lost": 1}
+
+
 def test_nobody_waits_longer_than_the_bound(background, new_router, target):
     router = new_router([target.address], max_pause_seconds=0.2)
     target.hang_after = 1
