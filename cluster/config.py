@@ -296,7 +296,7 @@ class RouterConfig(_Section):
     max_waiting_requests: PositiveInt = Field(1024, description="requests in flight before new ones are answered 503")
     max_body_bytes: PositiveInt = Field(8 * 2**20, description="bytes of a request's body before it is answered 413")
     drain_seconds: DrainSeconds = Field(
-        30.0, description="how long running requests may go on after SIGTERM; then their connections are closed"
+        30.0, description="how long running requests may go on after SIGTERM; then they end with an error (503)"
     )
     max_pause_seconds: Annotated[float, Field(ge=0)] = Field(
         60.0, description="how long a request whose target was lost waits for another, or for its restart"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.errors import OverloadedError
+from cluster.errors import OverloadedError, UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
-from services.router.errors import error_response
+from services.router.errors import envelope, error_response
+from services.router.streaming import event, note_outcome
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -58,18 +60,25 @@ class Admission:
             await self._admit(scope, receive, send)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 500  # what a request ends with that ends without an answer
+        status, has_begun = 500, False  # what a request ends with that ends without an answer
 
         async def send_and_note(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_begun = message["status"], True
             await send(message)
 
         self._num_in_flight += 1
         self._metrics.requests_running.inc()
         try:
             await self._app(scope, receive, send_and_note)
+        except asyncio.CancelledError:  # by the server, which has drained for as long as it may
+            error = UnavailableError("the router is shutting down; ask again, with the same seed for the same answer")
+            note_outcome(scope, error.http_status)
+            if has_begun:
+                await send({"type": "http.response.body", "body": event(envelope(error)), "more_body": False})
+            else:
+                await error_response(error)(scope, receive, send)
         finally:
             self._num_in_flight -= 1
             self._metrics.requests_running.dec()

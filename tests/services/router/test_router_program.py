@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -139,11 +143,13 @@ print(sorted(heavy), status)
 """
 
 
-def test_the_program_needs_no_torch_and_drains_on_sigterm(model_folder, target):
+@contextlib.contextmanager
+def program(model_folder, target, **settings) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """The router as a process, ready, and a client of it."""
     config = Config.model_validate(
         {
             "target": {"model": str(model_folder), "addresses": [target.address]},
-            "router": {"port": 0},
+            "router": {"port": 0, **settings},
         }
     )
     process = subprocess.Popen(
@@ -159,19 +165,43 @@ def test_the_program_needs_no_torch_and_drains_on_sigterm(model_folder, target):
         while not (found := re.search(r"http://\S+", lines[-1] if lines else "")):
             lines.append(process.stderr.readline())
             assert lines[-1], "".join(lines)
-        url = found.group()
-        with httpx.Client(base_url=url, trust_env=False) as client:
+        with httpx.Client(base_url=found.group(), trust_env=False) as client:
             wait_until(lambda: client.get("/health").status_code == 200, timeout_s=5)
-            target.delay_s = 0.1
-            payload = {"prompt": [70], "max_tokens": 6, "stream": True}
-            with client.stream("POST", "/v1/completions", json=payload) as response:
-                pieces = response.iter_text()
-                next(pieces)
-                os.kill(process.pid, signal.SIGTERM)
-                assert "".join(pieces).endswith("data: [DONE]\n\n")
-        stdout, stderr = process.communicate(timeout=10)
+            yield process, client
     finally:
         process.kill()
+
+
+def test_the_program_needs_no_torch_and_drains_on_sigterm(model_folder, target):
+    with program(model_folder, target) as (process, client):
+        target.delay_s = 0.1
+        payload = {"prompt": [70], "max_tokens": 6, "stream": True}
+        with client.stream("POST", "/v1/completions", json=payload) as response:
+            pieces = response.iter_text()
+            next(pieces)
+            os.kill(process.pid, signal.SIGTERM)
+            assert "".join(pieces).endswith("data: [DONE]\n\n")
+        stdout, stderr = process.communicate(timeout=10)
     assert process.returncode == 0, stderr
     assert stdout.strip() == "[] 0"
+    assert "Traceback" not in stderr
+
+
+def test_what_still_runs_when_draining_is_over_is_told_so(model_folder, target):
+    target.hang_after = 1
+    with program(model_folder, target, drain_seconds=0) as (process, client), ThreadPoolExecutor(1) as threads:
+        whole = threads.submit(client.post, "/v1/completions", json={"prompt": [70]})
+        with client.stream("POST", "/v1/completions", json={"prompt": [71], "stream": True}) as response:
+            pieces = response.iter_text()
+            next(pieces)
+            wait_until(lambda: len(target.requests) == 2)
+            os.kill(process.pid, signal.SIGTERM)
+            (last,) = [piece for piece in "".join(pieces).split("\n\n") if piece]
+        answer = whole.result()
+        _, stderr = process.communicate(timeout=10)
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "unavailable_error"
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert answer.json()["error"]["type"] == "unavailable_error"
+    assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
