@@ -20,7 +20,6 @@ from services.launch.child import Child, end_all
 
 Kind = Literal["target", "draft", "router"]
 KINDS: tuple[Kind, ...] = ("target", "draft", "router")
-METRICS_PORT = 9100
 READY_SECONDS = 120.0
 _END_SECONDS = 60.0
 _POLL_SECONDS = 0.05

@@ -27,6 +27,7 @@ from bench.fault_cluster import KINDS, FaultCluster, Program
 from bench.fault_network import make_network
 from bench.faults import FAULTS, SETTINGS, Durations
 from bench.machine import describe_machine
+from bench.workload import read_counters
 from cluster.config import load_config
 
 _METRICS_PORT = 9100
@@ -181,10 +182,8 @@ def _in_use(cluster: FaultCluster) -> dict[str, float]:
     for kind in ("target", "draft"):
         for program in cluster.programs[kind]:
             host = program.place.called.rpartition(":")[0]
-            for line in httpx.get(f"http://{host}:{_METRICS_PORT}/metrics").text.splitlines():
-                name, _, value = line.rpartition(" ")
-                if name.partition("{")[0] in _IN_USE:
-                    totals[name.partition("{")[0]] += float(value)
+            counters = read_counters(f"http://{host}:{_METRICS_PORT}/metrics")
+            totals.update({name: counters[name] for name in _IN_USE if name in counters})
     return dict(totals)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -143,9 +144,10 @@ class LocalCluster:
         workers = [*self.proxies, *self.drafts]
 
         def watch_workers() -> None:
-            """What still runs may need one that dies now."""
+            """What still runs may need one that dies now; that one never can start again is no reason not to end."""
             for worker in (*self.targets, *workers):
-                worker.watch()
+                with contextlib.suppress(ConfigurationError):
+                    worker.watch()
 
         end_all([self.router], router.drain_seconds + _END_SECONDS, is_hurried, watch_workers)
         end_all(self.targets, target.drain_seconds + _END_SECONDS, is_hurried)
