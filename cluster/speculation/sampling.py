@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cluster.speculation.device_noise import gumbel_noise_on
 from cluster.speculation.gumbel_max import MAX_WIDTH, draw, has_kernel, pack_run
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
@@ -245,8 +246,15 @@ def _add_noise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
         start += request.num_rows
     if not draws:
         return
-    noise = torch.from_numpy(gumbel_noise(draws, scores.shape[-1])).to(scores.device)
+    noise = _noise(scores.device, draws, scores.shape[-1])
     if len(rows) == len(scores):
         scores += noise
     else:
         scores[rows] += noise
+
+
+def _noise(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], vocab_size: int) -> torch.Tensor:
+    """[len(draws), vocab_size]. NumPy is by far the faster on a CPU; to a GPU the noise would have to be copied."""
+    if device.type == "cpu":
+        return torch.from_numpy(gumbel_noise(draws, vocab_size))
+    return gumbel_noise_on(device, draws, vocab_size)

@@ -1,0 +1,58 @@
+"""What Outrider's sampling has to know of a request inside vLLM: it travels in the request's `extra_args`.
+
+vLLM's own parameters stay neutral (greedy, no filters): what it refuses beside speculation, and what it would round,
+never meets it. Noise key and position make the noise, so a request needs nothing else to be moved or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+
+EXTRA_ARGS_KEY = "outrider"
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """One sequence's part."""
+
+    params: SamplingParams
+    noise_key: NoiseKey
+    num_prompt_tokens: int  # those of vLLM's prompt that were not generated elsewhere
+    num_speculative_tokens: int | None = None  # None: the controller decides
+
+    def to_extra_args(self) -> dict[str, Any]:
+        params = self.params
+        return {
+            EXTRA_ARGS_KEY: {
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                "min_p": params.min_p,
+                "repetition_penalty": params.repetition_penalty,
+                "presence_penalty": params.presence_penalty,
+                "frequency_penalty": params.frequency_penalty,
+                "logit_bias": params.logit_bias,
+                "noise_key": (self.noise_key.low, self.noise_key.high),
+                "num_prompt_tokens": self.num_prompt_tokens,
+                "num_speculative_tokens": self.num_speculative_tokens,
+            }
+        }
+
+    @classmethod
+    def of(cls, extra_args: Mapping[str, Any] | None) -> Coupling | None:
+        """What `to_extra_args` made; None where it did not."""
+        found = (extra_args or {}).get(EXTRA_ARGS_KEY)
+        if found is None:
+            return None
+        fields = dict(found)
+        noise_key = NoiseKey(*fields.pop("noise_key"))
+        num_prompt_tokens = fields.pop("num_prompt_tokens")
+        num_speculative_tokens = fields.pop("num_speculative_tokens")
+        logit_bias = tuple((token, bias) for token, bias in fields.pop("logit_bias"))
+        params = SamplingParams(**fields, logit_bias=logit_bias)
+        return cls(params, noise_key, num_prompt_tokens, num_speculative_tokens)
