@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.config import Config, load_config
+from cluster.config import Config
+from cluster.config_file import load_config
 from cluster.coordination.pool import DraftPool
 from cluster.model_folder import resolve_model_folder
 from cluster.targets.base import GenerationOutput, Target
