@@ -6,7 +6,7 @@ It is read by `cluster.config_file`. Nothing is read from the environment. What 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -16,8 +16,8 @@ DEFAULT_KV_CACHE_BYTES = 256 * 2**20
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 QuantizationName = Literal["int8", "int4"]
-EngineName = Literal["torch", "simulated"]
-DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "simulated"]
+EngineName = Literal["torch", "vllm", "simulated"]
+DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "vllm", "engine", "simulated"]
 LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
 Numerics = Literal["fast", "invariant"]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -78,6 +78,10 @@ class WorkerConfig(_Section):
     )
     max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share the model; more than 1: with vLLM only")
+    engine_args: dict[str, Any] = Field(
+        {}, description="further arguments of vLLM's engine, by their names there, such as `gpu_memory_utilization`"
+    )
     drain_seconds: DrainSeconds = Field(
         30.0, description="how long running requests may go on after SIGTERM; then the router takes them elsewhere"
     )
@@ -125,8 +129,8 @@ class TargetConfig(WorkerConfig):
     replicas: PositiveInt = Field(1, description="target workers that the launcher starts")
     engine: EngineName = Field(
         "torch",
-        description="torch: runs the model; simulated: computes nothing, see `simulation`, and takes only tokenizer "
-        "and limits from `model`",
+        description="torch: runs the model; vllm: has vLLM run it (`docs/VLLM.md`); simulated: computes nothing, see "
+        "`simulation`, and takes only tokenizer and limits from `model`",
     )
     numerics: Numerics = Field(
         "fast",
@@ -147,7 +151,13 @@ class DraftConfig(WorkerConfig):
     drafter: DrafterName = Field(
         "model",
         description="model: `draft.model`; ngram: repetitions in the text so far; self-int4, layer-skip: the target's "
-        "model in 4 bits, or some of its layers; simulated: for a simulated target, see `simulation`",
+        "model in 4 bits, or some of its layers; vllm: `draft.model`, run by vLLM; engine: no draft worker, the "
+        "target's engine drafts by itself, see `speculative_config`; simulated: for a simulated target",
+    )
+    speculative_config: dict[str, Any] = Field(
+        {},
+        description="with drafter engine: vLLM's own `speculative_config`, such as `{method: ngram, "
+        "prompt_lookup_max: 4}`; where it names no model, `draft.model` is meant",
     )
     layers: LayerChoice = Field("even", description="which layers layer-skip keeps: even, last-half or a list")
     ngram_min: PositiveInt = Field(1, description="tokens of the shortest run that ngram looks up")
@@ -168,11 +178,12 @@ class SpeculationConfig(_Section):
         description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
         "acceptance rate; fixed, num_speculative_tokens",
     )
-    acceptance: Literal["coupled", "greedy", "rejection"] = Field(
+    acceptance: Literal["coupled", "greedy", "rejection", "engine"] = Field(
         "coupled",
         description="coupled: the draft sees the target's noise. For comparison: greedy, it proposes its likeliest "
         "token, as engines do that have nothing but token IDs; rejection, the target runs a copy of the draft for its "
-        "probabilities, and what comes out depends on the draft",
+        "probabilities, and what comes out depends on the draft; engine, vLLM samples and accepts in its own way, with "
+        "no promise about the outcome",
     )
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,
@@ -325,7 +336,50 @@ class Config(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _only_vllm(self) -> Config:
+        """Settings that an engine of ours does not have."""
+        if self.target.engine != "vllm":
+            _refuse_vllm_settings("target", self.target, f"target.engine {self.target.engine}")
+            if self.speculation.acceptance == "engine":
+                raise ValueError(f"acceptance engine needs target.engine vllm, not {self.target.engine}")
+            if self.draft.drafter == "engine":
+                raise ValueError(f"draft.drafter engine needs target.engine vllm, not {self.target.engine}")
+        if self.draft.drafter != "vllm":
+            _refuse_vllm_settings("draft", self.draft, f"draft.drafter {self.draft.drafter}")
+        if self.draft.speculative_config and self.draft.drafter != "engine":
+            raise ValueError(f"draft.speculative_config needs draft.drafter engine, not {self.draft.drafter}")
+        return self
+
+    @model_validator(mode="after")
+    def _not_vllm(self) -> Config:
+        """Settings that vLLM does not have, or has its own for."""
+        if self.target.engine != "vllm":
+            return self
+        if self.speculation.tree_width > 1:
+            raise ValueError(
+                f"target.engine vllm verifies chains only: set tree_width 1, not {self.speculation.tree_width}"
+            )
+        if self.target.quantization is not None:
+            raise ValueError(
+                f"target.quantization {self.target.quantization} is the torch engine's: with target.engine vllm give "
+                "target.engine_args {quantization: ...}"
+            )
+        return self
+
     @property
     def draft_model(self) -> str:
         """The model whose tokens the drafter knows: the target's own unless the drafter is a model of its own."""
-        return self.draft.model if self.draft.drafter == "model" else self.target.model
+        return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
+
+    @property
+    def drafts_in_pool(self) -> bool:
+        """Whether there are draft workers at all."""
+        return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
+
+
+def _refuse_vllm_settings(section: str, worker: WorkerConfig, because: str) -> None:
+    if worker.tensor_parallel_size > 1:
+        raise ValueError(f"{section}.tensor_parallel_size {worker.tensor_parallel_size} needs vLLM: {because} has 1")
+    if worker.engine_args:
+        raise ValueError(f"{section}.engine_args are vLLM's: {because} has none")
