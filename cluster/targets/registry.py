@@ -63,6 +63,12 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
     return RejectionSampler(draft, StepLimits.of(config.draft, max_model_len))
 
 
+def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target:
+    from cluster.targets.vllm.target import VllmTarget  # only this engine needs vLLM
+
+    return VllmTarget(config, fingerprint)
+
+
 def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> Target:
     """With as many KV blocks as the model would have in bfloat16. No weights are read."""
     target = config.target
@@ -80,5 +86,6 @@ def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> T
 
 _ENGINES: dict[EngineName, Callable[[Config, str, Progress | None], Target]] = {
     "torch": _torch,
+    "vllm": _vllm,
     "simulated": _simulated,
 }
