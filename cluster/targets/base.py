@@ -69,6 +69,7 @@ class Target(ABC):
 
     model: TargetModel
     limits: StepLimits
+    block_size: int  # tokens in a KV block
     error: BaseException | None = None  # why the step loop ended, when it did
 
     @property

@@ -42,6 +42,7 @@ class StepLoop(Target):
     ) -> None:
         self.model = model
         self.limits = limits
+        self.block_size = blocks.block_size
         self._blocks = blocks
         self._pool = pool
         self._speculation = speculation

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cluster.config import WorkerConfig
 from cluster.engine.loader import resolve_device
 from cluster.errors import ConfigurationError
@@ -83,7 +81,9 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
 def set_environment(worker: WorkerConfig) -> None:
     """What vLLM reads from the environment, for the processes that it starts. What is set already stays."""
     wanted = {
-        "VLLM_LOGGING_LEVEL": "WARNING",  # its news is of no use to an operator
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its news is of no use to an operator
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # of its processes
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other has no place for drafts from outside: `cluster.vllm.v2`
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads are running here by then
     }
@@ -118,8 +118,3 @@ def check_numerics(worker: WorkerConfig, numerics: str) -> None:
             "target.numerics invariant: vLLM has no batch-invariant mode on a CPU; use target.engine torch, or fast"
         )
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
-
-
-def dtype_of(name: str) -> str:
-    """As our engines call it."""
-    return str(getattr(torch, name) if isinstance(name, str) else name).removeprefix("torch.")

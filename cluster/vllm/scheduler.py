@@ -74,6 +74,7 @@ class RoundScheduler(Scheduler):
     """A class of ours sets `rounds`; with None vLLM drafts by itself, or not at all."""
 
     rounds: Rounds | None = None
+    running: list[Request]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,7 +93,7 @@ class RoundScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         held_back = self._begin()
-        running = self.running
+        running: list[Request] = self.running
         if held_back:
             self.running = [request for request in running if request.request_id not in held_back]
             self.max_num_running_reqs -= len(held_back)
@@ -119,7 +120,7 @@ class RoundScheduler(Scheduler):
         seconds = time.perf_counter() - self._scheduled_at
         # Of those that finish nothing is left afterwards.
         requests = {request_id: self.requests.get(request_id) for request_id in scheduler_output.num_scheduled_tokens}
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         rounds, drafts_of = [], scheduler_output.scheduled_spec_decode_tokens
         for of_client in outputs.values():
             for output in of_client.outputs:
@@ -189,8 +190,8 @@ class RoundScheduler(Scheduler):
 
     def _useful_drafts(self, request: Request) -> int:
         """More could not be committed: the bonus token takes the last place."""
-        max_len = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return min(self.num_spec_tokens, max_len - request.num_tokens - 1)
+        max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return min(int(self.num_spec_tokens), max_len - int(request.num_tokens) - 1)
 
 
 def _with_held_back(before: Sequence[Request], held_back: set[str], scheduled: Sequence[Request]) -> list[Request]:

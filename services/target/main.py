@@ -22,7 +22,12 @@ def run(config: Config) -> int:
     prepare_process(config.target)
     fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
     target = make_target(config, fingerprint, loading_progress(config.target.model))
-    log_kv_cache(target.load().num_blocks, config.target, config.speculation.num_speculative_tokens)
+    log_kv_cache(
+        target.load().num_blocks,
+        target.block_size,
+        config.target.max_num_seqs,
+        config.speculation.num_speculative_tokens,
+    )
     return asyncio.run(_serve(config, target, fingerprint))
 
 

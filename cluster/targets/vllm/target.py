@@ -66,6 +66,7 @@ class VllmTarget(Target):
             target.model, str(model.dtype).removeprefix("torch."), model.get_vocab_size(), eos_token_ids(folder)
         )
         self.limits = StepLimits.of(target, model.max_model_len)
+        self.block_size = self._llm.vllm_config.cache_config.block_size
 
     async def _start(self, folder: Any, tokenizer_fingerprint: str, channel: str) -> AsyncLLM:
         speculation, values = self._config.speculation, common_engine_args(self._config.target)
