@@ -1,7 +1,7 @@
 """A draft worker that means harm: `python -m tests.system.vllm.wrong_draft HOST:PORT FINGERPRINT KIND`.
 
-KIND is `garbage` (too many tokens, some outside the vocabulary, for sequences that are not there, too) or `silent` (takes
-everything and never answers).
+KIND is `garbage` (too many tokens, some outside the vocabulary, for sequences that are not there, too) or `silent`
+(takes everything and never answers).
 """
 
 from __future__ import annotations
