@@ -34,6 +34,7 @@ from cluster.vllm.sampling import EXTENSION
 logger = logging.getLogger(__name__)
 
 _PROFILE_SECONDS = 1.0  # after so long no more sequences are tried at once
+_SHUTDOWN_SECONDS = 2.0  # for the engine core to end by itself
 _SILENT_SECONDS = 5.0  # without news of an engine that has work
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 
@@ -133,7 +134,7 @@ class VllmTarget(Target):
 
     def stop(self) -> None:
         self._is_stopping = True
-        self._loop.call_soon_threadsafe(self._llm.shutdown)
+        self._loop.call_soon_threadsafe(self._llm.shutdown, _SHUTDOWN_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 

@@ -50,7 +50,7 @@ def acceptance_histogram(url: str) -> dict[int, int]:
     """Of an answer through the `openai` client: rounds by how many of their drafts were accepted."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     model = client.models.list().data[0].id
-    more: dict[str, Any] = {"return_speculation_stats": True}
+    more: dict[str, Any] = {"return_speculation_stats": True, "num_speculative_tokens": 3}
     answer = client.completions.create(
         model=model, prompt="def main():\n    return 1\n\ndef main(", max_tokens=64, temperature=0, extra_body=more
     )
