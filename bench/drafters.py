@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, measure, without_speculation
-from cluster.config import load_config
+from cluster.config_file import load_config
 from services.launch.local import LocalCluster
 
 DRAFTERS: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from bench.workload import held_out_prompts
-from cluster.config import load_config
+from cluster.config_file import load_config
 from services.launch.local import LocalCluster
 
 READY_TIMEOUT_SECONDS = 120

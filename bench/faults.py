@@ -23,7 +23,8 @@ from bench.fault_client import Clients, Question, Tally
 from bench.fault_cluster import KINDS, FaultCluster, Kind
 from bench.fault_network import Network, make_network
 from bench.machine import describe_machine
-from cluster.config import Config, load_config
+from cluster.config import Config
+from cluster.config_file import load_config
 
 MAX_PAUSE_SECONDS = 5.0  # the bar
 SETTINGS = {

@@ -19,7 +19,6 @@ import grpc
 import yaml
 
 from cluster.config import Config
-from cluster.coordination.pool import DraftPool
 from cluster.drafters.registry import make_drafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafting.worker import DraftWorker
@@ -73,7 +72,7 @@ class SimulatedCluster:
     def __init__(self, config: Config, *, drafts_apart: bool = False) -> None:
         self._config = config
         self._fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
-        self.target = make_target(config, DraftPool(self._fingerprint))
+        self.target = make_target(config, self._fingerprint)
         assert isinstance(self.target, StepLoop)
         drafters = [make_drafter(config) for _ in range(0 if drafts_apart else config.draft.replicas)]
         self.drafters = [drafter for drafter in drafters if isinstance(drafter, SimulatedDrafter)]

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.config import Config, load_config
-from cluster.coordination.pool import DraftPool
+from cluster.config import Config
+from cluster.config_file import load_config
 from cluster.model_folder import resolve_model_folder
 from cluster.targets.base import GenerationOutput, Target
 from cluster.targets.registry import make_target
@@ -57,7 +57,7 @@ def main() -> None:
 
 async def _serve(config: Config, address: str) -> dict[str, list[float]]:
     fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
-    target = make_target(config, DraftPool(fingerprint))
+    target = make_target(config, fingerprint)
     calls = StampedCalls(target, config.speculation.max_speculative_tokens)
     servicer = TargetServicer(calls, target, config, fingerprint)
     target.start(calls.publish)

@@ -35,7 +35,8 @@ import uvloop
 import yaml
 
 from bench.machine import describe_machine
-from cluster.config import Config, load_config
+from cluster.config import Config
+from cluster.config_file import load_config
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.simulation.tokens import token_at

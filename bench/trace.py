@@ -26,7 +26,8 @@ from matplotlib.axes import Axes  # noqa: E402
 
 from bench.in_process import SIMULATED, SimulatedCluster  # noqa: E402
 from bench.machine import describe_machine  # noqa: E402
-from cluster.config import Config, load_config  # noqa: E402
+from cluster.config import Config  # noqa: E402
+from cluster.config_file import load_config  # noqa: E402
 from cluster.simulation.steps import StepCurve  # noqa: E402
 from cluster.targets.base import GenerationOutput  # noqa: E402
 

@@ -20,7 +20,8 @@ from typing import Any
 from bench.machine import describe_machine
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, Depth, over_best, spread
 from bench.workload import Run, held_out_prompts, run_streams
-from cluster.config import Config, load_config
+from cluster.config import Config
+from cluster.config_file import load_config
 from services.launch.local import LocalCluster
 
 FLOOR = 0.98  # of the best chain

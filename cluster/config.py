@@ -1,20 +1,14 @@
 """The configuration: one YAML tree for every program, read once, unknown keys refused.
 
-    config = load_config(Path("cluster.yaml"), overrides=["speculation.num_speculative_tokens=6"])
-
-Nothing is read from the environment. What can be derived is a property.
+It is read by `cluster.config_file`. Nothing is read from the environment. What can be derived is a property.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from cluster.errors import ConfigurationError
 
@@ -22,8 +16,8 @@ DEFAULT_KV_CACHE_BYTES = 256 * 2**20
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 QuantizationName = Literal["int8", "int4"]
-EngineName = Literal["torch", "simulated"]
-DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "simulated"]
+EngineName = Literal["torch", "vllm", "simulated"]
+DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "vllm", "engine", "simulated"]
 LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
 Numerics = Literal["fast", "invariant"]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -84,6 +78,10 @@ class WorkerConfig(_Section):
     )
     max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share the model; more than 1: with vLLM only")
+    engine_args: dict[str, Any] = Field(
+        {}, description="further arguments of vLLM's engine, by their names there, such as `gpu_memory_utilization`"
+    )
     drain_seconds: DrainSeconds = Field(
         30.0, description="how long running requests may go on after SIGTERM; then the router takes them elsewhere"
     )
@@ -131,8 +129,8 @@ class TargetConfig(WorkerConfig):
     replicas: PositiveInt = Field(1, description="target workers that the launcher starts")
     engine: EngineName = Field(
         "torch",
-        description="torch: runs the model; simulated: computes nothing, see `simulation`, and takes only tokenizer "
-        "and limits from `model`",
+        description="torch: runs the model; vllm: has vLLM run it (`docs/VLLM.md`); simulated: computes nothing, see "
+        "`simulation`, and takes only tokenizer and limits from `model`",
     )
     numerics: Numerics = Field(
         "fast",
@@ -153,7 +151,13 @@ class DraftConfig(WorkerConfig):
     drafter: DrafterName = Field(
         "model",
         description="model: `draft.model`; ngram: repetitions in the text so far; self-int4, layer-skip: the target's "
-        "model in 4 bits, or some of its layers; simulated: for a simulated target, see `simulation`",
+        "model in 4 bits, or some of its layers; vllm: `draft.model`, run by vLLM; engine: no draft worker, the "
+        "target's engine drafts by itself, see `speculative_config`; simulated: for a simulated target",
+    )
+    speculative_config: dict[str, Any] = Field(
+        {},
+        description="with drafter engine: vLLM's own `speculative_config`, such as `{method: ngram, "
+        "prompt_lookup_max: 4}`; where it names no model, `draft.model` is meant",
     )
     layers: LayerChoice = Field("even", description="which layers layer-skip keeps: even, last-half or a list")
     ngram_min: PositiveInt = Field(1, description="tokens of the shortest run that ngram looks up")
@@ -174,11 +178,12 @@ class SpeculationConfig(_Section):
         description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
         "acceptance rate; fixed, num_speculative_tokens",
     )
-    acceptance: Literal["coupled", "greedy", "rejection"] = Field(
+    acceptance: Literal["coupled", "greedy", "rejection", "engine"] = Field(
         "coupled",
         description="coupled: the draft sees the target's noise. For comparison: greedy, it proposes its likeliest "
         "token, as engines do that have nothing but token IDs; rejection, the target runs a copy of the draft for its "
-        "probabilities, and what comes out depends on the draft",
+        "probabilities, and what comes out depends on the draft; engine, vLLM samples and accepts in its own way, with "
+        "no promise about the outcome",
     )
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,
@@ -331,63 +336,50 @@ class Config(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _only_vllm(self) -> Config:
+        """Settings that an engine of ours does not have."""
+        if self.target.engine != "vllm":
+            _refuse_vllm_settings("target", self.target, f"target.engine {self.target.engine}")
+            if self.speculation.acceptance == "engine":
+                raise ValueError(f"acceptance engine needs target.engine vllm, not {self.target.engine}")
+            if self.draft.drafter == "engine":
+                raise ValueError(f"draft.drafter engine needs target.engine vllm, not {self.target.engine}")
+        if self.draft.drafter != "vllm":
+            _refuse_vllm_settings("draft", self.draft, f"draft.drafter {self.draft.drafter}")
+        if self.draft.speculative_config and self.draft.drafter != "engine":
+            raise ValueError(f"draft.speculative_config needs draft.drafter engine, not {self.draft.drafter}")
+        return self
+
+    @model_validator(mode="after")
+    def _not_vllm(self) -> Config:
+        """Settings that vLLM does not have, or has its own for."""
+        if self.target.engine != "vllm":
+            return self
+        if self.speculation.tree_width > 1:
+            raise ValueError(
+                f"target.engine vllm verifies chains only: set tree_width 1, not {self.speculation.tree_width}"
+            )
+        if self.target.quantization is not None:
+            raise ValueError(
+                f"target.quantization {self.target.quantization} is the torch engine's: with target.engine vllm give "
+                "target.engine_args {quantization: ...}"
+            )
+        return self
+
     @property
     def draft_model(self) -> str:
         """The model whose tokens the drafter knows: the target's own unless the drafter is a model of its own."""
-        return self.draft.model if self.draft.drafter == "model" else self.target.model
+        return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
+
+    @property
+    def drafts_in_pool(self) -> bool:
+        """Whether there are draft workers at all."""
+        return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Reads the YAML file at `path` (default: none, all defaults), then applies `overrides`.
-
-    An override is `section.key=value`, its value read as YAML. Raises ConfigurationError naming the key.
-    """
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"the configuration {path} is not YAML: {error}") from error
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigurationError(f"the configuration {path} must be a mapping of sections")
-        tree = loaded or {}
-    for override in overrides:
-        _apply_override(tree, override)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigurationError(_describe(error)) from error
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, separator, value = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not separator or not dot or not section or not name:
-        raise ConfigurationError(f"cannot apply {override!r}: write section.key=value")
-    branch = tree.setdefault(section, {})
-    if not isinstance(branch, dict):
-        raise ConfigurationError(f"cannot apply {override!r}: {section!r} is not a section")
-    try:
-        branch[name] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigurationError(f"cannot apply {override!r}: its value is not YAML: {error}") from error
-
-
-def _describe(error: ValidationError) -> str:
-    """The first complaint, with the key it is about and, for an unknown key, the nearest known one."""
-    complaint = error.errors()[0]
-    location = [str(part) for part in complaint["loc"]]
-    key = ".".join(location) or "configuration"
-    if complaint["type"] != "extra_forbidden":
-        return f"{key}: {complaint['msg']} (got {complaint['input']!r})"
-    section: type[BaseModel] = Config
-    for part in location[:-1]:
-        annotation = section.model_fields[part].annotation
-        assert isinstance(annotation, type)
-        section = annotation
-    known = list(section.model_fields)
-    nearest = difflib.get_close_matches(location[-1], known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(known)}"
-    return f"unknown key {key!r}; {hint}"
+def _refuse_vllm_settings(section: str, worker: WorkerConfig, because: str) -> None:
+    if worker.tensor_parallel_size > 1:
+        raise ValueError(f"{section}.tensor_parallel_size {worker.tensor_parallel_size} needs vLLM: {because} has 1")
+    if worker.engine_args:
+        raise ValueError(f"{section}.engine_args are vLLM's: {because} has none")

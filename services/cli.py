@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from cluster.config import Config, load_config
+from cluster.config import Config
+from cluster.config_file import load_config
 from cluster.engine.memory_plan import Memory, PlannedModel, describe, plan_pair
 from cluster.errors import ConfigurationError
 from cluster.telemetry.logs import setup_logging

@@ -76,15 +76,15 @@ def loading_progress(model: str) -> Progress:
     return progress
 
 
-def log_kv_cache(num_blocks: int, worker: WorkerConfig, num_slots: int) -> None:
+def log_kv_cache(num_blocks: int, block_size: int, max_num_seqs: int, num_slots: int) -> None:
     """Logs the size of the KV cache, and how much of it `num_slots` speculative slots for each sequence may take."""
     logger.info(
         "KV cache: %d blocks of %d tokens, %d of them for the %d speculative slots of each of %d sequences",
         num_blocks,
-        worker.block_size,
-        num_speculative_blocks(worker.max_num_seqs, num_slots, worker.block_size),
+        block_size,
+        num_speculative_blocks(max_num_seqs, num_slots, block_size),
         num_slots,
-        worker.max_num_seqs,
+        max_num_seqs,
     )
 
 

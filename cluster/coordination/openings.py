@@ -113,7 +113,7 @@ class Openings:
 
     def _opening(self, sequence: SpeculativeSequence, num_drafts: int, shape: Shape | None) -> Open:
         params, noise_key = sequence.params, sequence.noise_key
-        if self._config.acceptance == "greedy":
+        if self._config.acceptance in ("greedy", "engine"):
             params = replace(params, temperature=0.0)
         elif self._config.acceptance == "rejection":
             noise_key = noise_key.within(NoiseDomain.DRAFT)  # a rejection must not be decided by what it rejects

@@ -93,7 +93,7 @@ class ModelConfig:
             rope=RopeConfig.from_values(values),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-            eos_token_ids=_eos_token_ids(folder, values),
+            eos_token_ids=eos_token_ids(folder, values),
             has_qkv_bias=family.has_qkv_bias or has_attention_bias,
             has_output_bias=has_attention_bias,
             has_mlp_bias=bool(values.get("mlp_bias")),
@@ -171,7 +171,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _eos_token_ids(folder: Path, values: Values) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, values: Values | None = None) -> tuple[int, ...]:
+    """The tokens that end a sequence; `values` are those of `config.json`. Raises ConfigurationError."""
+    values = _read_json(folder / "config.json") if values is None else values
     # The generation config is the one that lists every way a model may end.
     generation = folder / "generation_config.json"
     if generation.is_file():

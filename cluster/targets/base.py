@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
+from cluster.errors import OutriderError
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.telemetry.metrics import Reading
@@ -36,6 +37,7 @@ class GenerationOutput:
     finish_reason: FinishReason | None
     num_draft_tokens: int
     num_accepted_tokens: int
+    error: OutriderError | None = None  # the request has ended with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class TargetLoad:
     num_used_blocks: int
     num_blocks: int
     num_draft_links: int
+    num_draft_endpoints: int = 0  # draft workers that are listed now
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Target(ABC):
 
     model: TargetModel
     limits: StepLimits
+    block_size: int  # tokens in a KV block
     error: BaseException | None = None  # why the step loop ended, when it did
 
     @property

@@ -24,8 +24,8 @@ from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
 
 
-def make_target(config: Config, pool: DraftPool, progress: Progress | None = None) -> Target:
-    """The engine that `config` names, its model loaded, with a coordinator that uses `pool`.
+def make_target(config: Config, tokenizer_fingerprint: str, progress: Progress | None = None) -> Target:
+    """The engine that `config` names, its model loaded, for drafts of tokens with that fingerprint.
 
     Raises ConfigurationError.
     """
@@ -35,17 +35,17 @@ def make_target(config: Config, pool: DraftPool, progress: Progress | None = Non
             f"target.max_num_batched_tokens {target.max_num_batched_tokens} is less than "
             f"target.max_num_seqs {target.max_num_seqs}: every sequence needs a token in every step"
         )
-    return _ENGINES[target.engine](config, pool, progress)
+    return _ENGINES[target.engine](config, tokenizer_fingerprint, progress)
 
 
-def _torch(config: Config, pool: DraftPool, progress: Progress | None) -> Target:
+def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Target:
     target = config.target
     runner = ModelRunner.from_config(target, dtype_on_cpu=torch.bfloat16, progress=progress)
     if target.numerics == "invariant":
         check_invariance(runner)
     rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
     limits = StepLimits.of(target, runner.model.config.resolve_max_model_len(target.max_model_len))
-    return TorchTarget(target.model, runner, limits, pool, config.speculation, rejection)
+    return TorchTarget(target.model, runner, limits, DraftPool(fingerprint), config.speculation, rejection)
 
 
 def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
@@ -63,7 +63,13 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
     return RejectionSampler(draft, StepLimits.of(config.draft, max_model_len))
 
 
-def _simulated(config: Config, pool: DraftPool, progress: Progress | None) -> Target:
+def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target:
+    from cluster.targets.vllm.target import VllmTarget  # only this engine needs vLLM
+
+    return VllmTarget(config, fingerprint)
+
+
+def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> Target:
     """With as many KV blocks as the model would have in bfloat16. No weights are read."""
     target = config.target
     model = ModelConfig.from_folder(resolve_model_folder(target.model))
@@ -73,12 +79,13 @@ def _simulated(config: Config, pool: DraftPool, progress: Progress | None) -> Ta
         config.simulation.vocab_size or model.vocab_size,
         StepLimits.of(target, target.max_model_len or model.max_position_embeddings),
         BlockManager(num_blocks, target.block_size, enable_prefix_caching=target.enable_prefix_caching),
-        pool,
+        DraftPool(fingerprint),
         config.speculation,
     )
 
 
-_ENGINES: dict[EngineName, Callable[[Config, DraftPool, Progress | None], Target]] = {
+_ENGINES: dict[EngineName, Callable[[Config, str, Progress | None], Target]] = {
     "torch": _torch,
+    "vllm": _vllm,
     "simulated": _simulated,
 }

@@ -42,6 +42,7 @@ class StepLoop(Target):
     ) -> None:
         self.model = model
         self.limits = limits
+        self.block_size = blocks.block_size
         self._blocks = blocks
         self._pool = pool
         self._speculation = speculation
@@ -116,6 +117,7 @@ class StepLoop(Target):
             num_used_blocks=self._blocks.num_used_blocks,
             num_blocks=self._blocks.num_blocks,
             num_draft_links=self._pool.num_links_up,
+            num_draft_endpoints=self._pool.num_endpoints,
         )
 
     def readings(self) -> Iterable[Reading]:

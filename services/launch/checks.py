@@ -11,7 +11,7 @@ from cluster.tokenization import Tokenizer
 
 def check_models(config: Config) -> None:
     """Raises ConfigurationError when a model is missing or unsupported, or the pair cannot work."""
-    target = _fingerprint(config.target.model)
+    target = _fingerprint(config.target.model, is_ours=config.target.engine != "vllm")
     if config.draft.replicas == 0:
         return
     if (config.target.engine == "simulated") != (config.draft.drafter == "simulated"):
@@ -19,7 +19,7 @@ def check_models(config: Config) -> None:
             f"draft.drafter {config.draft.drafter!r} cannot draft for target.engine {config.target.engine!r}: "
             "either both are simulated or neither is"
         )
-    draft = _fingerprint(config.draft_model)
+    draft = _fingerprint(config.draft_model, is_ours=config.draft.drafter != "vllm")
     if draft != target:
         raise ConfigurationError(
             f"the draft {config.draft_model!r} (tokenizer {draft}) cannot draft for the target "
@@ -27,7 +27,9 @@ def check_models(config: Config) -> None:
         )
 
 
-def _fingerprint(model: str) -> str:
+def _fingerprint(model: str, *, is_ours: bool) -> str:
+    """`is_ours`: the model runs on the PyTorch engine, which knows some architectures only."""
     folder = resolve_model_folder(model)
-    ModelConfig.from_folder(folder)
+    if is_ours:
+        ModelConfig.from_folder(folder)
     return Tokenizer(folder).fingerprint()

@@ -223,7 +223,7 @@ def _drafts_share_cores(config: Config) -> bool:
 
 def _resolve(config: Config) -> Config:
     """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
-    if config.speculation.num_speculative_tokens == 0:
+    if not config.drafts_in_pool:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
     if _drafts_share_cores(config):
         # What runs ahead beside a target that computes is taken from it, and comes true one time in three or four: of

@@ -156,6 +156,9 @@ class Calls:
             running = self._running.get(output.request_id)
             if running is None:  # cancelled meanwhile
                 continue
+            if output.error is not None:
+                self._fail(output.request_id, output.error)
+                continue
             stream, call = running
             stream.put(call, _to_reply(output))
             if output.finish_reason is not None:

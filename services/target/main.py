@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from cluster.config import Config
-from cluster.coordination.pool import DraftPool
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import advertised_address, follow
 from cluster.targets.base import Target
@@ -22,13 +21,17 @@ def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
     prepare_process(config.target)
     fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
-    pool = DraftPool(fingerprint)
-    target = make_target(config, pool, loading_progress(config.target.model))
-    log_kv_cache(target.load().num_blocks, config.target, config.speculation.num_speculative_tokens)
-    return asyncio.run(_serve(config, target, pool, fingerprint))
+    target = make_target(config, fingerprint, loading_progress(config.target.model))
+    log_kv_cache(
+        target.load().num_blocks,
+        target.block_size,
+        config.target.max_num_seqs,
+        config.speculation.num_speculative_tokens,
+    )
+    return asyncio.run(_serve(config, target, fingerprint))
 
 
-async def _serve(config: Config, target: Target, pool: DraftPool, tokenizer_fingerprint: str) -> int:
+async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> int:
     serve_readings(config.target, target.readings)
     calls = Calls(target, config.speculation.max_speculative_tokens)
     servicer = TargetServicer(
@@ -39,7 +42,6 @@ async def _serve(config: Config, target: Target, pool: DraftPool, tokenizer_fing
         # An answer whose length nobody bounds ends at the model's limit, and a request must fit wherever it is moved.
         traits=traits_of(config, target.model) | {"max_model_len": str(target.limits.max_model_len)},
         advertised_address=advertised_address(config.target),
-        num_draft_endpoints=lambda: pool.num_endpoints,
     )
     target.start(calls.publish)
     links = asyncio.create_task(target.run_links(follow(config.draft.addresses)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import TYPE_CHECKING
 
 import grpc
@@ -31,16 +31,14 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         *,
         traits: Mapping[str, str] | None = None,
         advertised_address: str = "",
-        num_draft_endpoints: Callable[[], int] = lambda: 0,
     ) -> None:
-        """What it describes: `traits`, None: unknown; where others reach it; how many draft workers are listed now."""
+        """What it describes: `traits`, None: unknown; where others reach it."""
         self._calls = calls
         self._target = target
         self._config = config
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._traits = traits
         self._advertised_address = advertised_address
-        self._num_draft_endpoints = num_draft_endpoints
         self._epoch = new_epoch()
 
     async def GenerateMany(  # type: ignore[override]  # an async generator
@@ -92,7 +90,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             num_speculative_tokens=speculation.num_speculative_tokens,
             max_speculative_tokens=speculation.max_speculative_tokens,
             num_draft_links=load.num_draft_links,
-            num_draft_links_configured=self._num_draft_endpoints(),
+            num_draft_links_configured=load.num_draft_endpoints,
             eos_token_ids=target.model.eos_token_ids,
             is_draining=self._calls.is_draining,
             is_stuck=target.is_stuck,

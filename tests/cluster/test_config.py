@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import Config, SpeculationConfig, load_config
+from cluster.config import Config, SpeculationConfig
+from cluster.config_file import load_config
 from cluster.errors import ConfigurationError
 
 

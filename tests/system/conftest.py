@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cluster.config import Config, load_config
+from cluster.config import Config
+from cluster.config_file import load_config
 from cluster.model_folder import resolve_model_folder
 from services.launch.local import LocalCluster
 

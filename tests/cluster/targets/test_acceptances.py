@@ -10,7 +10,6 @@ import pytest
 from scipy import stats
 
 from cluster.config import Config, DraftConfig, SpeculationConfig, TargetConfig
-from cluster.coordination.pool import DraftPool
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
@@ -178,4 +177,4 @@ def test_rejection_needs_one_vocabulary(tiny_folder: Callable[..., object]) -> N
         speculation=SpeculationConfig(acceptance="rejection"),
     )
     with pytest.raises(ConfigurationError, match=r"448 tokens, the target's\s+512"):
-        make_target(config, DraftPool("any"))
+        make_target(config, "any")

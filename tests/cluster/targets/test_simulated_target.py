@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from bench.in_process import SIMULATED, Answer, SimulatedCluster
-from cluster.config import load_config
+from cluster.config_file import load_config
 from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config import load_config
+from cluster.config_file import load_config
 from cluster.targets import traits
 from cluster.targets.base import TargetModel
 from cluster.targets.traits import traits_of

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from cluster.config import load_config
+from cluster.config_file import load_config
 from services.launch.local import LocalCluster
 
 

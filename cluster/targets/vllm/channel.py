@@ -1,0 +1,105 @@
+"""The one channel between a worker's process and that of its engine core.
+
+Down go the endpoints of the draft workers; up come what each step committed, and several times a second how the engine
+is. It is a Unix socket in a folder that only its owner may enter; both ends are ours, so messages are pickled.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from cluster.targets.base import GenerationOutput, TargetLoad
+from cluster.telemetry.metrics import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Down: where the draft workers are from now on."""
+
+    addresses: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Up: what one step committed."""
+
+    outputs: Sequence[GenerationOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Up: how the engine is."""
+
+    load: TargetLoad
+    is_stuck: bool
+    readings: Sequence[Reading]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Up: the engine is about to end, for this reason."""
+
+    cause: str
+
+
+class Channel:
+    """One end. A thread of its own hands what arrives to `receive`, and calls `closed` when the peer is gone."""
+
+    def __init__(
+        self, connection: Connection, receive: Callable[[Any], None], closed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._connection = connection
+        self._receive = receive
+        self._closed = closed
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="channel-reader", daemon=True).start()
+        threading.Thread(target=self._write, name="channel-writer", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Any thread; never blocks. Dropped when the peer is gone."""
+        self._outbox.put(message)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._receive(self._connection.recv())
+        except (EOFError, OSError):
+            self._closed()
+
+    def _write(self) -> None:
+        try:
+            while True:
+                self._connection.send(self._outbox.get())
+        except OSError:
+            pass  # the reader notices
+
+
+class ChannelListener:
+    """The worker's end before the engine core has come."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-engine-")
+        self.address = str(Path(self._folder.name) / "channel")
+        self._listener = Listener(self.address, "AF_UNIX")
+
+    def accept(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> Channel:
+        """Waits for the engine core, which has connected by the time that it is ready."""
+        connection = self._listener.accept()
+        self.close()
+        return Channel(connection, receive, closed)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._folder.cleanup()
+
+
+def connect(address: str, receive: Callable[[Any], None], closed: Callable[[], None]) -> Channel:
+    """The engine core's end."""
+    return Channel(Client(address, "AF_UNIX"), receive, closed)

@@ -1,0 +1,177 @@
+"""What runs in the engine core's process: vLLM's scheduler with our rounds, and the core's end of the channel."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.engine import FinishReason as VllmFinishReason
+
+from cluster.config import SpeculationConfig
+from cluster.engine.limits import StepLimits
+from cluster.engine.sequence import FinishReason
+from cluster.targets.base import GenerationOutput, TargetLoad
+from cluster.targets.heartbeat import Heartbeat
+from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Status, connect
+from cluster.targets.vllm.rounds import CoordinatedRounds, Links
+from cluster.telemetry.logs import setup_logging
+from cluster.telemetry.metrics import Reading, StepTime
+from cluster.vllm.scheduler import EngineStep, RoundScheduler
+
+SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
+REQUEST_ID_KEY = "outrider_request_id"  # in a request's `extra_args`: vLLM makes IDs of its own
+
+_STATUS_SECONDS = 0.1
+_SWITCH_INTERVAL_SECONDS = 0.0005  # the links' threads must not wait for the engine's for a whole round
+_FINISH_REASONS = {
+    VllmFinishReason.STOP: FinishReason.STOP,
+    VllmFinishReason.LENGTH: FinishReason.LENGTH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """Travels in vLLM's `additional_config`."""
+
+    channel: str
+    speculation: SpeculationConfig
+    has_rounds: bool  # else nothing is drafted, or vLLM does it by itself
+    vocab_size: int
+    tokenizer_fingerprint: str
+
+    def compute_hash(self) -> str:
+        """Nothing here changes what vLLM compiles."""
+        return ""
+
+
+class CoordinatedScheduler(RoundScheduler):
+    """Named to vLLM as its `scheduler_cls`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.vllm_config.additional_config
+        assert isinstance(settings, CoreSettings)
+        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        setup_logging("target engine")
+        self._heartbeat = Heartbeat()
+        self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
+        self._num_committed_tokens = 0
+        self._links = Links(settings.tokenizer_fingerprint)
+        if settings.has_rounds:
+            limits = StepLimits(
+                max_model_len=self.max_model_len,
+                max_num_seqs=self.max_num_running_reqs,
+                max_num_batched_tokens=self.max_num_scheduled_tokens,
+            )
+            self.rounds = CoordinatedRounds(self._links, settings.speculation, settings.vocab_size, limits)
+        self.on_step = self._publish
+        self._channel = connect(settings.channel, self._receive, _end_process)
+        logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
+        threading.Thread(target=self._report, name="channel-status", daemon=True).start()
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        self._heartbeat.begin()
+        return super().schedule(throttle_prefills)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._heartbeat.end()
+        return outputs
+
+    def _publish(self, step: EngineStep) -> None:
+        if not step.rounds:
+            return
+        self._step_times[_kind(step)].add(step.seconds)
+        outputs = []
+        for committed in step.rounds:
+            params = committed.request.sampling_params
+            request_id = (params.extra_args or {}).get(REQUEST_ID_KEY) if params is not None else None
+            self._num_committed_tokens += len(committed.token_ids)
+            if request_id is not None:
+                outputs.append(
+                    GenerationOutput(
+                        request_id,
+                        list(committed.token_ids),
+                        None if committed.finish_reason is None else _FINISH_REASONS.get(committed.finish_reason),
+                        num_draft_tokens=len(committed.draft_token_ids),
+                        num_accepted_tokens=committed.num_accepted,
+                    )
+                )
+        self._channel.send(Outputs(outputs))
+
+    # The channel's threads.
+
+    def _receive(self, message: Any) -> None:
+        assert isinstance(message, Endpoints)
+        self._links.follow(message.addresses)
+
+    def _report(self) -> None:
+        while True:
+            load, pool = self.load(), self._links.pool
+            target_load = TargetLoad(
+                load.num_running,
+                load.num_waiting,
+                load.num_used_blocks,
+                load.num_blocks,
+                pool.num_links_up,
+                pool.num_endpoints,
+            )
+            self._channel.send(Status(target_load, self._heartbeat.is_stuck, list(self._readings(target_load))))
+            time.sleep(_STATUS_SECONDS)
+
+    def _readings(self, load: TargetLoad) -> Iterator[Reading]:
+        def counter(name: str, documentation: str, value: float) -> Reading:
+            return Reading(name, documentation, value, is_counter=True)
+
+        yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", load.num_running)
+        yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
+        yield counter("vllm:num_preemptions", "Sequences preempted for want of blocks.", self.num_preemptions)
+        usage = load.num_used_blocks / load.num_blocks
+        yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
+        yield Reading("outrider_kv_blocks", "KV blocks in all.", load.num_blocks)
+        yield Reading("outrider_kv_blocks_used", "KV blocks in use.", load.num_used_blocks)
+        yield counter("vllm:prefix_cache_queries", "Tokens of admitted sequences.", self.num_queried_tokens)
+        hits = "Tokens of admitted sequences whose KV was in the prefix cache."
+        yield counter("vllm:prefix_cache_hits", hits, self.num_hit_tokens)
+        yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
+        stuck = "1 while the engine has work and stands still."
+        yield Reading("outrider_engine_stuck", stuck, float(self._heartbeat.is_stuck))
+        for kind, step_time in self._step_times.items():
+            yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
+        if isinstance(self.rounds, CoordinatedRounds):
+            yield from self.rounds.readings()
+
+
+def _kind(step: EngineStep) -> str:
+    if step.has_prefill:
+        return "prefill"
+    return "verify" if any(committed.draft_token_ids for committed in step.rounds) else "decode"
+
+
+class _LastWords(logging.Handler):
+    """Passes on the exception that vLLM logs before its engine core ends."""
+
+    def __init__(self, send: Any) -> None:
+        super().__init__(logging.ERROR)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            self._send(Failed(f"{type(error).__name__}: {_first_line(error)}"))
+
+
+def _first_line(error: BaseException) -> str:
+    lines: Sequence[str] = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def _end_process() -> None:
+    """The worker is gone, and with it whoever could use this engine."""
+    os._exit(1)

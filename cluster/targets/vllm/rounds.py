@@ -1,0 +1,215 @@
+"""The coordinator beside vLLM's scheduler: the same two calls a step as in our own step loop.
+
+Nothing here may raise into the engine. What goes wrong ends the rounds: the engine goes on without drafts, the metric
+says why, and after a pause the rounds begin anew, with new links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.coordinator import Coordinator, StepTiming
+from cluster.coordination.pool import DraftPool
+from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.engine.limits import StepLimits
+from cluster.speculation.drafts import Drafts
+from cluster.telemetry.metrics import Reading
+from cluster.vllm.coupling import Coupling
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from cluster.vllm.scheduler import EngineStep
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # after a failure, before the rounds begin anew
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _contained(
+    method: Callable[Concatenate[CoordinatedRounds, _P], _T],
+) -> Callable[Concatenate[CoordinatedRounds, _P], _T | None]:
+    """What `method` raises ends the rounds instead; it then returns None."""
+
+    @functools.wraps(method)
+    def call(rounds: CoordinatedRounds, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        if not rounds.is_on:
+            return None
+        try:
+            return method(rounds, *args, **kwargs)
+        except Exception as error:
+            rounds.fail(error)
+            return None
+
+    return call
+
+
+class CoordinatedRounds:
+    """`cluster.vllm.scheduler.Rounds` with a coordinator; belongs to the engine core's thread but for `readings`."""
+
+    def __init__(
+        self,
+        links: Links,
+        config: SpeculationConfig,
+        vocab_size: int,
+        limits: StepLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._links = links
+        self._config = config
+        self._vocab_size = vocab_size
+        self._limits = limits
+        self._clock = clock
+        self._sequences: dict[str, SpeculativeSequence] = {}
+        self._failures: Counter[str] = Counter()
+        self._begin_anew_at: float | None = None
+        self._step_times: list[tuple[int, float]] = []
+        self._coordinator = self._new_coordinator()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are rounds; they begin anew when it is time."""
+        if self._begin_anew_at is None:
+            return True
+        if self._clock() < self._begin_anew_at:
+            return False
+        logger.info("speculation begins anew")
+        self._begin_anew_at = None
+        self._coordinator = self._new_coordinator()
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """Ends the rounds until it is time to begin anew."""
+        pause = _PAUSE_SECONDS[min(self._failures.total(), len(_PAUSE_SECONDS) - 1)]
+        self._failures[type(error).__name__] += 1
+        self._begin_anew_at = self._clock() + pause
+        self._sequences.clear()
+        self._links.reset()  # the drafters let go of their sequences
+        logger.error("speculation is off for %.0f s, its coordinator failed", pause, exc_info=error)
+
+    @_contained
+    def begin(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        found = {request.request_id: self._sequence(request) for request in decoding}
+        coupled = [sequence for sequence in found.values() if sequence is not None]
+        drafts = self._coordinator.begin(coupled, self._joining(joining))
+        return {
+            request_id: drafts[sequence].token_ids if sequence is not None else ()
+            for request_id, sequence in found.items()
+            if sequence is None or sequence in drafts
+        }
+
+    @_contained
+    def scheduled(self, joining: Sequence[Request]) -> None:
+        new = [request for request in joining if request.request_id not in self._sequences]
+        if new:
+            self._coordinator.end((), None, self._joining(new))
+
+    @_contained
+    def end(self, step: EngineStep) -> None:
+        rounds = []
+        for committed in step.rounds:
+            sequence = self._sequences.get(committed.request.request_id)
+            if sequence is not None and committed.finish_reason is None:
+                rounds.append(Round(sequence, Drafts(committed.draft_token_ids), committed.token_ids))
+        timing = StepTiming(step.num_rows, step.seconds, is_pure=not step.has_prefill) if step.rounds else None
+        self._coordinator.end(rounds, timing)
+
+    @_contained
+    def close(self, request: Request) -> None:
+        sequence = self._sequences.pop(request.request_id, None)
+        if sequence is not None:
+            self._coordinator.close(sequence)
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        yield from self._coordinator.readings()
+        yield from self._links.pool.readings()
+        failed = "Times the coordinator failed and speculation was off for a while, by the exception."
+        for name, count in dict(self._failures).items():
+            yield Reading("outrider_coordinator_failures", failed, count, is_counter=True, labels={"exception": name})
+
+    def know_step_times(self, times: Sequence[tuple[int, float]]) -> None:
+        """Steps of so many rows were tried, and took so many seconds."""
+        self._step_times = list(times)
+        self._coordinator.know_step_times(times)
+
+    def _new_coordinator(self) -> Coordinator:
+        coordinator = Coordinator(self._links.pool, self._config, self._vocab_size, self._limits, self._clock)
+        coordinator.know_step_times(self._step_times)
+        return coordinator
+
+    def _joining(self, requests: Sequence[Request]) -> list[SpeculativeSequence]:
+        found = (self._sequence(request) for request in requests)
+        return [sequence for sequence in found if sequence is not None]
+
+    def _sequence(self, request: Request) -> SpeculativeSequence | None:
+        """None of a request that does not say how its tokens are chosen."""
+        sequence = self._sequences.get(request.request_id)
+        if sequence is None:
+            params = request.sampling_params
+            coupling = Coupling.of(params.extra_args) if params is not None else None
+            if coupling is None:
+                return None
+            sequence = self._sequences[request.request_id] = SpeculativeSequence(
+                request.all_token_ids,
+                coupling.num_prompt_tokens,
+                coupling.params,
+                coupling.noise_key,
+                coupling.num_speculative_tokens,
+                min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len),
+            )
+        return sequence
+
+
+class Links:
+    """The links of a draft pool, in a thread with an event loop of its own."""
+
+    def __init__(self, tokenizer_fingerprint: str) -> None:
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self.pool = DraftPool(tokenizer_fingerprint)
+        self._endpoints: Sequence[str] = ()
+        self._changed: asyncio.Event
+        self._loop = asyncio.new_event_loop()
+        self._running: asyncio.Task[None] | None = None
+        threading.Thread(target=self._loop.run_forever, name="draft-links", daemon=True).start()
+        self._loop.call_soon_threadsafe(self._run)
+
+    # Any thread.
+
+    def follow(self, endpoints: Sequence[str]) -> None:
+        """From now on the draft workers are those at `endpoints`."""
+        self._loop.call_soon_threadsafe(self._set, endpoints)
+
+    def reset(self) -> None:
+        """Ends all links, and begins with a new pool."""
+        self.pool = DraftPool(self._tokenizer_fingerprint)
+        self._loop.call_soon_threadsafe(self._run)
+
+    # The loop's thread.
+
+    def _set(self, endpoints: Sequence[str]) -> None:
+        self._endpoints = endpoints
+        self._changed.set()
+
+    def _run(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        self._changed = asyncio.Event()
+        self._running = self._loop.create_task(self.pool.run(self._lists(self._changed)))
+
+    async def _lists(self, changed: asyncio.Event) -> AsyncIterator[Sequence[str]]:
+        while True:
+            yield self._endpoints
+            await changed.wait()
+            changed.clear()

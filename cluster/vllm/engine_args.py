@@ -1,0 +1,120 @@
+"""What vLLM is started with, from the configuration of a worker."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.config import WorkerConfig
+from cluster.engine.loader import resolve_device
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+
+_CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is made for multiples of it
+
+# Decided by other settings, or by how this project uses vLLM.
+_OWNED = {
+    "model": "model",
+    "tokenizer": "model",
+    "dtype": "dtype",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "block_size": "block_size",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "gpu_memory_utilization": "memory_utilization",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "speculative_config": "draft.speculative_config",
+    "pipeline_parallel_size": None,
+    "data_parallel_size": None,
+    "scheduler_cls": None,
+    "worker_extension_cls": None,
+    "additional_config": None,
+    "async_scheduling": None,
+    "logits_processors": None,
+}
+
+
+def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
+    """Arguments of `vllm.EngineArgs` that target and drafter share. Raises ConfigurationError."""
+    for name in worker.engine_args:
+        if name in _OWNED:
+            setting = _OWNED[name]
+            remedy = f"use the setting {setting}" if setting else "this project decides it"
+            raise ConfigurationError(f"engine_args.{name} cannot be set: {remedy}")
+    is_cpu = resolve_device(worker.device).type == "cpu"
+    block_size = worker.block_size
+    if is_cpu:
+        block_size = -(-block_size // _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
+    return {
+        "model": str(resolve_model_folder(worker.model)),
+        "skip_tokenizer_init": True,  # only token IDs come here
+        "dtype": "bfloat16" if worker.dtype == "auto" else worker.dtype,
+        "tensor_parallel_size": worker.tensor_parallel_size,
+        "block_size": block_size,
+        "kv_cache_memory_bytes": worker.kv_cache_bytes,
+        "gpu_memory_utilization": worker.memory_utilization,
+        "enable_prefix_caching": worker.enable_prefix_caching,
+        "max_model_len": worker.max_model_len,
+        "max_num_seqs": worker.max_num_seqs,
+        "max_num_batched_tokens": worker.max_num_batched_tokens,
+        # Committed tokens must be on the host when the next step is scheduled, as they go to the drafters.
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        **worker.engine_args,
+    }
+
+
+def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
+    """`cls(**values)`, one of vLLM's classes of arguments. Raises ConfigurationError naming an unknown one."""
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ConfigurationError(f"engine_args: vLLM says: {error}") from error
+
+
+def set_environment(worker: WorkerConfig) -> None:
+    """What vLLM reads from the environment, for the processes that it starts. What is set already stays."""
+    wanted = {
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its news is of no use to an operator
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # of its processes
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other has no place for drafts from outside: `cluster.vllm.v2`
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads are running here by then
+    }
+    if resolve_device(worker.device).type == "cpu":
+        cpus = sorted(os.sched_getaffinity(0))[: worker.threads]
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cpus, worker.tensor_parallel_size)
+        wanted["LD_PRELOAD"] = ":".join(_recommended_libraries())
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def _binding(cpus: Sequence[int], num_ranks: int) -> str:
+    """vLLM's notation: the cores of each rank, `|` between them."""
+    share = max(1, len(cpus) // num_ranks)
+    ranks = [cpus[(rank * share) % len(cpus) :][:share] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, rank)) for rank in ranks)
+
+
+def _recommended_libraries() -> list[str]:
+    """Those that vLLM's CPU build is faster with, as far as they are here."""
+    found = [str(path) for path in (Path(sys.prefix) / "lib" / "libiomp5.so",) if path.is_file()]
+    allocator = ctypes.util.find_library("tcmalloc_minimal")
+    return found + ([allocator] if allocator else [])
+
+
+def check_numerics(worker: WorkerConfig, numerics: str) -> None:
+    """Raises ConfigurationError where vLLM cannot keep the promise."""
+    if numerics != "invariant":
+        return
+    if resolve_device(worker.device).type == "cpu":
+        raise ConfigurationError(
+            "target.numerics invariant: vLLM has no batch-invariant mode on a CPU; use target.engine torch, or fast"
+        )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"

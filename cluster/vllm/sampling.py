@@ -1,0 +1,154 @@
+"""Coupled sampling inside vLLM's V1 runner: our sampler and verifier take the place of its own, on every rank.
+
+A worker is made with `worker_extension_cls=EXTENSION`, and told to `install_coupled_sampling` once it is constructed.
+What a row's distribution is, and its noise, comes from the request's `Coupling`; vLLM's own parameters are neutral.
+Logits come as vLLM processed them, masked by a grammar where there is one. Each rank computes the same choices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from cluster.speculation import sampling
+from cluster.speculation.sampling import SampleRequest
+from cluster.vllm.coupling import Coupling
+
+EXTENSION = "cluster.vllm.sampling.CoupledWorker"
+_NO_LIMIT = 1 << 30
+
+
+class CoupledWorker:
+    """What a vLLM worker is extended with."""
+
+    model_runner: Any
+
+    def install_coupled_sampling(self) -> None:
+        """Called once, before the first request."""
+        runner = self.model_runner
+        assert not runner.use_async_scheduling, "coupled sampling reads committed tokens where they are on the host"
+        requests = _Requests(runner)
+        runner.sampler = CoupledSampler(runner.sampler, requests)
+        if runner.speculative_config is not None:
+            runner.rejection_sampler = CoupledVerifier(runner.sampler, requests)
+            if runner.speculative_config.method == "custom_class":
+                # Its proposer has no model. With a limit, one sequence near it would cost the whole batch its drafts.
+                runner.effective_drafter_max_model_len = _NO_LIMIT
+
+
+class _Requests:
+    """The requests of a step, as sampling sees them."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._couplings: dict[str, Coupling] = {}
+
+    def of_step(self, num_draft_tokens: list[int] | None = None) -> list[SampleRequest]:
+        """One for each request in the batch; without drafts each has one row."""
+        batch = self._runner.input_batch
+        requests = []
+        for index, request_id in enumerate(batch.req_ids):
+            num_tokens = int(batch.num_tokens_no_spec[index])
+            num_drafts = num_draft_tokens[index] if num_draft_tokens is not None else 0
+            coupling = self._coupling(request_id)
+            # Only penalties look at the tokens; else their number is all that matters.
+            token_ids = batch.token_ids_cpu[index, :num_tokens].tolist() if coupling.params.has_penalty else None
+            requests.append(
+                SampleRequest(
+                    params=coupling.params,
+                    noise_key=coupling.noise_key,
+                    token_ids=range(num_tokens) if token_ids is None else token_ids,
+                    num_prompt_tokens=coupling.num_prompt_tokens,
+                    num_rows=num_drafts + 1,
+                    draft_token_ids=batch.spec_token_ids[index][:num_drafts] if num_drafts else (),
+                )
+            )
+        return requests
+
+    def _coupling(self, request_id: str) -> Coupling:
+        coupling = self._couplings.get(request_id)
+        if coupling is None:
+            running = self._runner.requests
+            self._couplings = {known: found for known, found in self._couplings.items() if known in running}
+            coupling = Coupling.of(running[request_id].sampling_params.extra_args)
+            assert coupling is not None, f"request {request_id} says nothing of its sampling"
+            self._couplings[request_id] = coupling
+        return coupling
+
+
+class CoupledSampler(Sampler):
+    """vLLM's sampler but for the draw."""
+
+    def __init__(self, original: Sampler, requests: _Requests) -> None:
+        super().__init__(original.logprobs_mode, original.use_fp64_gumbel)
+        self._requests = requests
+        self._sampler: sampling.Sampler | None = None
+
+    def best(self, logits: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor:
+        """The choice of every row, int64 [num_rows], on the device of `logits`."""
+        if self._sampler is None:
+            self._sampler = sampling.Sampler(logits.device)
+        token_ids, _ = self._sampler.best_tokens(logits, requests, 1)
+        return token_ids.flatten()
+
+    def sample(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.best(logits, self._requests.of_step()), None
+
+
+class CoupledVerifier(RejectionSampler):
+    """A draft is accepted when it is what the target chooses; nothing is sampled anew, as nothing depends on drafts."""
+
+    def __init__(self, sampler: CoupledSampler, requests: _Requests) -> None:
+        super().__init__(sampler)
+        self._coupled = sampler
+        self._requests = requests
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """As vLLM's: int32 [num_requests, most drafts + 1], padded with -1. `draft_probs` don't matter."""
+        choices = self._coupled.best(logits, self._requests.of_step(metadata.num_draft_tokens))
+        output = accepted(choices, metadata)
+        logprobs = None
+        if sampling_metadata.max_num_logprobs is not None:
+            logprobs = self._get_logprobs_tensors(
+                sampling_metadata.max_num_logprobs,
+                metadata,
+                logits,
+                logits[metadata.target_logits_indices],
+                logits[metadata.bonus_logits_indices],
+                output,
+            )
+        return SamplerOutput(sampled_token_ids=output, logprobs_tensors=logprobs)
+
+
+def accepted(choices: torch.Tensor, metadata: SpecDecodeMetadata) -> torch.Tensor:
+    """The choices that are committed: those of accepted drafts and the one after them (`count_accepted`).
+
+    `choices` [num_drafts + num_requests], a request's rows one after the other. On the device, without a read-back.
+    """
+    device, width = choices.device, metadata.max_spec_len + 1
+    starts = metadata.cu_num_sampled_tokens - metadata.cu_num_sampled_tokens.diff(
+        prepend=metadata.cu_num_sampled_tokens.new_zeros(1)
+    )
+    places = starts[:, None] + torch.arange(width, device=device)
+    is_row = places < metadata.cu_num_sampled_tokens[:, None]
+    rows = choices.to(torch.int32)[places.clamp(max=len(choices) - 1)]  # [num_requests, width]
+    drafts = choices.new_full((len(choices),), PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
+    drafts[metadata.target_logits_indices.long()] = metadata.draft_token_ids.to(torch.int32)
+    is_right = rows == drafts[places.clamp(max=len(choices) - 1)]
+    is_reached = torch.ones_like(is_right)
+    is_reached[:, 1:] = is_right[:, :-1].cumprod(dim=1).bool()
+    return rows.masked_fill(~(is_reached & is_row), PLACEHOLDER_TOKEN_ID)

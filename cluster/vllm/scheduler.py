@@ -1,0 +1,202 @@
+"""vLLM's scheduler with rounds between its steps: drafts from outside, set when a step is scheduled.
+
+It runs in the engine core's process, before the work is spread over tensor-parallel ranks, which need nothing of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRound:
+    """What one step did for one request."""
+
+    request: Request
+    draft_token_ids: Sequence[int]  # that were verified
+    token_ids: Sequence[int]  # that were committed, up to where the request ended
+    finish_reason: FinishReason | None
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts among the committed tokens."""
+        num_accepted = 0
+        for draft, token in zip(self.draft_token_ids, self.token_ids, strict=False):
+            if draft != token:
+                break
+            num_accepted += 1
+        return num_accepted
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """A step that has run."""
+
+    rounds: Sequence[CommittedRound]
+    num_rows: int  # that yielded a choice
+    seconds: float
+    has_prefill: bool
+
+
+class Rounds(Protocol):
+    """Who runs the rounds; called from the engine core's thread, and must not raise."""
+
+    def begin(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, Sequence[int]] | None:
+        """The drafts of `decoding`, by request ID; one without an entry is left out of the step. None: no rounds."""
+
+    def scheduled(self, joining: Sequence[Request]) -> None:
+        """The step is about to run; `joining`, whose prompts it computes, decode soon."""
+
+    def end(self, step: EngineStep) -> None: ...
+
+    def close(self, request: Request) -> None:
+        """It has finished or was aborted."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    num_running: int
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
+
+
+class RoundScheduler(Scheduler):
+    """A class of ours sets `rounds`; with None vLLM drafts by itself, or not at all."""
+
+    rounds: Rounds | None = None
+    running: list[Request]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_step: Callable[[EngineStep], None] = lambda _: None
+        self.num_preemptions = 0
+        self.num_queried_tokens = 0  # of admitted requests
+        self.num_hit_tokens = 0  # of those, found in the prefix cache
+        self._scheduled_at = 0.0
+
+    def load(self) -> EngineLoad:
+        """Any thread."""
+        num_running, num_waiting = self.get_request_counts()
+        pool = self.kv_cache_manager.block_pool
+        num_blocks = pool.num_gpu_blocks - 1  # one is never used
+        return EngineLoad(num_running, num_waiting, num_blocks - pool.get_num_free_blocks(), num_blocks)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        held_back = self._begin()
+        running: list[Request] = self.running
+        if held_back:
+            self.running = [request for request in running if request.request_id not in held_back]
+            self.max_num_running_reqs -= len(held_back)
+            self.max_num_active_reqs -= len(held_back)
+        try:
+            output = super().schedule(throttle_prefills)
+        finally:
+            if held_back:
+                self.max_num_running_reqs += len(held_back)
+                self.max_num_active_reqs += len(held_back)
+                self.running = _with_held_back(running, held_back, self.running)
+        self.num_preemptions += len(output.preempted_req_ids or ())
+        for new in output.scheduled_new_reqs:
+            self.num_queried_tokens += len(new.prompt_token_ids or ())
+            self.num_hit_tokens += new.num_computed_tokens
+        if self.rounds is not None:
+            self.rounds.scheduled([request for request in self.running if request.is_prefill_chunk])
+        self._scheduled_at = time.perf_counter()
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        seconds = time.perf_counter() - self._scheduled_at
+        # Of those that finish nothing is left afterwards.
+        requests = {request_id: self.requests.get(request_id) for request_id in scheduler_output.num_scheduled_tokens}
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        rounds, drafts_of = [], scheduler_output.scheduled_spec_decode_tokens
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                request = requests.get(output.request_id)
+                if request is not None and output.new_token_ids:
+                    drafts = drafts_of.get(output.request_id, ())
+                    rounds.append(CommittedRound(request, drafts, output.new_token_ids, output.finish_reason))
+        step = EngineStep(
+            rounds,
+            num_rows=sum(1 + len(committed.draft_token_ids) for committed in rounds),
+            seconds=seconds,
+            has_prefill=any(
+                num_tokens > 1 + len(drafts_of.get(request_id, ()))
+                for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+            ),
+        )
+        if self.rounds is not None:
+            self.rounds.end(step)
+        self.on_step(step)
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """What the runner's own proposer says, which with rounds is nothing."""
+        if self.rounds is None:
+            super().update_draft_token_ids(draft_token_ids)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        """Where every request ends, finished or aborted."""
+        if self.rounds is not None:
+            self.rounds.close(request)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _begin(self) -> set[str]:
+        """Sets the drafts of the next step; returns the requests that it leaves out."""
+        if self.rounds is None:
+            return set()
+        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        joining = [request for request in self.running if request.is_prefill_chunk]
+        drafts = self.rounds.begin(decoding, joining)
+        if drafts is None:
+            return set()
+        self._place(decoding, drafts, has_prompts=bool(joining or self.waiting))
+        return {request.request_id for request in decoding if request.request_id not in drafts}
+
+    def _place(self, decoding: Sequence[Request], drafts: Mapping[str, Sequence[int]], *, has_prompts: bool) -> None:
+        """Sets as many of the drafts as there is budget and room for, and no request loses its own token or blocks.
+
+        While prompts wait, drafts get at most half of what the budget leaves, so that prefill is not starved. vLLM
+        would preempt a request for want of blocks for drafts: when they are short nobody has any.
+        """
+        taking_part = [request for request in decoding if request.request_id in drafts]
+        budget = self.max_num_scheduled_tokens - len(taking_part)
+        budget = budget // 2 if has_prompts else budget
+        num_free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        for request in taking_part:
+            token_ids = drafts[request.request_id][: max(0, min(budget, self._useful_drafts(request)))]
+            if request.use_structured_output:
+                token_ids = self.structured_output_manager.validate_tokens(request, list(token_ids))
+            request.spec_token_ids = list(token_ids)
+            budget -= len(token_ids)
+            num_tokens = request.num_tokens
+            num_free_blocks -= (num_tokens + len(token_ids) - 1) // self.block_size
+            num_free_blocks += (num_tokens - 2) // self.block_size
+        if num_free_blocks < 0:
+            for request in taking_part:
+                request.spec_token_ids = []
+
+    def _useful_drafts(self, request: Request) -> int:
+        """More could not be committed: the bonus token takes the last place."""
+        max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return min(int(self.num_spec_tokens), max_len - int(request.num_tokens) - 1)
+
+
+def _with_held_back(before: Sequence[Request], held_back: set[str], scheduled: Sequence[Request]) -> list[Request]:
+    """The running requests in their order, those that were held back among them; new ones at the end."""
+    still_running = {id(request) for request in scheduled}
+    known = {id(request) for request in before}
+    kept = [r for r in before if r.request_id in held_back or id(r) in still_running]
+    return kept + [request for request in scheduled if id(request) not in known]
