@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
-from cluster.config import Config, TargetConfig
+from cluster.config import TargetConfig
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.runner import ModelRunner
-from cluster.model_folder import resolve_model_folder
-from cluster.tokenization import Tokenizer
-from cluster.training.corpus import held_out_texts
 from services.launch.local import LocalCluster
+from tests.system.cases import sampled_cases
 from tests.system.client import Case, complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.system.near_ties import NearTieJudge
@@ -22,42 +18,10 @@ NUM_PROMPTS = 48
 DEPTHS = (1, 4, 8)
 MAX_NEAR_TIES = 0 if has_kernels() else 2  # of all answers of a comparison; PyTorch's float32 makes them, rarely
 
-SAMPLING: tuple[dict[str, object], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 0.7},
-    {"temperature": 1.0},
-    {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 0.7, "min_p": 0.05},
-    {"temperature": 1.0, "top_k": 20},
-    {"temperature": 0.7, "repetition_penalty": 1.2},
-    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.8},
-    {"temperature": 0.0, "frequency_penalty": 0.5},
-    {"temperature": 1.0, "logit_bias": {"30": 3.0, "200": -5.0}},
-)
-
 
 @pytest.fixture(scope="module")
 def cases() -> list[Case]:
-    """Prompts of 1 to 300 tokens of held-out text, every kind of sampling in turn."""
-    rng = random.Random(7)
-    tokenizer = Tokenizer(resolve_model_folder(Config().target.model))
-    texts = [text.text for text in held_out_texts()]
-    prompts = []
-    while len(prompts) < NUM_PROMPTS:
-        text = rng.choice(texts)
-        start = rng.randrange(len(text))
-        token_ids = tokenizer.encode(text[start : start + 3000])
-        prompts.append(token_ids[: rng.choice((1, 2, 15, 16, 17, 60, 130, 300))])
-    return [
-        Case(
-            prompt=tuple(prompt),
-            seed=rng.randrange(-(2**63), 2**63),
-            max_tokens=rng.choice((1, 7, 24, 48)),
-            fields={**SAMPLING[i % len(SAMPLING)], "ignore_eos": i % 3 == 0},
-        )
-        for i, prompt in enumerate(prompts)
-        if prompt
-    ]
+    return sampled_cases(NUM_PROMPTS)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+"""Two vLLM targets and their drafts, shared by all tests here: an engine takes half a minute to start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.config import TargetConfig
+from cluster.engine.runner import ModelRunner
+from tests.system.cases import sampled_cases
+from tests.system.client import Case
+from tests.system.near_ties import NearTieJudge
+from tests.system.vllm.programs import Programs
+
+NUM_PROMPTS = 40
+SETTINGS = {
+    "target.engine": "vllm",
+    "target.engine_args": "{enforce_eager: true}",
+    "target.max_num_seqs": 8,
+    "target.max_model_len": 1024,
+    "target.kv_cache_bytes": 32 * 2**20,
+    "target.drain_seconds": 0.2,
+}
+
+
+@pytest.fixture(scope="package")
+def programs(tmp_path_factory: pytest.TempPathFactory, random_draft: Path) -> Iterator[Programs]:
+    programs = Programs(tmp_path_factory.mktemp("vllm"), **SETTINGS)
+    try:
+        programs.start_target("first")
+        programs.start_target("second")
+        programs.start_draft("right")
+        programs.start_draft("random", **{"draft.model": random_draft})
+        programs.wait_ready()
+        yield programs
+    finally:
+        programs.stop()
+
+
+@pytest.fixture(scope="package")
+def cases() -> list[Case]:
+    return sampled_cases(NUM_PROMPTS)
+
+
+@pytest.fixture(scope="package")
+def judge() -> NearTieJudge:
+    torch.set_num_threads(1)
+    config = TargetConfig(dtype="float32", device="cpu")
+    return NearTieJudge(ModelRunner.from_config(config, dtype_on_cpu=torch.float32))

@@ -1,0 +1,129 @@
+"""A cluster with vLLM targets, its programs started one by one: which drafts they use is what a file says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from services.launch.child import Child
+from services.launch.local import free_ports
+from tests.waiting import eventually
+
+READY_S = 180.0
+_PAUSE_S = 0.2
+
+
+class Programs:
+    """A router, targets and drafts. Ended with `stop`."""
+
+    def __init__(self, folder: Path, **settings: object) -> None:
+        self._folder = folder
+        self._settings = {"target.dtype": "float32", "draft.dtype": "float32"} | settings
+        self.targets: dict[str, Child] = {}
+        self.drafts: dict[str, Child] = {}
+        self.draft_addresses: dict[str, str] = {}
+        self._metrics_ports: dict[str, int] = {}
+        (self._port,) = free_ports(1)
+        self._write("targets")
+        self._write("drafts")
+        self.router = self._start("router", "router", **{"router.port": self._port})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start_target(self, name: str, **settings: object) -> None:
+        port, metrics_port = free_ports(2)
+        self._metrics_ports[name] = metrics_port
+        more = {"target.listen": f"127.0.0.1:{port}", "target.metrics_port": metrics_port}
+        self.targets[name] = self._start(name, "target", **more, **settings)
+        self._write("targets", *self._lines("targets"), f"127.0.0.1:{port}")
+
+    def start_draft(self, name: str, **settings: object) -> None:
+        """Its address is in nobody's list before `use`."""
+        port, metrics_port = free_ports(2)
+        self._metrics_ports[name] = metrics_port
+        self.draft_addresses[name] = f"127.0.0.1:{port}"
+        more = {"draft.listen": f"127.0.0.1:{port}", "draft.metrics_port": metrics_port}
+        self.drafts[name] = self._start(name, "draft", **more, **settings)
+
+    def use(self, *drafts: str, wait: bool = True) -> None:
+        """From now on targets are drafted for by these, and by no others."""
+        self._write("drafts", *(self.draft_addresses[name] for name in drafts))
+        if wait:
+            assert eventually(lambda: self.links() == [len(drafts)] * len(self.targets), READY_S, _PAUSE_S)
+
+    def links(self) -> list[int]:
+        """How many are up, of each target that answers, when all that are listed are up."""
+        targets = self.health().get("targets", [])
+        return [
+            target["num_draft_links"]
+            for target in targets
+            if target["problem"] is None and target["num_draft_links"] == target["num_draft_links_configured"]
+        ]
+
+    def wait_ready(self) -> None:
+        assert eventually(lambda: len(self.links()) == len(self.targets), READY_S, _PAUSE_S), self.health()
+
+    def health(self) -> dict[str, Any]:
+        with contextlib.suppress(httpx.TransportError):
+            body: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=5).json()
+            return body
+        return {}
+
+    def counters(self, name: str) -> dict[str, float]:
+        """All metrics of a worker, by name and labels as they stand on its page."""
+        page = httpx.get(f"http://127.0.0.1:{self._metrics_ports[name]}/metrics", timeout=10).text
+        lines = (line for line in page.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    def assert_nothing_in_use(self) -> None:
+        for name in [*self.targets, *self.drafts]:
+            assert eventually(lambda name=name: self.counters(name)["outrider_kv_blocks_used"] == 0), name
+        for name in self.drafts:
+            assert eventually(lambda name=name: self.counters(name)["outrider_draft_sequences"] == 0), name
+
+    def restart(self, name: str) -> None:
+        """Of a program that has ended or been killed; at the same address."""
+        child = self.targets.get(name) or self.drafts[name]
+        child.kill()
+        child.start()
+
+    def stop(self) -> None:
+        children = [self.router, *self.targets.values(), *self.drafts.values()]
+        for child in children:
+            child.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGINT)  # the second signal: nothing is to be finished
+        deadline = time.monotonic() + 20
+        while not all(child.has_ended() for child in children) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        for child in children:
+            child.kill()
+
+    def _start(self, name: str, program: str, **settings: object) -> Child:
+        given = {
+            **self._settings,
+            "target.addresses": f"['file:{self._folder / 'targets'}']",
+            "draft.addresses": f"['file:{self._folder / 'drafts'}']",
+            **settings,
+        }
+        options = [part for key, value in given.items() for part in ("--set", f"{key}={value}")]
+        child = Child(name, [program, *options])
+        child.start()
+        return child
+
+    def _lines(self, file: str) -> list[str]:
+        return (self._folder / file).read_text().split()
+
+    def _write(self, file: str, *addresses: str) -> None:
+        """At once as a whole, as its readers look at any time."""
+        new = self._folder / f"{file}.new"
+        new.write_text("\n".join(addresses))
+        new.replace(self._folder / file)
