@@ -59,6 +59,17 @@ def _ngram(config: Config, progress: Progress | None) -> Drafter:
     return NgramDrafter(model.vocab_size, max_model_len, draft.ngram_min, draft.ngram_max)
 
 
+def _vllm(config: Config, progress: Progress | None) -> Drafter:
+    from cluster.drafters.vllm import VllmDrafter  # only this drafter needs vLLM
+    from cluster.vllm.draft_engine import DraftEngine
+
+    return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs)
+
+
+def _engine(config: Config, progress: Progress | None) -> Drafter:
+    raise ConfigurationError("draft.drafter engine drafts inside the target: it has no draft workers")
+
+
 def _simulated(config: Config, progress: Progress | None) -> Drafter:
     draft, model = config.draft, ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = draft.max_model_len or config.target.max_model_len or model.max_position_embeddings
@@ -75,6 +86,8 @@ _MODELS: dict[DrafterName, Callable[[Config, Progress | None], ModelRunner]] = {
 _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None], Drafter]] = {
     **dict.fromkeys(_MODELS, _model_drafter),
     "ngram": _ngram,
+    "vllm": _vllm,
+    "engine": _engine,
     "simulated": _simulated,
 }
 
