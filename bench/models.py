@@ -96,13 +96,19 @@ def widen_model(source: Path, folder: Path) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
+def make_pair(out: Path) -> int:
+    """Writes `target` and `draft` into the folder `out`; returns the number of parameters of the target."""
+    config = Config()
+    num_parameters = widen_model(resolve_model_folder(config.target.model), out / "target")
+    shutil.copytree(resolve_model_folder(config.draft.model), out / "draft", dirs_exist_ok=True)
+    return num_parameters
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.models", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for `target` and `draft`")
     out: Path = parser.parse_args(argv).out
-    config = Config()
-    num_parameters = widen_model(resolve_model_folder(config.target.model), out / "target")
-    shutil.copytree(resolve_model_folder(config.draft.model), out / "draft", dirs_exist_ok=True)
+    num_parameters = make_pair(out)
     print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {out}/draft")
     return 0
 

@@ -22,6 +22,7 @@ from cluster.targets.base import Target
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
+from cluster.vllm.engine_args import set_environment
 
 
 def make_target(config: Config, tokenizer_fingerprint: str, progress: Progress | None = None) -> Target:
@@ -64,7 +65,8 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
 
 
 def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target:
-    from cluster.targets.vllm.target import VllmTarget  # only this engine needs vLLM
+    set_environment(config.target)  # vLLM reads some of it when it is imported
+    from cluster.targets.vllm.target import VllmTarget  # and only this engine needs it
 
     return VllmTarget(config, fingerprint)
 

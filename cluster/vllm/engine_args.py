@@ -90,7 +90,7 @@ def set_environment(worker: WorkerConfig) -> None:
     if resolve_device(worker.device).type == "cpu":
         cpus = sorted(os.sched_getaffinity(0))[: worker.threads]
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cpus, worker.tensor_parallel_size)
-        wanted["LD_PRELOAD"] = ":".join(_recommended_libraries())
+        wanted["LD_PRELOAD"] = ":".join(recommended_libraries())
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
@@ -102,7 +102,7 @@ def _binding(cpus: Sequence[int], num_ranks: int) -> str:
     return "|".join(",".join(map(str, rank)) for rank in ranks)
 
 
-def _recommended_libraries() -> list[str]:
+def recommended_libraries() -> list[str]:
     """Those that vLLM's CPU build is faster with, as far as they are here."""
     found = [str(path) for path in (Path(sys.prefix) / "lib" / "libiomp5.so",) if path.is_file()]
     allocator = ctypes.util.find_library("tcmalloc_minimal")

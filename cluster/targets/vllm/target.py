@@ -25,7 +25,7 @@ from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Out
 from cluster.targets.vllm.core import REQUEST_ID_KEY, SCHEDULER, CoreSettings
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.engine_args import check_numerics, common_engine_args, make_args, set_environment
+from cluster.vllm.engine_args import check_numerics, common_engine_args, make_args
 from cluster.vllm.sampling import EXTENSION
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class VllmTarget(Target):
         """Loads the model. Raises ConfigurationError."""
         target, folder = config.target, resolve_model_folder(config.target.model)
         check_numerics(target, target.numerics)
-        set_environment(target)
         self._config = config
         self._is_coupled = config.speculation.acceptance != "engine"
         self._publish: Publish = lambda _: None

@@ -1,0 +1,348 @@
+"""Outrider beside what else serves the same pair on this machine, over HTTP: `python -m bench.peers`.
+
+All systems are started, each with every core, and stopped (SIGSTOP) but for the one that works, which they do in turn,
+so that a drift of the machine meets all alike. Each answers the same prompts with the same number of tokens, from a
+client that streams. vLLM has the libraries that it recommends preloaded. Its draft-model speculation is tried at
+several K, greedy and probabilistic: the best of them at a point is the peer there. Hugging Face's assisted generation
+has no server: it is called in its process, one stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from bench.machine import describe_machine
+from bench.models import make_pair
+from bench.peer_client import Burst, answer_all
+from bench.plot_peers import plot
+from bench.workload import held_out_prompts, read_counters
+from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.vllm.engine_args import recommended_libraries
+from services.launch.child import Child
+from services.launch.local import free_ports
+
+READY_SECONDS = 400.0
+MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 16
+_PROMPTS = {1: 6, 4: 12, 16: 32}  # ten seconds' work or so
+
+
+@dataclass(slots=True)
+class System:
+    """A server, or several programs that make one."""
+
+    name: str
+    url: str
+    model: str
+    children: list[Child]
+    metrics_url: str = ""
+    results: dict[tuple[float, int], list[Result]] = field(default_factory=dict)
+
+    def processes(self) -> Iterator[int]:
+        for child in self.children:
+            yield from _tree(child.pid)
+
+    def signal(self, signum: signal.Signals) -> None:
+        for pid in list(self.processes()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def is_ready(self) -> bool:
+        """Whether it answers, and where drafts come over links, has them."""
+        try:
+            answer_all(self.url, self.model, [[1, 2, 3]], num_streams=1, temperature=0.0, max_tokens=4, timeout=30)
+            health = httpx.get(f"{self.url}/health", timeout=5)
+            targets = health.json()["targets"] if health.content else []
+        except (httpx.HTTPError, ValueError, IndexError):
+            return False
+        return all(target["num_draft_links"] == target["num_draft_links_configured"] for target in targets)
+
+    def counters(self) -> dict[str, float]:
+        return read_counters(f"{self.url}/metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One burst."""
+
+    tokens_per_second: float
+    first_token_seconds: float  # median
+    first_token_p99_seconds: float
+    token_seconds: float  # of an answer after its first token, for each token; median
+    gap_p99_seconds: float  # between two pieces of an answer
+    acceptance_length: float | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="outrider-peers-") as name:
+        folder = Path(name)
+        make_pair(folder)
+        systems = _systems(folder, arguments)
+        try:
+            for system in systems:  # one after the other: starting takes every core
+                _start(system)
+                system.signal(signal.SIGSTOP)
+            for repeat in range(arguments.repeats):
+                for temperature in arguments.temperatures:
+                    for num_streams in arguments.streams:
+                        for system in systems:
+                            _measure(system, temperature, num_streams, arguments)
+                print(f"repeat {repeat + 1} of {arguments.repeats} done", file=sys.stderr, flush=True)
+                _write(arguments, systems)
+        finally:
+            for system in systems:
+                system.signal(signal.SIGCONT)
+                for child in system.children:
+                    child.terminate()
+            time.sleep(2.0)
+            for system in systems:
+                system.signal(signal.SIGKILL)
+        if "hf" in arguments.systems:
+            _assisted(folder, arguments)
+    print(table(json.loads(arguments.out.read_text(encoding="utf-8"))))
+    plot(arguments.out)
+    return 0
+
+
+def table(document: dict[str, Any]) -> str:
+    """Tokens a second, a row for each system; below it what else was measured."""
+    points = [tuple(point) for point in document["points"]]
+    lines = []
+    for title, key, scale, digits in (
+        ("tokens/s", "tokens_per_second", 1.0, 0),
+        ("first token, ms", "first_token_seconds", 1e3, 0),
+        ("first token p99, ms", "first_token_p99_seconds", 1e3, 0),
+        ("time per output token, ms", "token_seconds", 1e3, 1),
+        ("p99 between pieces, ms", "gap_p99_seconds", 1e3, 0),
+        ("acceptance length", "acceptance_length", 1.0, 2),
+    ):
+        lines += [f"| {title} | " + " | ".join(f"T={t:g}, {n}" for t, n in points) + " |"]
+        lines += ["| --- |" + " --- |" * len(points)]
+        for name, results in document["systems"].items():
+            cells = []
+            for t, n in points:
+                values = [r[key] for r in results.get(f"{t:g}/{n}", []) if r[key] is not None]
+                cells.append(f"{scale * statistics.median(values):.{digits}f}" if values else "")
+            if any(cells):
+                lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _systems(folder: Path, arguments: argparse.Namespace) -> list[System]:
+    target, draft = str(folder / "target"), str(folder / "draft")
+    made: dict[str, Callable[[], System]] = {
+        "torch": lambda: _outrider(folder, "Outrider on PyTorch"),
+        "vllm-target": lambda: _outrider(folder, "Outrider on vLLM", "vllm"),
+        "vllm": lambda: _vllm("vLLM", target, None),
+        "ngram": lambda: _vllm(
+            "vLLM ngram", target, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+        ),
+        "eagle": lambda: _vllm(
+            "vLLM EAGLE", target, {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
+        ),
+    }
+    for k in (3, 5):
+        for way in ("greedy", "probabilistic"):
+            own = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, "draft_sample_method": way}
+            made[f"draft-{k}-{way}"] = lambda own=own, k=k, way=way: _vllm(f"vLLM draft_model K={k} {way}", target, own)
+    unknown = set(arguments.systems) - made.keys() - {"hf"}
+    if unknown:
+        sys.exit(f"unknown systems {', '.join(sorted(unknown))}; known: {', '.join(made)}, hf")
+    return [made[name]() for name in arguments.systems if name != "hf"]
+
+
+def _outrider(folder: Path, name: str, engine: str = "torch") -> System:
+    (port,) = free_ports(1)
+    settings = {
+        "target": {
+            "model": str(folder / "target"),
+            "engine": engine,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "enable_prefix_caching": False,
+            "kv_cache_bytes": 2**30,
+        },
+        "draft": {"model": str(folder / "draft"), "enable_prefix_caching": False},
+        "router": {"port": port},
+    }
+    file = folder / f"{engine}.yaml"
+    file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    config: Config = load_config(file)
+    return System(
+        name, f"http://127.0.0.1:{port}", config.target.model, [Child(name, ["serve", "--config", str(file)])]
+    )
+
+
+def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:
+    (port,) = free_ports(1)
+    arguments = [
+        *("serve", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--no-enable-prefix-caching"),
+    ]
+    if speculative is not None:
+        arguments += ["--speculative-config", json.dumps(speculative)]
+    environment = [
+        "env",
+        f"LD_PRELOAD={':'.join(recommended_libraries())}",
+        f"VLLM_CPU_OMP_THREADS_BIND={','.join(map(str, sorted(os.sched_getaffinity(0))))}",
+        "VLLM_CPU_KVCACHE_SPACE=1",
+        "VLLM_LOGGING_LEVEL=ERROR",
+        "VLLM_NO_USAGE_STATS=1",
+        "HF_HUB_OFFLINE=1",
+    ]
+    child = Child(name, arguments, module="vllm.entrypoints.cli.main", prefix=environment)
+    return System(name, f"http://127.0.0.1:{port}", model, [child])
+
+
+def _start(system: System) -> None:
+    started_at = time.monotonic()
+    for child in system.children:
+        child.start()
+    while not system.is_ready():
+        if time.monotonic() > started_at + READY_SECONDS or any(child.has_ended() for child in system.children):
+            raise SystemExit(f"{system.name} does not start")
+        time.sleep(1.0)
+    print(f"{system.name} is ready after {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
+
+
+def _measure(system: System, temperature: float, num_streams: int, arguments: argparse.Namespace) -> None:
+    prompts = held_out_prompts(_PROMPTS.get(num_streams, 2 * num_streams), seed=num_streams)
+
+    def burst(prompts: Sequence[Sequence[int]], max_tokens: int) -> Burst:
+        return answer_all(
+            system.url,
+            system.model,
+            prompts,
+            num_streams=num_streams,
+            temperature=temperature,
+            max_tokens=max_tokens,
+        )
+
+    system.signal(signal.SIGCONT)
+    while not system.is_ready():  # links that were silent for so long are made anew
+        time.sleep(0.2)
+    burst(prompts[:num_streams], 32)  # warm
+    before = system.counters()
+    measured = burst(prompts, arguments.max_tokens)
+    after = system.counters()
+    system.signal(signal.SIGSTOP)
+    system.results.setdefault((temperature, num_streams), []).append(_result(measured, before, after))
+
+
+def _result(burst: Burst, before: dict[str, float], after: dict[str, float]) -> Result:
+    first = sorted(answer.first_token_seconds for answer in burst.answers)
+    gaps = sorted(gap for answer in burst.answers for gap in answer.gaps)
+    per_token = [
+        (answer.last_token_seconds - answer.first_token_seconds) / (answer.num_tokens - 1) for answer in burst.answers
+    ]
+    rounds, accepted = (
+        after.get(name, 0.0) - before.get(name, 0.0)
+        for name in ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
+    )
+    return Result(
+        burst.tokens_per_second,
+        statistics.median(first),
+        _p99(first),
+        statistics.median(per_token),
+        _p99(gaps),
+        1 + accepted / rounds if rounds else None,
+    )
+
+
+def _p99(ascending: Sequence[float]) -> float:
+    return ascending[min(len(ascending) - 1, int(0.99 * len(ascending)))]
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """The process and all under it."""
+    yield pid
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):
+            for child in file.read_text().split():
+                yield from _tree(int(child))
+
+
+def _write(arguments: argparse.Namespace, systems: Sequence[System]) -> None:
+    document = {
+        "machine": describe_machine(),
+        "max_tokens": arguments.max_tokens,
+        "repeats": arguments.repeats,
+        "points": [(t, n) for t in arguments.temperatures for n in arguments.streams],
+        "systems": {
+            system.name: {
+                f"{t:g}/{n}": [asdict(result) for result in results] for (t, n), results in system.results.items()
+            }
+            for system in systems
+        },
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _assisted(folder: Path, arguments: argparse.Namespace) -> None:
+    """Adds Hugging Face's assisted generation to the results."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.bfloat16).eval() for name in ("target", "draft")
+    )
+    prompts = held_out_prompts(_PROMPTS[1], seed=1)
+    document = json.loads(arguments.out.read_text(encoding="utf-8"))
+    results: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(arguments.repeats):
+        for temperature in arguments.temperatures:
+            sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+            started_at, num_tokens = time.perf_counter(), 0
+            for prompt in prompts:
+                ids = torch.tensor([prompt])
+                out = target.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    assistant_model=draft,
+                    min_new_tokens=arguments.max_tokens,
+                    max_new_tokens=arguments.max_tokens,
+                    pad_token_id=0,
+                    **sampling,
+                )
+                num_tokens += out.shape[1] - len(prompt)
+            rate = num_tokens / (time.perf_counter() - started_at)
+            result = dict.fromkeys(Result.__slots__) | {"tokens_per_second": rate, "token_seconds": 1 / rate}
+            results.setdefault(f"{temperature:g}/1", []).append(result)
+    document["systems"]["Hugging Face assisted generation"] = results
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.peers", description=(__doc__ or "").partition("\n")[0])
+    every = "torch,vllm-target,vllm,draft-3-greedy,draft-3-probabilistic,draft-5-greedy,draft-5-probabilistic"
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=f"{every},ngram,eagle,hf".split(","))
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/peers.json"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
