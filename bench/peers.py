@@ -31,8 +31,6 @@ from bench.models import make_pair
 from bench.peer_client import Burst, answer_all
 from bench.plot_peers import plot
 from bench.workload import held_out_prompts, read_counters
-from cluster.config import Config
-from cluster.config_file import load_config
 from cluster.vllm.engine_args import recommended_libraries
 from services.launch.child import Child
 from services.launch.local import free_ports
@@ -185,10 +183,8 @@ def _outrider(folder: Path, name: str, engine: str = "torch") -> System:
     }
     file = folder / f"{engine}.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
-    config: Config = load_config(file)
-    return System(
-        name, f"http://127.0.0.1:{port}", config.target.model, [Child(name, ["serve", "--config", str(file)])]
-    )
+    child = Child(name, ["serve", "--config", str(file)])
+    return System(name, f"http://127.0.0.1:{port}", str(folder / "target"), [child])
 
 
 def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:

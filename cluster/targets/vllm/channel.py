@@ -27,6 +27,11 @@ class Endpoints:
 
 
 @dataclass(frozen=True, slots=True)
+class Profiled:
+    """Down: the requests that were for profiling have ended, real ones come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """Up: what one step committed."""
 

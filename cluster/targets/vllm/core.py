@@ -18,7 +18,8 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.targets.heartbeat import Heartbeat
-from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Status, connect
+from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, connect
+from cluster.targets.vllm.profiling import ProfilingRounds
 from cluster.targets.vllm.rounds import CoordinatedRounds, Links
 from cluster.telemetry.logs import setup_logging
 from cluster.telemetry.metrics import Reading, StepTime
@@ -27,7 +28,7 @@ from cluster.vllm.scheduler import EngineStep, RoundScheduler
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
 REQUEST_ID_KEY = "outrider_request_id"  # in a request's `extra_args`: vLLM makes IDs of its own
 
-_STATUS_SECONDS = 0.1
+_STATUS_SECONDS = 0.2
 _SWITCH_INTERVAL_SECONDS = 0.0005  # the links' threads must not wait for the engine's for a whole round
 _FINISH_REASONS = {
     VllmFinishReason.STOP: FinishReason.STOP,
@@ -63,13 +64,9 @@ class CoordinatedScheduler(RoundScheduler):
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
         self._num_committed_tokens = 0
         self._links = Links(settings.tokenizer_fingerprint)
+        self._settings = settings
         if settings.has_rounds:
-            limits = StepLimits(
-                max_model_len=self.max_model_len,
-                max_num_seqs=self.max_num_running_reqs,
-                max_num_batched_tokens=self.max_num_scheduled_tokens,
-            )
-            self.rounds = CoordinatedRounds(self._links, settings.speculation, settings.vocab_size, limits)
+            self.rounds = ProfilingRounds(settings.speculation.max_speculative_tokens)
         self.on_step = self._publish
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
@@ -108,8 +105,19 @@ class CoordinatedScheduler(RoundScheduler):
     # The channel's threads.
 
     def _receive(self, message: Any) -> None:
-        assert isinstance(message, Endpoints)
-        self._links.follow(message.addresses)
+        if isinstance(message, Endpoints):
+            self._links.follow(message.addresses)
+        elif isinstance(message, Profiled) and isinstance(self.rounds, ProfilingRounds):
+            self.rounds = self._coordinated_rounds(self.rounds.step_times)
+
+    def _coordinated_rounds(self, step_times: Sequence[tuple[int, float]]) -> CoordinatedRounds:
+        limits = StepLimits(
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_running_reqs,
+            max_num_batched_tokens=self.max_num_scheduled_tokens,
+        )
+        settings = self._settings
+        return CoordinatedRounds(self._links, settings.speculation, settings.vocab_size, limits, step_times)
 
     def _report(self) -> None:
         while True:
@@ -146,6 +154,7 @@ class CoordinatedScheduler(RoundScheduler):
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
         if isinstance(self.rounds, CoordinatedRounds):
             yield from self.rounds.readings()
+            yield from self._links.pool.readings()
 
 
 def _kind(step: EngineStep) -> str:

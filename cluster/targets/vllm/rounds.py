@@ -64,8 +64,10 @@ class CoordinatedRounds:
         config: SpeculationConfig,
         vocab_size: int,
         limits: StepLimits,
+        step_times: Sequence[tuple[int, float]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`step_times`: rows of steps that were tried, and the seconds they took."""
         self._links = links
         self._config = config
         self._vocab_size = vocab_size
@@ -74,7 +76,7 @@ class CoordinatedRounds:
         self._sequences: dict[str, SpeculativeSequence] = {}
         self._failures: Counter[str] = Counter()
         self._begin_anew_at: float | None = None
-        self._step_times: list[tuple[int, float]] = []
+        self._step_times = step_times
         self._coordinator = self._new_coordinator()
 
     @property
@@ -134,15 +136,9 @@ class CoordinatedRounds:
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
         yield from self._coordinator.readings()
-        yield from self._links.pool.readings()
         failed = "Times the coordinator failed and speculation was off for a while, by the exception."
         for name, count in dict(self._failures).items():
             yield Reading("outrider_coordinator_failures", failed, count, is_counter=True, labels={"exception": name})
-
-    def know_step_times(self, times: Sequence[tuple[int, float]]) -> None:
-        """Steps of so many rows were tried, and took so many seconds."""
-        self._step_times = list(times)
-        self._coordinator.know_step_times(times)
 
     def _new_coordinator(self) -> Coordinator:
         coordinator = Coordinator(self._links.pool, self._config, self._vocab_size, self._limits, self._clock)

@@ -20,9 +20,12 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.model_config import eos_token_ids
 from cluster.errors import ConfigurationError, InternalError, OutriderError
 from cluster.model_folder import resolve_model_folder
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
-from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Outputs, Status
+from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Outputs, Profiled, Status
 from cluster.targets.vllm.core import REQUEST_ID_KEY, SCHEDULER, CoreSettings
+from cluster.targets.vllm.profiling import STEPS
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import check_numerics, common_engine_args, make_args
@@ -30,6 +33,7 @@ from cluster.vllm.sampling import EXTENSION
 
 logger = logging.getLogger(__name__)
 
+_PROFILE_SECONDS = 1.0  # after so long no more sequences are tried at once
 _SILENT_SECONDS = 5.0  # without news of an engine that has work
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 
@@ -60,6 +64,8 @@ class VllmTarget(Target):
             raise ConfigurationError(f"vLLM cannot run {target.model!r}: {_first_line(error)}") from error
         finally:
             listener.close()
+        if config.drafts_in_pool:
+            self._call(self._profile())
         model = self._llm.model_config
         self.model = TargetModel(
             target.model, str(model.dtype).removeprefix("torch."), model.get_vocab_size(), eos_token_ids(folder)
@@ -79,6 +85,27 @@ class VllmTarget(Target):
         if self._is_coupled:
             await llm.collective_rpc("install_coupled_sampling")
         return llm
+
+    async def _profile(self) -> None:
+        """Has the engine core try steps of more and more rows."""
+        started_at, num_sequences = time.monotonic(), 1
+        while num_sequences <= self._config.target.max_num_seqs and time.monotonic() < started_at + _PROFILE_SECONDS:
+            await asyncio.gather(*(self._try_steps(number) for number in range(num_sequences)))
+            num_sequences *= 4
+        self._channel.send(Profiled())
+
+    async def _try_steps(self, number: int) -> None:
+        params = VllmSamplingParams(
+            temperature=0.0,
+            max_tokens=STEPS,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=Coupling(SamplingParams(temperature=0.0), NoiseKey(0, 0), 2).to_extra_args(),
+        )
+        prompt = {"prompt_token_ids": [number, 1]}
+        async for _ in self._llm.generate(prompt, params, f"profile {number}"):
+            pass
 
     def _speculative_config(self) -> dict[str, Any] | None:
         speculation, draft = self._config.speculation, self._config.draft

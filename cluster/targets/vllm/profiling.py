@@ -1,0 +1,46 @@
+"""What a step of vLLM takes, tried before the first request has come: the depth controller should not have to guess."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from cluster.vllm.scheduler import EngineStep
+
+DEPTHS = (0, 1, 3, 7, 15)
+STEPS = 3 * len(DEPTHS)  # each depth three times, as the first may compile
+
+
+class ProfilingRounds:
+    """`cluster.vllm.scheduler.Rounds` that has drafts of every depth verified, in turn, and notes what that takes.
+
+    The drafts are one token again and again, nearly always wrong: what counts is their number.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._num_begun = 0
+        self._seconds: dict[int, float] = {}
+
+    @property
+    def step_times(self) -> list[tuple[int, float]]:
+        """Rows and seconds, the best of what was tried."""
+        return sorted(self._seconds.items())
+
+    def begin(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        depth = min(DEPTHS[self._num_begun % len(DEPTHS)], self._max_depth)
+        self._num_begun += bool(decoding)
+        return {request.request_id: [0] * depth for request in decoding}
+
+    def scheduled(self, joining: Sequence[Request]) -> None:
+        """Nobody drafts for them."""
+
+    def end(self, step: EngineStep) -> None:
+        if step.rounds and not step.has_prefill:
+            self._seconds[step.num_rows] = min(step.seconds, self._seconds.get(step.num_rows, step.seconds))
+
+    def close(self, request: Request) -> None:
+        """Nothing is kept of it."""

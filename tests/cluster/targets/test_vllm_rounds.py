@@ -1,0 +1,156 @@
+"""The coordinator beside vLLM's scheduler: its two calls, and that nothing of it reaches the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.coordinator import Coordinator
+from cluster.coordination.link import LinkState
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.targets.vllm.rounds import CoordinatedRounds
+from cluster.vllm.coupling import Coupling
+from cluster.wire.messages import Proposal, SpeculateReply
+from tests.cluster.coordination.scripted import LIMITS, VOCAB_SIZE, ScriptedLink, ScriptedPool
+
+PROMPT = [1, 2, 3]
+K = 4
+
+
+class ScriptedLinks:
+    """In place of links in a thread."""
+
+    def __init__(self) -> None:
+        self.pool = ScriptedPool()
+        self.num_resets = 0
+
+    def reset(self) -> None:
+        self.num_resets += 1
+
+
+@dataclass
+class Request:
+    """What of vLLM's is looked at."""
+
+    request_id: str
+    extra_args: dict[str, Any] | None
+    all_token_ids: list[int] = field(default_factory=lambda: list(PROMPT))
+    num_prompt_tokens: int = len(PROMPT)
+    max_tokens: int = 100
+
+    @property
+    def sampling_params(self) -> SimpleNamespace:
+        return SimpleNamespace(extra_args=self.extra_args)
+
+
+@dataclass
+class Committed:
+    request: Request
+    draft_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: int | None = None
+
+
+@pytest.fixture
+def links() -> ScriptedLinks:
+    return ScriptedLinks()
+
+
+@pytest.fixture
+def link(links: ScriptedLinks) -> ScriptedLink:
+    link = ScriptedLink("draft")
+    links.pool.happens(link, LinkState.UP)
+    return link
+
+
+@pytest.fixture
+def rounds(links: ScriptedLinks) -> CoordinatedRounds:
+    speculation = SpeculationConfig(controller="fixed", num_speculative_tokens=K)
+    return CoordinatedRounds(links, speculation, VOCAB_SIZE, LIMITS, clock=links.pool.clock)
+
+
+def request(name: str = "a", k: int | None = None, *, coupled: bool = True) -> Request:
+    coupling = Coupling(SamplingParams(temperature=0.7), NoiseKey(1, 2), len(PROMPT), k)
+    return Request(name, coupling.to_extra_args() if coupled else None)
+
+
+def step(*committed: Committed, seconds: float = 0.02) -> SimpleNamespace:
+    num_rows = sum(1 + len(one.draft_token_ids) for one in committed)
+    return SimpleNamespace(rounds=committed, num_rows=num_rows, seconds=seconds, has_prefill=False)
+
+
+def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink) -> None:
+    asked = request()
+    rounds.begin([], [])
+    rounds.scheduled([asked])
+    (message,) = link.take_sent()
+    (opening,) = message.opens.values()
+    assert (opening.token_ids, opening.params.temperature, opening.num_speculative_tokens) == (PROMPT, 0.7, K)
+    reply = SpeculateReply(proposals={opening.wire_id: Proposal(opening.wire_id, 3, (4, 5, 6, 7))})
+    links.pool.happens(link, reply)
+    assert rounds.begin([asked], []) == {"a": (4, 5, 6, 7)}
+    asked.all_token_ids += [4, 5, 9]
+    rounds.end(step(Committed(asked, [4, 5, 6, 7], [4, 5, 9])))
+    (message,) = link.take_sent()
+    (advance,) = message.advances.values()
+    assert (advance.base, list(advance.token_ids), advance.num_speculative_tokens) == (3, [4, 5, 9], K)
+    rounds.close(asked)
+    rounds.end(step())
+    (message,) = link.take_sent()
+    assert list(message.closes) == [opening.wire_id]
+
+
+def test_requests_have_a_k_of_their_own_and_those_of_others_decode_plainly(
+    rounds: CoordinatedRounds, link: ScriptedLink
+) -> None:
+    running = [request("a", k=0), request("b", coupled=False)]
+    assert rounds.begin(running, []) == {"a": (), "b": ()}
+    assert link.take_sent() == []
+
+
+def test_a_coordinator_that_fails_ends_the_rounds_and_they_begin_anew(
+    rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request()
+    rounds.begin([], [asked])
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("seeded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Coordinator, "begin", fail)
+        assert rounds.begin([asked], []) is None
+        for _ in range(3):  # it is not tried again at each step
+            assert rounds.begin([asked], []) is None
+            rounds.end(step(Committed(asked, [], [4])))
+    assert links.num_resets == 1
+    failures = [r for r in rounds.readings() if r.name == "outrider_coordinator_failures"]
+    assert [(r.labels["exception"], r.value) for r in failures] == [("ZeroDivisionError", 1)]
+    rounds.close(asked)
+    links.pool.now += 2.0
+    again = ScriptedLink("draft again")
+    links.pool.happens(again, LinkState.UP)
+    rounds.begin([request("c")], [])
+    (message,) = again.take_sent()
+    assert len(message.opens) == 1
+
+
+def test_what_is_not_in_the_vocabulary_or_too_long_is_dropped(
+    rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink
+) -> None:
+    asked = request()
+    rounds.begin([], [asked])
+    (message,) = link.take_sent()
+    (opening,) = message.opens.values()
+    wrong = (4, VOCAB_SIZE, *[5] * 200)
+    links.pool.happens(link, SpeculateReply(proposals={opening.wire_id: Proposal(opening.wire_id, 3, wrong)}))
+    (drafts,) = (rounds.begin([asked], []) or {}).values()
+    assert list(drafts) == [4]
+    dropped = {r.labels["reason"]: r.value for r in rounds.readings() if r.name == "outrider_proposals_dropped"}
+    assert dropped["vocabulary"] > 0
+    assert dropped["excess"] > 0
