@@ -36,6 +36,7 @@ class VllmDrafter(Drafter):
         self.vocab_size = engine.vocab_size
         self.dtype = engine.dtype
         self.num_blocks = engine.load().num_blocks
+        self.block_size = engine.block_size
         self._engine = engine
         self._max_num_seqs = max_num_seqs
         self._reserved: dict[DraftSequence, int] = {}  # blocks
@@ -49,7 +50,7 @@ class VllmDrafter(Drafter):
     def free_tokens(self) -> int:
         if len(self._reserved) >= self._max_num_seqs:
             return 0
-        return self._num_free_blocks * self._engine.block_size
+        return self._num_free_blocks * self.block_size
 
     def readings(self) -> Iterable[Reading]:
         yield from super().readings()
@@ -125,7 +126,7 @@ class VllmDrafter(Drafter):
     def _reserve(self, sequence: DraftSequence, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens of `sequence`, and never fewer than before; False when they are short."""
         num_had = self._reserved.get(sequence, 0)
-        num_needed = max(num_had, -(-num_tokens // self._engine.block_size))
+        num_needed = max(num_had, -(-num_tokens // self.block_size))
         if num_needed - num_had > self._num_free_blocks:
             return False
         self._reserved[sequence] = num_needed
