@@ -23,6 +23,7 @@ from cluster.targets.vllm.profiling import ProfilingRounds
 from cluster.targets.vllm.rounds import CoordinatedRounds, Links
 from cluster.telemetry.logs import setup_logging
 from cluster.telemetry.metrics import Reading, StepTime
+from cluster.vllm.coupling import Coupling
 from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
@@ -80,6 +81,15 @@ class CoordinatedScheduler(RoundScheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._heartbeat.end()
         return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """What vLLM drafts by itself, as far as each request's k allows."""
+        super().update_draft_token_ids(draft_token_ids)
+        if self.rounds is None:
+            for request in self.running:
+                coupling = Coupling.of(request.sampling_params.extra_args) if request.spec_token_ids else None
+                if coupling is not None and coupling.num_speculative_tokens is not None:
+                    request.spec_token_ids = request.spec_token_ids[: coupling.num_speculative_tokens]
 
     def _publish(self, step: EngineStep) -> None:
         if not step.rounds:

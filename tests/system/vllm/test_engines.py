@@ -1,0 +1,59 @@
+"""Other ways to put vLLM into a cluster, each called by an unmodified client: same tokens as without speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from cluster.config_file import load_config
+from services.launch.local import LocalCluster
+from tests.system.client import Case, complete_all
+from tests.system.vllm.conftest import SETTINGS
+from tests.system.vllm.programs import READY_S
+
+CONFIGURATIONS: dict[str, Mapping[str, object]] = {
+    "bfloat16": {"target.dtype": "bfloat16"},
+    "two tensor-parallel ranks": {"target.tensor_parallel_size": 2},
+    "a vLLM draft": {"draft.drafter": "vllm", "draft.engine_args": "{enforce_eager: true}"},
+    "vLLM's own draft model": {
+        "draft.drafter": "engine",
+        "draft.speculative_config": "{method: draft_model}",
+        "speculation.num_speculative_tokens": 3,
+    },
+    "vLLM's own n-gram": {
+        "draft.drafter": "engine",
+        "draft.speculative_config": "{method: ngram, prompt_lookup_max: 3, prompt_lookup_min: 1}",
+    },
+}
+MAX_DIFFERENT = {"bfloat16": 2}  # of 20 answers; float32 has a near-tie rarely, bfloat16 one in a thousand tokens
+NUM_CASES = 20
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_same_tokens(name: str, cases: list[Case]) -> None:
+    settings = {**SETTINGS, "target.dtype": "float32", "draft.dtype": "float32", "router.port": 0}
+    settings |= CONFIGURATIONS[name]
+    few = cases[:NUM_CASES]
+    with LocalCluster(load_config(None, [f"{key}={value}" for key, value in settings.items()])) as cluster:
+        cluster.wait_ready(READY_S)
+        plain = complete_all(cluster.url, few, num_speculative_tokens=0)
+        answers = complete_all(cluster.url, few)
+        num_different = sum(a != b for a, b in zip(answers, plain, strict=True))
+        assert num_different <= MAX_DIFFERENT.get(name, 1)
+        assert max(acceptance_histogram(cluster.url)) > 0
+
+
+def acceptance_histogram(url: str) -> dict[int, int]:
+    """Of an answer through the `openai` client: rounds by how many of their drafts were accepted."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    model = client.models.list().data[0].id
+    more: dict[str, Any] = {"return_speculation_stats": True}
+    answer = client.completions.create(
+        model=model, prompt="def main():\n    return 1\n\ndef main(", max_tokens=64, temperature=0, extra_body=more
+    )
+    assert answer.choices[0].text
+    counts: list[int] = answer.choices[0].model_extra["speculation"]["acceptance_histogram"]
+    return {num_accepted: count for num_accepted, count in enumerate(counts) if count}
