@@ -104,7 +104,7 @@ class VllmDrafter(Drafter):
     def _request_of(self, sequence: DraftSequence) -> _Request:
         """The engine's request for `sequence`, begun now if there is none."""
         request = self._requests.get(sequence)
-        if request is not None and request.params is not sequence.params:
+        if request is not None and request.params != sequence.params:
             self._remove_request(sequence)  # it is drafted for at another temperature from now on
             request = None
         if request is None:
