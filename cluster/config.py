@@ -330,9 +330,9 @@ class Config(_Section):
             return self
         if self.target.engine != "torch":
             raise ValueError(f"acceptance rejection needs target.engine torch, not {self.target.engine}")
-        if self.draft.drafter in ("ngram", "simulated"):
+        if self.draft.drafter in ("ngram", "vllm", "simulated"):
             raise ValueError(
-                f"acceptance rejection needs the draft's probabilities: draft.drafter {self.draft.drafter} has none"
+                f"acceptance rejection needs the draft's probabilities: draft.drafter {self.draft.drafter} gives none"
             )
         return self
 

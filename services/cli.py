@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_memory = plans.add_parser("memory", help="GPU memory of a pair: weights, KV cache, largest batch")
     _add_plan_memory_arguments(plan_memory)
     plan_memory.set_defaults(run=_plan_memory)
-    train = commands.add_parser("train", help="train the bundled pair of models")
+    train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     train.set_defaults(run=run_training)
     return parser

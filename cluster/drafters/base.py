@@ -213,6 +213,7 @@ class Drafter(ABC):
     vocab_size: int  # a sequence with other token IDs cannot be drafted for
     dtype: str
     num_blocks: int  # of the KV cache
+    block_size: int  # tokens in one
 
     @property
     @abstractmethod

@@ -36,6 +36,7 @@ class ModelDrafter(Drafter):
         self.vocab_size = runner.model.config.vocab_size
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.num_blocks = runner.blocks.num_blocks
+        self.block_size = runner.blocks.block_size
         self._runner = runner
         self._sampler = Sampler(runner.model.device)
         self._limits = limits
@@ -49,7 +50,7 @@ class ModelDrafter(Drafter):
     def free_tokens(self) -> int:
         if len(self._caches) >= self._limits.max_num_seqs:
             return 0
-        return self._runner.blocks.num_available_blocks * self._runner.blocks.block_size
+        return self._runner.blocks.num_available_blocks * self.block_size
 
     def readings(self) -> Iterable[Reading]:
         return self._runner.blocks.readings()

@@ -14,7 +14,7 @@ class NgramDrafter(Drafter):
     """
 
     dtype = "none"
-    num_blocks = num_used_blocks = 0  # it has no model, and so no KV cache
+    num_blocks = num_used_blocks = block_size = 0  # it has no model, and so no KV cache
 
     def __init__(self, vocab_size: int, max_model_len: int, shortest: int, longest: int) -> None:
         assert 0 < shortest <= longest

@@ -18,6 +18,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
+from cluster.vllm.engine_args import set_environment
 
 
 def make_drafter(config: Config, progress: Progress | None = None) -> Drafter:
@@ -59,6 +60,20 @@ def _ngram(config: Config, progress: Progress | None) -> Drafter:
     return NgramDrafter(model.vocab_size, max_model_len, draft.ngram_min, draft.ngram_max)
 
 
+def _vllm(config: Config, progress: Progress | None) -> Drafter:
+    set_environment(config.draft)  # vLLM reads some of it when it is imported
+    try:
+        from cluster.drafters.vllm import VllmDrafter  # only this drafter needs vLLM
+        from cluster.vllm.draft_engine import DraftEngine
+    except ImportError as error:
+        raise ConfigurationError(f"draft.drafter vllm needs vLLM, which cannot be imported: {error}") from error
+    return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs)
+
+
+def _engine(config: Config, progress: Progress | None) -> Drafter:
+    raise ConfigurationError("draft.drafter engine drafts inside the target: it has no draft workers")
+
+
 def _simulated(config: Config, progress: Progress | None) -> Drafter:
     draft, model = config.draft, ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = draft.max_model_len or config.target.max_model_len or model.max_position_embeddings
@@ -75,6 +90,8 @@ _MODELS: dict[DrafterName, Callable[[Config, Progress | None], ModelRunner]] = {
 _DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None], Drafter]] = {
     **dict.fromkeys(_MODELS, _model_drafter),
     "ngram": _ngram,
+    "vllm": _vllm,
+    "engine": _engine,
     "simulated": _simulated,
 }
 

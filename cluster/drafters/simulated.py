@@ -22,7 +22,7 @@ class SimulatedDrafter(Drafter):
     """
 
     dtype = "simulated"
-    num_blocks = num_used_blocks = 0  # there is no KV cache
+    num_blocks = num_used_blocks = block_size = 0  # there is no KV cache
 
     def __init__(
         self,

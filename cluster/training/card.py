@@ -29,6 +29,13 @@ _INTRODUCTION = {
         "on the target's whole distributions, over corpus text and over text sampled from the target. "
         "It has the target's tokenizer."
     ),
+    "eagle": (
+        "# Outrider bundled EAGLE head\n\n"
+        "A one-layer EAGLE head for the target that Outrider bundles, in the form that vLLM loads "
+        "(`speculative_config` with `method: eagle`). It was trained on the target's hidden states over corpus text "
+        "and over text sampled from the target, by KL(target || head) and the error of the hidden states, also when "
+        "fed with its own output. Embedding and output layer are the target's, so they are not in this folder."
+    ),
 }
 
 _LICENCES = (
@@ -49,6 +56,25 @@ def model_card(workspace: Workspace, name: str) -> str:
         _FRONT_MATTER + _INTRODUCTION[name],
         _training_section(training),
         _evaluation_section(evaluation),
+        _corpus_section(corpus, tokens),
+        "## Licences\n\n" + _LICENCES,
+        _packages_section(corpus["packages"]),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def head_card(workspace: Workspace) -> str:
+    """Return the README.md of the EAGLE head."""
+    corpus, tokens = read_json(workspace.corpus_facts), read_json(workspace.token_facts)
+    acceptance = read_json(workspace.head_evaluation)
+    sections = [
+        _FRONT_MATTER + _INTRODUCTION["eagle"],
+        _training_section(read_json(workspace.training_facts("eagle"))),
+        "## Held-out results\n\n"
+        f"On text that the target itself wrote at temperature 0 after {acceptance['num_prompts']} held-out prompts: "
+        f"the first draft is the target's choice at {acceptance['acceptance_rate']:.1%} of "
+        f"{acceptance['num_tokens']:,} positions; with {acceptance['num_speculative_tokens']} drafted, "
+        f"{acceptance['acceptance_length']:.2f} tokens per round, bonus included.",
         _corpus_section(corpus, tokens),
         "## Licences\n\n" + _LICENCES,
         _packages_section(corpus["packages"]),

@@ -96,6 +96,11 @@ def collect(roots: Sequence[SourceRoot], package_limit_bytes: int) -> Corpus:
     return corpus
 
 
+def size_of(documents: Sequence[Document]) -> dict[str, int]:
+    num_bytes = sum(len(document.text.encode()) for document in documents)
+    return {"documents": len(documents), "bytes": num_bytes}
+
+
 def _by_top_level(paths: Iterable[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = defaultdict(list)
     for path in paths:

@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 from cluster.training.trainer import LossFunction
 
 
-def distillation_loss(target: LlamaForCausalLM) -> LossFunction:
+def distillation_loss(target: LlamaForCausalLM) -> LossFunction[LlamaForCausalLM]:
     """Return the loss KL(target || draft) per token. ``target`` is only read."""
 
     def loss(draft: LlamaForCausalLM, windows: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""How good the pair is: held-out loss of each model, and the draft's acceptance on the target's own text.
+"""How good the models are: held-out loss of the pair, and the acceptance of a draft or head on the target's own text.
 
-Both models run in float32, so that the figures don't depend on the device.
+All of them run in float32, so that the figures don't depend on the device.
 """
 
 import math
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from cluster.training.batches import random_numbers
+from cluster.training.eagle import EagleHead, draft_steps
 from cluster.training.generation import choose, continue_prompts, gumbel_noise
 from cluster.training.trainer import next_token_loss
 
@@ -19,6 +20,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 PROMPT_LENGTHS = (64, 128, 256)
 NEW_TOKENS = 128
 NUM_SPECULATIVE_TOKENS = 4
+HEAD_SPECULATIVE_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,55 @@ def measure_acceptance(
 
 def acceptance_length(matches: list[list[bool]], num_speculative_tokens: int) -> float:
     """Walk complete rounds along each row and return the mean number of tokens committed per round."""
+    drafts = [
+        [row[start : start + num_speculative_tokens] for start in range(len(row) - num_speculative_tokens)]
+        for row in matches
+    ]
+    return _mean_committed([[(*drafted, False).index(False) for drafted in row] for row in drafts])
+
+
+@torch.inference_mode()
+def measure_head_acceptance(
+    target: LlamaForCausalLM,
+    head: EagleHead,
+    held_out_stream: Tensor,
+    num_prompts: int,
+    seed: int,
+    prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
+    num_new_tokens: int = NEW_TOKENS,
+) -> Acceptance:
+    """As `measure_acceptance`, at temperature 0, with an EAGLE head that is fed with its own output."""
+    num_drafts = HEAD_SPECULATIVE_TOKENS
+    num_matches: list[Tensor] = []
+    for prompts in _prompts(held_out_stream, num_prompts, prompt_lengths, seed):
+        greedy = torch.zeros(len(prompts), device=prompts.device)
+        tokens = continue_prompts(target, prompts, num_new_tokens, greedy, _no_noise)
+        hidden_states = target.model(input_ids=tokens, use_cache=False).last_hidden_state
+        steps = draft_steps(head, target.model.embed_tokens(tokens), hidden_states, num_drafts)
+        # A round begins at the last position that the target has computed: one before the newest token.
+        rounds = slice(prompts.shape[1] - 1, tokens.shape[1] - num_drafts - 1)
+        drafts = torch.stack([target.lm_head(states[:, rounds]).argmax(dim=-1) for states in steps], dim=-1)
+        truth = tokens[:, prompts.shape[1] + 1 :].unfold(1, num_drafts, 1)
+        num_matches.append((drafts == truth).long().cumprod(dim=-1).sum(dim=-1))
+    accepted = torch.cat(num_matches)
+    return Acceptance(
+        temperature=0.0,
+        acceptance_rate=(accepted > 0).float().mean().item(),
+        acceptance_length=_mean_committed(accepted.tolist()),
+        num_speculative_tokens=num_drafts,
+        num_prompts=len(accepted),
+        num_tokens=accepted.numel(),
+    )
+
+
+def _mean_committed(num_accepted: list[list[int]]) -> float:
+    """Walk rounds along each row, whose entries say how many drafts of a round that begins there are accepted."""
     num_rounds = num_committed = 0
-    for row in matches:
+    for row in num_accepted:
         position = 0
-        while position + num_speculative_tokens < len(row):
-            drafted = row[position : position + num_speculative_tokens]
-            num_accepted = drafted.index(False) if False in drafted else num_speculative_tokens
-            position += num_accepted + 1
-            num_committed += num_accepted + 1
+        while position < len(row):
+            num_committed += row[position] + 1
+            position += row[position] + 1
             num_rounds += 1
     return num_committed / num_rounds
 
@@ -131,3 +174,7 @@ def _matches(
         for index in range(num_new_tokens)
     ]
     return torch.stack(matches, dim=1)
+
+
+def _no_noise(_: int) -> Tensor:
+    return torch.zeros(())

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cluster.training.attention import MASKLESS_ATTENTION
@@ -59,7 +60,7 @@ def build_model(shape: ModelShape, seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
-def count_parameters(model: LlamaForCausalLM) -> int:
+def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""The training loop that both models share; what differs is the loss and where batches come from."""
+"""The training loop that all models share; what differs is the loss and where batches come from."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from cluster.training.batches import BatchSource
 from cluster.training.runtime import Runtime
 from cluster.training.workspace import write_atomically
 
-LossFunction = Callable[[LlamaForCausalLM, Tensor], Tensor]
+ModelT = TypeVar("ModelT", bound=nn.Module)
+LossFunction = Callable[[ModelT, Tensor], Tensor]
 """Maps a model and windows [rows, length + 1] to the mean loss per token, in nats."""
 
 _STEPS_BETWEEN_LOGS = 20
@@ -81,14 +82,14 @@ def next_token_loss(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-class Trainer:
+class Trainer(Generic[ModelT]):
     """Trains one model in place. ``directory`` keeps its checkpoint; ``log`` gets a JSON line per event."""
 
     def __init__(
         self,
         name: str,
-        model: LlamaForCausalLM,
-        loss_function: LossFunction,
+        model: ModelT,
+        loss_function: LossFunction[ModelT],
         batches: BatchSource,
         held_out: Sequence[Tensor],
         recipe: Recipe,
@@ -98,7 +99,7 @@ class Trainer:
         log: Path,
     ) -> None:
         self._name = name
-        self.model: LlamaForCausalLM = model.to(runtime.device)  # type: ignore[arg-type]
+        self.model = model.to(runtime.device)
         self._loss = runtime.compile(functools.partial(loss_function, model))
         self._batches = batches
         self._held_out = held_out
@@ -251,7 +252,7 @@ class _Stopwatch:
         return self._lap_tokens / seconds
 
 
-def _build_optimizer(model: LlamaForCausalLM, recipe: Recipe, runtime: Runtime) -> torch.optim.AdamW:
+def _build_optimizer(model: nn.Module, recipe: Recipe, runtime: Runtime) -> torch.optim.AdamW:
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim == 1]

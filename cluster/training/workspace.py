@@ -56,6 +56,10 @@ class Workspace:
     def evaluation(self) -> Path:
         return self.root / "evaluation.json"
 
+    @property
+    def head_evaluation(self) -> Path:
+        return self.training("eagle") / "evaluation.json"
+
     def export(self, name: str) -> Path:
         return self.root / "export" / name
 

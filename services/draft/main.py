@@ -24,7 +24,7 @@ def run(config: Config) -> int:
     drafter = make_drafter(config, loading_progress(config.draft_model))
     if drafter.num_blocks:
         window = config.speculation.window(config.speculation.num_speculative_tokens)
-        log_kv_cache(drafter.num_blocks, config.draft.block_size, config.draft.max_num_seqs, window)
+        log_kv_cache(drafter.num_blocks, drafter.block_size, config.draft.max_num_seqs, window)
     description = types_pb2.ModelDescription(
         name="simulated" if config.draft.drafter == "simulated" else config.draft_model,
         tokenizer_fingerprint=Tokenizer(resolve_model_folder(config.draft_model)).fingerprint(),

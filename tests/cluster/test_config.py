@@ -99,6 +99,7 @@ def test_a_bad_file_is_refused(tmp_path, text, said):
         ("speculation.tree_width=2", "chains only"),
         ("target.engine=simulated", "target.engine torch"),
         ("draft.drafter=ngram", "the draft's probabilities"),
+        ("draft.drafter=vllm", "the draft's probabilities"),
     ],
 )
 def test_rejection_is_refused_where_it_cannot_be(override, said):

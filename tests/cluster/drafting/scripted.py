@@ -23,7 +23,7 @@ class ScriptedDrafter(Drafter):
     """
 
     num_used_blocks = 0
-    num_blocks = 10
+    num_blocks, block_size = 10, 16
 
     def __init__(self) -> None:
         self.max_model_len = 1000

@@ -1,15 +1,30 @@
 """Tiny models and texts, so that every test trains for seconds at most."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
+from cluster.training import sources
+from cluster.training.context import Context
 from cluster.training.models import ModelShape
+from cluster.training.options import TrainingOptions
 from cluster.training.runtime import Runtime
+from cluster.training.workspace import Workspace
 
 TINY_VOCABULARY = 320
 NUM_MODULES = 200
+TINY = {
+    "target_tokens": 256,
+    "draft_tokens": 256,
+    "batch_size": 2,
+    "sequence_length": 32,
+    "evaluation_tokens": 128,
+    "samples": 4,
+    "sample_batch_size": 4,
+    "acceptance_prompts": 3,
+}
 
 
 @pytest.fixture
@@ -51,3 +66,19 @@ def library(tmp_path: Path) -> Path:
                 f"    return value + {index}\n"
             )
     return root
+
+
+@pytest.fixture
+def library_context(
+    tmp_path: Path,
+    library: Path,
+    tiny_shape: ModelShape,
+    runtime: Runtime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Context:
+    """A training of small sizes, with `library` for its standard library."""
+    root = dataclasses.replace(sources.standard_library(), directory=library)
+    monkeypatch.setattr(sources, "standard_library", lambda: root)
+    shape = dataclasses.replace(tiny_shape, vocab_size=300)
+    options = TrainingOptions(out=tmp_path / "out", **TINY)  # type: ignore[arg-type]
+    return Context(options, Workspace(options.out), runtime, shape, shape)

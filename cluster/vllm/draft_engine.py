@@ -1,0 +1,136 @@
+"""vLLM in this process, to draft with: each step gives the requests that are named one token more."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request
+
+from cluster.config import WorkerConfig
+from cluster.errors import ConfigurationError
+from cluster.vllm.coupling import Coupling
+from cluster.vllm.engine_args import common_engine_args, make_args, set_environment
+from cluster.vllm.sampling import EXTENSION
+from cluster.vllm.scheduler import EngineLoad, EngineStep, RoundScheduler
+
+_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+class DraftEngine:
+    """The engine core runs in the thread that calls; with one rank its model does, too.
+
+    A request is added with its coupling and lives until it is removed, or reaches the longest length of the model.
+    """
+
+    def __init__(self, worker: WorkerConfig) -> None:
+        """Loads the model. Raises ConfigurationError."""
+        set_environment(worker)
+        values = {**common_engine_args(worker), "worker_extension_cls": EXTENSION, "scheduler_cls": RoundScheduler}
+        args = make_args(EngineArgs, values)
+        try:
+            with _in_process(is_alone=worker.tensor_parallel_size == 1), _settable_threads():
+                config = args.create_engine_config()
+                self._engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
+                self._engine.collective_rpc("install_coupled_sampling")
+        except (ValueError, RuntimeError, OSError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigurationError(f"vLLM cannot run {worker.model!r}: {reason}") from error
+        self._scheduler: RoundScheduler = self._engine.engine_core.engine_core.scheduler
+        self._scheduler.rounds = self._named = _Named()
+        self._num_added = 0
+        self._num_threads, self._thread = torch.get_num_threads(), threading.get_ident()
+        self.max_model_len: int = config.model_config.max_model_len
+        self.vocab_size: int = config.model_config.get_vocab_size()
+        self.dtype = str(config.model_config.dtype).removeprefix("torch.")
+        self.block_size: int = config.cache_config.block_size
+
+    def load(self) -> EngineLoad:
+        """Any thread."""
+        return self._scheduler.load()
+
+    @property
+    def prefix_cache(self) -> tuple[int, int]:
+        """Tokens of the requests that were started, and how many of them were in the cache; any thread."""
+        return self._scheduler.num_queried_tokens, self._scheduler.num_hit_tokens
+
+    def add(self, token_ids: Sequence[int], coupling: Coupling) -> str:
+        """A request to go on after `token_ids`, fewer than the longest length; returns its ID."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=self.max_model_len - len(token_ids),
+            ignore_eos=True,  # what follows an end is for the target to say
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=coupling.to_extra_args(),
+        )
+        self._num_added += 1
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+        request_id: str = self._engine.add_request(str(self._num_added), prompt, params)
+        return request_id
+
+    def remove(self, request_id: str) -> None:
+        """Frees its blocks, which stay in the prefix cache; nothing happens where it has ended."""
+        self._engine.abort_request([request_id], internal=True)
+
+    def step(self, request_ids: Collection[str]) -> dict[str, int]:
+        """Runs those requests one token on, as far as a step has room for prompts; returns the tokens that came.
+
+        Others stand still, but for prompts that are being computed.
+        """
+        if threading.get_ident() != self._thread:
+            # OpenMP counts threads for each thread that starts them.
+            self._thread = threading.get_ident()
+            torch.set_num_threads(self._num_threads)
+        self._named.request_ids, self._named.token_ids = frozenset(request_ids), {}
+        self._engine.step()
+        return self._named.token_ids
+
+
+class _Named:
+    """Rounds without drafts: who takes part in a step, and what came of it."""
+
+    def __init__(self) -> None:
+        self.request_ids: frozenset[str] = frozenset()
+        self.token_ids: dict[str, int] = {}
+
+    def begin(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        return {request.request_id: () for request in decoding if request.request_id in self.request_ids}
+
+    def scheduled(self, joining: Sequence[Request]) -> None: ...
+
+    def end(self, step: EngineStep) -> None:
+        self.token_ids = {committed.request.request_id: committed.token_ids[0] for committed in step.rounds}
+
+    def close(self, request: Request) -> None: ...
+
+
+@contextmanager
+def _in_process(*, is_alone: bool) -> Iterator[None]:
+    """While a configuration is made: on a CPU vLLM gives even one rank a process of its own, unless this is said."""
+    before = os.environ.get(_IN_PROCESS)
+    if is_alone:
+        os.environ[_IN_PROCESS] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_IN_PROCESS, None)
+        if before is not None:
+            os.environ[_IN_PROCESS] = before
+
+
+@contextmanager
+def _settable_threads() -> Iterator[None]:
+    """vLLM's CPU worker disables `torch.set_num_threads`, as if the process and its threads were its own."""
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.__dict__["set_num_threads"] = set_num_threads
