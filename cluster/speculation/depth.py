@@ -195,7 +195,7 @@ class GoodputController:
             reached = np.maximum.accumulate(np.where(on_link, depth_of, 0), axis=1)
             batch = np.cumsum(on_link & (place == 1), axis=1)
             wait = np.maximum(wait, link_costs.wait_seconds(reached, batch))
-        step_seconds = self._verify.at(num_rows + np.arange(len(order) + 1.0))
+        step_seconds = self._verify.at(num_rows + np.arange(len(order) + 1))
         token_rates = (num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)) / (step_seconds[num_taken] + wait)
         token_rates = np.where(wait <= self._max_wait_seconds, token_rates, 0.0)
         limit, last = np.unravel_index(token_rates.argmax(), token_rates.shape)

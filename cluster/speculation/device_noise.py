@@ -30,9 +30,7 @@ def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]],
     return gumbel_noise_from(low, high, position, num_tokens)
 
 
-def gumbel_noise_from(
-    low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
+def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """As `gumbel_noise_on`, from tensors that are there: int64 [num_draws] each, keys as the bits of their words."""
     words = _words(low[:, None], high[:, None], position[:, None], num_tokens)
     v = words.to(torch.float64).add_(0.5).mul_(-(2.0**-32))

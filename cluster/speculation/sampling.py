@@ -21,7 +21,6 @@ from cluster.speculation.gumbel_max import MAX_WIDTH, draw, has_kernel, pack_run
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
 
-
 NO_TOP_P = 2.0
 """A row without top-p keeps everything, whatever the sum of its probabilities rounds to."""
 

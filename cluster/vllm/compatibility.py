@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cluster.errors import ConfigurationError
 
@@ -47,9 +47,7 @@ V2_FRONT_END = (
 )
 
 V2_WORKER = (
-    Internal(
-        "vllm.v1.worker.gpu.spec_decode", "init_speculator", ("vllm_config", "device", "req_states")
-    ),
+    Internal("vllm.v1.worker.gpu.spec_decode", "init_speculator", ("vllm_config", "device", "req_states")),
     Internal(
         "vllm.v1.worker.gpu.spec_decode.speculator",
         "BaseSpeculator.propose",
@@ -89,9 +87,7 @@ V2_WORKER = (
     Internal(
         "vllm.v1.worker.gpu.sample.logits_processor.interface", "LogitsProcessor.apply", ("self", "logits", "ctx")
     ),
-    Internal(
-        "vllm.v1.worker.gpu.sample.logits_processor.interface", "LogitsProcessor.apply_staged_writes", ("self",)
-    ),
+    Internal("vllm.v1.worker.gpu.sample.logits_processor.interface", "LogitsProcessor.apply_staged_writes", ("self",)),
     Internal(
         "vllm.v1.worker.gpu.sample.logits_processor.interface",
         "LogitsContext",
@@ -138,7 +134,7 @@ def check_installation() -> None:
 def _difference(internal: Internal) -> str | None:
     name = f"{internal.module}.{internal.attribute}"
     try:
-        found = reduce(getattr, internal.attribute.split("."), importlib.import_module(internal.module))
+        found: Any = reduce(getattr, internal.attribute.split("."), importlib.import_module(internal.module))
     except (ImportError, AttributeError):
         return f"{name} is not there"
     if internal.parameters is None:

@@ -1,8 +1,8 @@
 """The rounds of one vLLM engine's requests, without vLLM: what its speculator tells, and is told.
 
-    add, add, ...; opened()     before a step: their prompts are drafted beside the target's prefill
-    ... = after_step(stepped)   what was sampled; the drafts for the next step
-    remove                      finished, aborted or preempted
+add, add, ...; opened()     before a step: their prompts are drafted beside the target's prefill
+... = after_step(stepped)   what was sampled; the drafts for the next step
+remove                      finished, aborted or preempted
 """
 
 from __future__ import annotations

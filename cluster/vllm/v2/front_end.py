@@ -1,15 +1,15 @@
 """vLLM's front end: clients send the ordinary fields, the engine gets a greedy request that says how it is drawn.
 
-    temperature, top_k, top_p, min_p, seed    to the coupling in `extra_args`, neutral for vLLM
-    logit_bias                                to vLLM, which applies it, past a check that refuses it beside speculation
-    penalties, bad words, grammar, ...        to vLLM as ever
-    vllm_xargs {"num_speculative_tokens": n}  to the coupling
+temperature, top_k, top_p, min_p, seed    to the coupling in `extra_args`, neutral for vLLM
+logit_bias                                to vLLM, which applies it, past a check that refuses it beside speculation
+penalties, bad words, grammar, ...        to vLLM as ever
+vllm_xargs {"num_speculative_tokens": n}  to the coupling
 """
 
 from __future__ import annotations
 
-import functools
 import secrets
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -24,7 +24,8 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.vllm import compatibility
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.plugin import is_asked_for
+from cluster.vllm.doors import put_in
+from cluster.vllm.v2 import is_asked_for
 from cluster.vllm.v2.settings import PluginSettings
 
 PROCESSOR = "cluster.vllm.v2.coupled_sampling:CoupledSampling"
@@ -46,7 +47,8 @@ def prepare(engine_args: Any) -> None:
     processors = list(engine_args.logits_processors or ())
     if PROCESSOR not in processors:
         engine_args.logits_processors = [*processors, PROCESSOR]
-    _watch_requests()
+    put_in(InputProcessor, "process_inputs", _process_inputs)
+    put_in(ParentRequest, "get_child_info", _get_child_info)
 
 
 def check(config: Any) -> None:
@@ -79,47 +81,37 @@ def _carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
 # Requests.
 
 
-def _watch_requests() -> None:
+def _process_inputs(
+    original: Callable[..., Any], processor: Any, request_id: str, prompt: Any, params: Any, *rest: Any, **options: Any
+) -> Any:
     """Every request of an engine with the plugin is coupled, of a process's other engines none."""
-    if hasattr(InputProcessor.process_inputs, "_outrider"):
-        return
-    process_inputs, get_child_info = InputProcessor.process_inputs, ParentRequest.get_child_info
+    additional_config = processor.vllm_config.additional_config
+    if not isinstance(params, VllmSamplingParams) or not is_asked_for(additional_config):
+        return original(processor, request_id, prompt, params, *rest, **options)
+    settings = PluginSettings.of(additional_config)
+    seed = secrets.randbits(64) - 2**63 if params.seed is None else params.seed
+    shape, k = couple(params, seed, settings.speculation.num_speculative_tokens)
+    params._validate_logit_bias(processor.model_config)
+    accepted = params.clone()
+    accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them beside speculation
+    accepted.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != _K}
+    request = original(processor, request_id, prompt, accepted, *rest, **options)
+    coupling = Coupling(shape, NoiseKey.derive(seed, 0), len(request.prompt_token_ids or ()), k)
+    make_greedy(request.sampling_params, coupling)
+    request.sampling_params.logit_bias = params.logit_bias
+    request.sampling_params.seed = seed if params.n > 1 else None  # from which the keys of the choices are derived
+    return request
 
-    @functools.wraps(process_inputs)
-    def coupled(
-        self: Any, request_id: str, prompt: Any, params: Any, supported_tasks: Any, *arguments: Any, **options: Any
-    ) -> Any:
-        vllm_config = self.vllm_config
-        if not isinstance(params, VllmSamplingParams) or not is_asked_for(vllm_config.additional_config):
-            return process_inputs(self, request_id, prompt, params, supported_tasks, *arguments, **options)
-        settings = PluginSettings.of(vllm_config.additional_config)
-        seed = secrets.randbits(64) - 2**63 if params.seed is None else params.seed
-        shape, k = couple(params, seed, settings.speculation.num_speculative_tokens)
-        params._validate_logit_bias(self.model_config)
-        accepted = params.clone()
-        accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them beside speculation
-        accepted.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != _K}
-        request = process_inputs(self, request_id, prompt, accepted, supported_tasks, *arguments, **options)
-        coupling = Coupling(shape, NoiseKey.derive(seed, 0), len(request.prompt_token_ids or ()), k)
-        make_greedy(request.sampling_params, coupling)
-        request.sampling_params.logit_bias = params.logit_bias
-        request.sampling_params.seed = seed if params.n > 1 else None  # the choices' keys are derived from it
-        return request
 
-    @functools.wraps(get_child_info)
-    def of_its_own(self: Any, index: int) -> Any:
-        request_id, params = get_child_info(self, index)
-        coupling = Coupling.of(params.extra_args)
-        if coupling is not None:
-            key = NoiseKey.derive(self.sampling_params.seed, index)
-            params = copy(params)
-            params.seed = None
-            make_greedy(params, replace(coupling, noise_key=key))
-        return request_id, params
-
-    coupled._outrider = True  # type: ignore[attr-defined]
-    InputProcessor.process_inputs = coupled
-    ParentRequest.get_child_info = of_its_own
+def _get_child_info(original: Callable[..., Any], parent: Any, index: int) -> Any:
+    request_id, params = original(parent, index)
+    coupling = Coupling.of(params.extra_args)
+    if coupling is not None:
+        key = NoiseKey.derive(parent.sampling_params.seed, index)
+        params = copy(params)
+        params.seed = None
+        make_greedy(params, replace(coupling, noise_key=key))
+    return request_id, params
 
 
 def couple(params: Any, seed: int, max_speculative_tokens: int) -> tuple[SamplingParams, int | None]:

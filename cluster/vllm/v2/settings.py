@@ -1,6 +1,6 @@
 """What is set for the plugin: the section `outrider` of vLLM's `--additional-config`.
 
-    {"outrider": {"draft_addresses": ["draft-0:7000", "dns:drafts:7000"], "speculation": {"num_speculative_tokens": 5}}}
+{"outrider": {"draft_addresses": ["draft-0:7000", "dns:drafts:7000"], "speculation": {"num_speculative_tokens": 5}}}
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.pool import DraftPool
 from cluster.engine.limits import StepLimits
-from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
 from cluster.tokenization import Tokenizer
@@ -55,7 +54,7 @@ def _log_as_vllm_does() -> None:
         ours.propagate = False
 
 
-class RemoteSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM has no types for us
+class RemoteSpeculator(BaseSpeculator):
     """See the module."""
 
     supports_mm_inputs = False
@@ -168,7 +167,9 @@ class _Requests:
         add, write, remove = req_states.add_request, req_states.apply_staged_writes, req_states.remove_request
 
         @functools.wraps(add)
-        def add_request(*, req_id: str, prompt_len: int, all_token_ids: list[int], max_tokens: int, **rest: Any) -> None:
+        def add_request(
+            *, req_id: str, prompt_len: int, all_token_ids: list[int], max_tokens: int, **rest: Any
+        ) -> None:
             add(req_id=req_id, prompt_len=prompt_len, all_token_ids=all_token_ids, max_tokens=max_tokens, **rest)
             if not self.has_failed:
                 self._added[req_id] = (all_token_ids, prompt_len, prompt_len + max_tokens)

@@ -1,0 +1,32 @@
+"""What a process needs to run vLLM's V2 runner here, with the plugin: see `tests/vllm_interpreter`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+_ENTRY_POINTS = "[vllm.general_plugins]\noutrider = cluster.vllm.plugin:register\n"
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """For a process with vLLM in it; an installation of this project that is older than the plugin will do.
+
+    `folder` is for a distribution that has the plugin's entry point and nothing else.
+    """
+    distribution = folder / "outrider_plugin-0.dist-info"
+    distribution.mkdir(parents=True, exist_ok=True)
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: outrider-plugin\nVersion: 0\n")
+    (distribution / "entry_points.txt").write_text(_ENTRY_POINTS)
+    paths = [str(ROOT), str(ROOT / "tests" / "vllm_interpreter"), str(folder), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine would take the first core for itself
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "HF_HUB_OFFLINE": "1",
+    }
