@@ -53,8 +53,8 @@ class RemoteDrafting:
         self._running[request_id] = _Running(sequence, own)
 
     def opened(self) -> None:
-        """Tells the draft workers of those that were added."""
-        self._coordinator.end((), joining=self._joining())
+        """Tells the draft workers of those that were added; which of them are up may have changed meanwhile."""
+        self._coordinator.begin((), self._joining())
 
     def remove(self, request_id: str) -> None:
         running = self._running.pop(request_id, None)

@@ -27,6 +27,7 @@ def environment(folder: Path) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "TRITON_INTERPRET": "1",
+        "TORCH_COMPILE_DISABLE": "1",  # its compiler would ask for a real Triton
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every engine would take the first core for itself
         "OMP_NUM_THREADS": "1",

@@ -15,7 +15,7 @@ from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
 from tests.background_loop import BackgroundLoop
 
-Quality = Literal["empty", "random", "good"]
+Quality = Literal["empty", "random", "good", "perfect"]
 
 
 class _Worker:
@@ -59,12 +59,12 @@ class _Worker:
     def _drafts(self, tokens: list[int]) -> list[int]:
         if self.quality == "empty":
             return []
-        length = self._choose.randint(1, 6)
+        length = 6 if self.quality == "perfect" else self._choose.randint(1, 6)
         if self.quality == "random":
             return [self._choose.randrange(self._vocab_size) for _ in range(length)]
         truths = [truth for truth in self.truths if list(truth[: len(tokens)]) == tokens]
         drafts = list(self._choose.choice(truths)[len(tokens) :][:length]) if truths else []
-        if drafts and self._choose.random() < 0.3:
+        if self.quality == "good" and drafts and self._choose.random() < 0.3:
             drafts[self._choose.randrange(len(drafts))] = self._choose.randrange(self._vocab_size)
         return drafts
 
