@@ -82,7 +82,9 @@ class KnowingDraft:
         loop.run(self._serve())
 
     async def _serve(self) -> None:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        # Links ask every two seconds whether it is there, as they may.
+        patience = (("grpc.http2.min_ping_interval_without_data_ms", 1_000), ("grpc.http2.max_ping_strikes", 0))
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0), *patience])
         worker: Any = self.worker
         draft_pb2_grpc.add_DraftServicer_to_server(
             DraftServicer(worker, self._drafter, self._description), self._server
