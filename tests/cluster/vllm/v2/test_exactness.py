@@ -21,7 +21,6 @@ from cluster.training.corpus import held_out_texts
 from tests.background_loop import BackgroundLoop
 from tests.system.client import Case
 from tests.system.near_ties import NearTieJudge
-from tests.waiting import wait_until
 
 from .engine import Engine
 from .knowing_draft import KnowingDraft, Quality
@@ -38,9 +37,9 @@ SAMPLING: tuple[dict[str, object], ...] = (
     {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.8},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "frequency_penalty": 0.4},
 )
-PROMPT_LENGTHS = (1, 15, 16, 17, 70)
-NUM_DRAFTED = 18  # of the cases: three of each kind of sampling
-TIGHT = {"max_num_seqs": 12, "max_num_batched_tokens": 128, "block_size": 32, "num_gpu_blocks_override": 14}
+PROMPT_LENGTHS = (1, 31, 32, 33, 70)  # about the limits of a block
+NUM_DRAFTED = 12  # of the cases: two of each kind of sampling
+TIGHT = {"max_num_seqs": 12, "max_num_batched_tokens": 128, "block_size": 32, "num_gpu_blocks_override": 10}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def cases(tokenizer: Tokenizer) -> list[Case]:
         token_ids = tokenizer.encode(text[start : start + 1000])[:length]
         fields = {**SAMPLING[len(cases) % len(SAMPLING)], "ignore_eos": True}
         if token_ids:
-            cases.append(Case(tuple(token_ids), rng.randrange(-(2**63), 2**63), 24, fields))
+            cases.append(Case(tuple(token_ids), rng.randrange(-(2**63), 2**63), 20, fields))
     return cases
 
 
@@ -68,10 +67,10 @@ def cases(tokenizer: Tokenizer) -> list[Case]:
 def constrained(cases: list[Case]) -> list[Case]:
     """What only vLLM does, all of it before the coupled choice."""
     return [
-        Case(cases[1].prompt, 3, 24, {"temperature": 1.0, "regex": "[a-z]{5,12} = [0-9]{4,9};"}),
-        Case(cases[2].prompt, 4, 24, {"temperature": 0.7, "min_tokens": 24, "bad_words": ["self", " the"]}),
-        Case(cases[3].prompt, 5, 12, {"temperature": 1.0, "allowed_token_ids": list(range(300, 900, 7))}),
-        Case(cases[4].prompt, 6, 16, {"temperature": 1.0, "n": 3}),
+        Case(cases[1].prompt, 3, 20, {"temperature": 1.0, "regex": "[a-z]{5,12} = [0-9]{4,9};"}),
+        Case(cases[2].prompt, 4, 16, {"temperature": 0.7, "min_tokens": 16, "bad_words": ["self", " the"]}),
+        Case(cases[3].prompt, 5, 10, {"temperature": 1.0, "allowed_token_ids": list(range(300, 900, 7))}),
+        Case(cases[4].prompt, 6, 10, {"temperature": 1.0, "n": 3}),
     ]
 
 
@@ -152,7 +151,6 @@ def test_drafts_change_no_token(
     assert drafted > 0
     assert (accepted > 0.4 * drafted) == (quality == "good")
     assert counted["vllm:num_preemptions"] > 0
-    wait_until(lambda: draft.worker.num_sequences == 0)  # every one that has ended was closed
 
 
 def test_ranks_verify_the_same_drafts(
