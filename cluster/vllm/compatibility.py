@@ -26,6 +26,7 @@ class Internal(NamedTuple):
     module: str
     attribute: str  # a path, as in `InputProcessor.process_inputs`
     parameters: tuple[str, ...] | None = None  # all of a function's, in order; None: it is enough that it is there
+    some: tuple[str, ...] = ()  # in the place of all: a class may have others for what is none of our business
 
 
 V2_FRONT_END = (
@@ -73,7 +74,17 @@ V2_WORKER = (
     ),
     Internal("vllm.v1.worker.gpu.states", "RequestState.apply_staged_writes", ("self",)),
     Internal("vllm.v1.worker.gpu.states", "RequestState.remove_request", ("self", "req_id")),
+    Internal(
+        "vllm.v1.worker.gpu.input_batch",
+        "InputBatch",
+        some=("req_ids", "num_reqs", "idx_mapping", "num_draft_tokens_per_req"),
+    ),
     Internal("vllm.distributed", "get_tp_group", ()),
+    Internal(
+        "vllm.v1.worker.gpu.sample.logits_processor.interface",
+        "LogitsProcRequestState",
+        some=("device", "max_num_reqs", "all_token_ids", "total_len"),
+    ),
     Internal(
         "vllm.v1.worker.gpu.sample.logits_processor.interface",
         "LogitsProcessor.__init__",
@@ -137,9 +148,11 @@ def _difference(internal: Internal) -> str | None:
         found: Any = reduce(getattr, internal.attribute.split("."), importlib.import_module(internal.module))
     except (ImportError, AttributeError):
         return f"{name} is not there"
-    if internal.parameters is None:
+    if internal.parameters is None and not internal.some:
         return None
     parameters = tuple(inspect.signature(found).parameters)
-    if parameters == internal.parameters:
+    if missing := [some for some in internal.some if some not in parameters]:
+        return f"{name} has no {', '.join(missing)}"
+    if internal.parameters in (None, parameters):
         return None
-    return f"{name} takes ({', '.join(parameters)}), not ({', '.join(internal.parameters)})"
+    return f"{name} takes ({', '.join(parameters)}), not ({', '.join(internal.parameters or ())})"

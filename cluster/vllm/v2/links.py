@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import sys
@@ -33,9 +34,11 @@ class LinkThread:
         # engine's: longer than a whole round.
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_SECONDS))
         self._thread.start()
+        atexit.register(self.stop)  # before what the links use is closed under them
 
     def stop(self) -> None:
         """The draft workers forget this engine's sequences."""
+        atexit.unregister(self.stop)
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(_STOP_SECONDS)

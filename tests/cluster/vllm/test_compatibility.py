@@ -38,7 +38,10 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_what_is_the_same_passes(vllm: ModuleType) -> None:
-    compatibility.check([Internal("vllm", "generate", ("prompt", "seed")), Internal("vllm", "generate.__name__")])
+    there = Internal("vllm", "generate.__name__")
+    compatibility.check(
+        [there, Internal("vllm", "generate", ("prompt", "seed")), Internal("vllm", "generate", some=("seed",))]
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,7 @@ def test_what_is_the_same_passes(vllm: ModuleType) -> None:
     [
         (Internal("vllm.of_old", "x"), r"vllm\.of_old\.x is not there"),
         (Internal("vllm", "generate.of_old"), r"vllm\.generate\.of_old is not there"),
+        (Internal("vllm", "generate", some=("seed", "n")), r"vllm\.generate has no n"),
         (Internal("vllm", "generate", ("prompt",)), r"vllm\.generate takes \(prompt, seed\), not \(prompt\)"),
     ],
 )
