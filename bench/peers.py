@@ -190,7 +190,7 @@ def _outrider(folder: Path, name: str, engine: str = "torch") -> System:
 def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:
     (port,) = free_ports(1)
     arguments = [
-        *("serve", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--model", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--no-enable-prefix-caching"),
     ]
     if speculative is not None:
@@ -204,7 +204,7 @@ def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:
         "VLLM_NO_USAGE_STATS=1",
         "HF_HUB_OFFLINE=1",
     ]
-    child = Child(name, arguments, module="vllm.entrypoints.cli.main", prefix=environment)
+    child = Child(name, arguments, module="vllm.entrypoints.openai.api_server", prefix=environment)
     return System(name, f"http://127.0.0.1:{port}", model, [child])
 
 

@@ -25,9 +25,14 @@ def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]],
     The words are the same bit for bit; the logarithms are the device's, in float64, and so the noise differs from
     another device's in a last bit at most, and rarely. The draws go to the device in one copy; nothing comes back.
     """
-    inputs = [(_signed(key.low), _signed(key.high), position) for key, position in draws]
-    low, high, position = torch.tensor(inputs, dtype=torch.int64, device=device)[:, :, None].unbind(1)
-    words = _words(low, high, position, num_tokens)
+    inputs = [(signed_word(key.low), signed_word(key.high), position) for key, position in draws]
+    low, high, position = torch.tensor(inputs, dtype=torch.int64, device=device).unbind(1)
+    return gumbel_noise_from(low, high, position, num_tokens)
+
+
+def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """As `gumbel_noise_on`, from tensors that are there: int64 [num_draws] each, keys as the bits of their words."""
+    words = _words(low[:, None], high[:, None], position[:, None], num_tokens)
     v = words.to(torch.float64).add_(0.5).mul_(-(2.0**-32))
     return v.log1p_().neg_().log_().neg_().to(torch.float32)
 
@@ -42,8 +47,8 @@ def _words(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_to
     k0, k1 = low, high
     for turn in range(_ROUNDS):
         if turn:
-            k0, k1 = k0 + _signed(_WEYL[0]), k1 + _signed(_WEYL[1])
-        product0, product1 = c0 * _signed(_MULTIPLIERS[0]), c2 * _signed(_MULTIPLIERS[1])
+            k0, k1 = k0 + signed_word(_WEYL[0]), k1 + signed_word(_WEYL[1])
+        product0, product1 = c0 * signed_word(_MULTIPLIERS[0]), c2 * signed_word(_MULTIPLIERS[1])
         c0, c1, c2, c3 = (
             _high_half(c2, _MULTIPLIERS[1]) ^ c1 ^ k0,
             product1,
@@ -65,6 +70,6 @@ def _high_half(a: torch.Tensor, b: int) -> torch.Tensor:
     return a_high * b_high + ((middle >> 32) & _MASK) + ((other >> 32) & _MASK)
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
     """The int64 with the bits of an unsigned `word`."""
     return word - (1 << 64) if word >> 63 else word

@@ -13,12 +13,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from cluster.speculation.device_noise import gumbel_noise_on
+from cluster.speculation.device_noise import gumbel_noise_from, gumbel_noise_on
 from cluster.speculation.gumbel_max import MAX_WIDTH, draw, has_kernel, pack_run
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
+
+NO_TOP_P = 2.0
+"""A row without top-p keeps everything, whatever the sum of its probabilities rounds to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,28 +212,43 @@ def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
 
 
 def _filter(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Min-p, then top-k, then top-p, as vLLM orders them. `scores` [num_rows, vocab_size], after temperature."""
+    """`filter_rows` of what `params`, one for each row, ask for."""
     device, vocab_size = scores.device, scores.shape[-1]
 
     def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
-    if any(p.min_p > 0 for p in params):
+    has_top = any(p.top_k > 0 or p.top_p < 1.0 for p in params)
+    return filter_rows(
+        scores,
+        min_p=column([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,
+        top_k=column([p.top_k if p.top_k > 0 else vocab_size for p in params]) if has_top else None,
+        top_p=column([p.top_p if p.top_p < 1.0 else NO_TOP_P for p in params]) if has_top else None,
+    )
+
+
+def filter_rows(
+    scores: torch.Tensor, *, min_p: torch.Tensor | None, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+) -> torch.Tensor:
+    """Min-p, then top-k, then top-p, as vLLM orders them: filtered tokens are -inf.
+
+    `scores` [num_rows, vocab_size], after temperature; each filter [num_rows], None where no row has it. A row is
+    without one at 0, at the vocabulary's size or more, and at `NO_TOP_P`. Top-k and top-p are both given or neither.
+    """
+    if min_p is not None:
         probabilities = scores.softmax(dim=-1)
-        threshold = probabilities.amax(dim=-1, keepdim=True) * column([p.min_p for p in params])
+        threshold = probabilities.amax(dim=-1, keepdim=True) * min_p[:, None]
         scores = scores.masked_fill(probabilities < threshold, -torch.inf)
-    if not any(p.top_k > 0 or p.top_p < 1.0 for p in params):
+    if top_k is None or top_p is None:
         return scores
     # Stable and descending: among equal scores the lowest ID stays in.
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(vocab_size, device=device)[None, :]
-    top_k = column([p.top_k if p.top_k > 0 else vocab_size for p in params])
-    ordered = ordered.masked_fill(ranks >= top_k, -torch.inf)
+    ranks = torch.arange(scores.shape[-1], device=scores.device)[None, :]
+    ordered = ordered.masked_fill(ranks >= top_k[:, None], -torch.inf)
     mass_before = ordered.softmax(dim=-1).cumsum(dim=-1)
     mass_before = torch.cat([torch.zeros_like(mass_before[:, :1]), mass_before[:, :-1]], dim=-1)
-    # The most likely token always stays; a row without top-p keeps everything, whatever the sum rounds to.
-    top_p = column([p.top_p if p.top_p < 1.0 else 2.0 for p in params])
-    outside = (mass_before >= top_p) & (ranks > 0)
+    # The most likely token always stays.
+    outside = (mass_before >= top_p[:, None]) & (ranks > 0)
     ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.full_like(scores, -torch.inf).scatter_(-1, order, ordered)
 
@@ -258,3 +277,15 @@ def _noise(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], vocab_si
     if device.type == "cpu":
         return torch.from_numpy(gumbel_noise(draws, vocab_size))
     return gumbel_noise_on(device, draws, vocab_size)
+
+
+def noise_of_rows(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The noise that `_noise` gives, for keys and positions that lie where the logits do, without waiting for a GPU.
+
+    `keys` int64 [num_rows, 2], the bits of `NoiseKey`'s words, the low one first; `positions` int64 [num_rows].
+    """
+    if keys.device.type != "cpu":
+        return gumbel_noise_from(keys[:, 0], keys[:, 1], positions, vocab_size)
+    words = keys.numpy().view(np.uint64).tolist()
+    draws = [(NoiseKey(*key), position) for key, position in zip(words, positions.tolist(), strict=True)]
+    return torch.from_numpy(gumbel_noise(draws, vocab_size))

@@ -9,9 +9,17 @@ import pytest
 import torch
 from scipy import stats
 
+from cluster.speculation.device_noise import signed_word
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
+from cluster.speculation.sampling import (
+    NO_TOP_P,
+    Sampler,
+    SampleRequest,
+    filter_rows,
+    noise_of_rows,
+    perturbed_logits,
+)
 
 from .logits import random_logits
 from .reference import shaped_logits, softmax
@@ -291,3 +299,34 @@ class TestDistribution:
         choices = SAMPLER.sample(self.LOGITS.expand(self.NUM_DRAWS, -1), [request])
         with pytest.raises(AssertionError):
             self.assert_follows(choices, softmax(self.LOGITS[0].numpy().astype(np.float64)))
+
+
+class TestRows:
+    """What an engine that keeps its requests' parameters as tensors does to its logits."""
+
+    PARAMS = tuple(
+        params for params in VARIED_PARAMS if not (params.has_penalty or params.logit_bias or params.is_greedy)
+    )
+
+    def test_filters_and_noise_are_those_of_requests(self) -> None:
+        logits = random_logits(5, len(self.PARAMS), 50)
+        keys = [NoiseKey.derive(-seed, seed) for seed in range(len(self.PARAMS))]
+        positions = [7 + 3 * i for i in range(len(self.PARAMS))]
+        requests = [
+            SampleRequest(params, key, [1] * position, 1)
+            for params, key, position in zip(self.PARAMS, keys, positions, strict=True)
+        ]
+        scores = logits / torch.tensor([params.temperature for params in self.PARAMS])[:, None]
+        scores = filter_rows(
+            scores,
+            min_p=torch.tensor([params.min_p for params in self.PARAMS]),
+            top_k=torch.tensor([params.top_k or 2**63 - 1 for params in self.PARAMS]),
+            top_p=torch.tensor([params.top_p if params.top_p < 1.0 else NO_TOP_P for params in self.PARAMS]),
+        )
+        words = [(signed_word(key.low), signed_word(key.high)) for key in keys]
+        scores += noise_of_rows(torch.tensor(words), torch.tensor(positions), 50)
+        torch.testing.assert_close(scores, perturbed_logits(logits, requests), rtol=0, atol=0)
+
+    def test_rows_stay_as_they_are_where_nobody_filters(self) -> None:
+        logits = random_logits(5, 3, 50)
+        assert filter_rows(logits, min_p=None, top_k=None, top_p=None) is logits

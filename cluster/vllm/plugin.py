@@ -1,0 +1,50 @@
+"""The entry point `vllm.general_plugins`: vLLM calls `register` in every process that it starts.
+
+It is called wherever this package is installed beside vLLM, in our own target worker too, and so only puts two doors
+in, each of which opens when `--additional-config '{"outrider": {"draft_addresses": [...]}}'` is set:
+
+    EngineArgs.create_engine_config    the front end: how requests are sampled, and which speculation vLLM prepares for
+    init_speculator                    the model runner: who proposes the drafts
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from cluster.vllm.doors import put_in
+from cluster.vllm.v2 import is_asked_for
+
+
+def register() -> None:
+    """May be called again and again."""
+    # Before `vllm.v1.worker.gpu.model_runner` is imported, which takes the function by its name.
+    import vllm.v1.worker.gpu.spec_decode as spec_decode
+
+    put_in(spec_decode, "init_speculator", _init_speculator)
+    # Workers configure nothing: there the import would cost a second for nothing.
+    if "vllm.engine.arg_utils" in sys.modules or multiprocessing.parent_process() is None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        put_in(EngineArgs, "create_engine_config", _create_engine_config)
+
+
+def _create_engine_config(original: Callable[..., Any], engine_args: Any, *arguments: Any, **options: Any) -> Any:
+    if not is_asked_for(engine_args.additional_config):
+        return original(engine_args, *arguments, **options)
+    from cluster.vllm.v2.front_end import check, prepare
+
+    prepare(engine_args)
+    config = original(engine_args, *arguments, **options)
+    check(config)
+    return config
+
+
+def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
+    if not is_asked_for(vllm_config.additional_config):
+        return original(vllm_config, device, req_states)
+    from cluster.vllm.v2.speculator import make_speculator
+
+    return make_speculator(vllm_config, device, req_states)

@@ -1,0 +1,12 @@
+"""vLLM itself with our sampling and our drafts, on its V2 model runner: `vllm serve` with a plugin, no worker of ours.
+
+Experimental: tried with Triton's interpreter on a CPU, not on a GPU.
+"""
+
+from __future__ import annotations
+
+
+def is_asked_for(additional_config: object) -> bool:
+    """Whether the plugin is to do anything; our own target worker has a section of the same name."""
+    section = additional_config.get("outrider") if isinstance(additional_config, dict) else None
+    return isinstance(section, dict) and "draft_addresses" in section

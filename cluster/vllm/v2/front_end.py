@@ -1,0 +1,141 @@
+"""vLLM's front end: clients send the ordinary fields, the engine gets a greedy request that says how it is drawn.
+
+temperature, top_k, top_p, min_p, seed    to the coupling in `extra_args`, neutral for vLLM
+logit_bias                                to vLLM, which applies it, past a check that refuses it beside speculation
+penalties, bad words, grammar, ...        to vLLM as ever
+vllm_xargs {"num_speculative_tokens": n}  to the coupling
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from cluster.errors import ConfigurationError
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.vllm import compatibility
+from cluster.vllm.coupling import Coupling
+from cluster.vllm.doors import put_in
+from cluster.vllm.v2 import is_asked_for
+from cluster.vllm.v2.settings import PluginSettings
+
+PROCESSOR = "cluster.vllm.v2.coupled_sampling:CoupledSampling"
+_K = "num_speculative_tokens"
+_INT64 = range(-(2**63), 2**63)
+
+
+def prepare(engine_args: Any) -> None:
+    """Before vLLM makes its configuration of `engine_args`. Raises ConfigurationError."""
+    compatibility.check(compatibility.V2_FRONT_END)
+    settings = PluginSettings.of(engine_args.additional_config)
+    carrier = _carrier(settings.num_speculative_tokens)
+    if engine_args.speculative_config not in (None, carrier):
+        raise ConfigurationError(
+            f"--speculative-config {engine_args.speculative_config} cannot be set beside the drafts of "
+            "`--additional-config` outrider.draft_addresses: leave one of them out"
+        )
+    engine_args.speculative_config = carrier
+    processors = list(engine_args.logits_processors or ())
+    if PROCESSOR not in processors:
+        engine_args.logits_processors = [*processors, PROCESSOR]
+    put_in(InputProcessor, "process_inputs", _process_inputs)
+    put_in(ParentRequest, "get_child_info", _get_child_info)
+
+
+def check(config: Any) -> None:
+    """What vLLM has made of it. Raises ConfigurationError where coupled sampling would not be exact."""
+    if not config.use_v2_model_runner:
+        raise ConfigurationError(
+            "the outrider plugin needs vLLM's V2 model runner, which this configuration does not get: set "
+            "VLLM_USE_V2_MODEL_RUNNER=1, or leave outrider out of --additional-config"
+        )
+    mode = config.model_config.logprobs_mode
+    if mode.startswith("processed"):
+        raise ConfigurationError(
+            f"--logprobs-mode {mode} would have the noise of coupled sampling in it: choose a raw one"
+        )
+    if config.watermark_config is not None:
+        raise ConfigurationError("watermarking draws by its own rule: leave it or outrider.draft_addresses out")
+
+
+def _carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
+    """The speculation that vLLM prepares for, and in whose place our drafts come; see `cluster.vllm.v2.speculator`.
+
+    Of its methods the one that needs no model and leaves the committed tokens where they are quickly read.
+    """
+    if num_speculative_tokens == 0:
+        return None
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    return {"method": "ngram_gpu", "num_speculative_tokens": num_speculative_tokens, **lookup}
+
+
+# Requests.
+
+
+def _process_inputs(
+    original: Callable[..., Any], processor: Any, request_id: str, prompt: Any, params: Any, *rest: Any, **options: Any
+) -> Any:
+    """Every request of an engine with the plugin is coupled, of a process's other engines none."""
+    additional_config = processor.vllm_config.additional_config
+    if not isinstance(params, VllmSamplingParams) or not is_asked_for(additional_config):
+        return original(processor, request_id, prompt, params, *rest, **options)
+    settings = PluginSettings.of(additional_config)
+    seed = secrets.randbits(64) - 2**63 if params.seed is None else params.seed
+    shape, k = couple(params, seed, settings.speculation.num_speculative_tokens)
+    params._validate_logit_bias(processor.model_config)
+    accepted = params.clone()
+    accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them beside speculation
+    accepted.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != _K}
+    request = original(processor, request_id, prompt, accepted, *rest, **options)
+    coupling = Coupling(shape, NoiseKey.derive(seed, 0), len(request.prompt_token_ids or ()), k)
+    make_greedy(request.sampling_params, coupling)
+    request.sampling_params.logit_bias = params.logit_bias
+    request.sampling_params.seed = seed if params.n > 1 else None  # from which the keys of the choices are derived
+    return request
+
+
+def _get_child_info(original: Callable[..., Any], parent: Any, index: int) -> Any:
+    request_id, params = original(parent, index)
+    coupling = Coupling.of(params.extra_args)
+    if coupling is not None:
+        key = NoiseKey.derive(parent.sampling_params.seed, index)
+        params = copy(params)
+        params.seed = None
+        make_greedy(params, replace(coupling, noise_key=key))
+    return request_id, params
+
+
+def couple(params: Any, seed: int, max_speculative_tokens: int) -> tuple[SamplingParams, int | None]:
+    """How vLLM's `params` shape the distribution, and the k that they ask for. Raises VLLMValidationError."""
+    if seed not in _INT64:
+        raise VLLMValidationError(f"seed {seed} is not a signed 64-bit number", parameter="seed", value=seed)
+    k = (params.extra_args or {}).get(_K)
+    if k is not None and (type(k) is not int or not 0 <= k <= max_speculative_tokens):
+        limit = f"it must be a whole number from 0 to {max_speculative_tokens}, which outrider.speculation sets"
+        raise VLLMValidationError(f"{_K} {k!r}: {limit}", parameter=_K, value=k)
+    shape = SamplingParams(
+        temperature=params.temperature,
+        top_k=max(0, params.top_k),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=tuple((int(token), float(bias)) for token, bias in (params.logit_bias or {}).items()),
+    )
+    return shape, k
+
+
+def make_greedy(params: Any, coupling: Coupling) -> None:
+    """For vLLM's engine; `coupling` says how it is drawn. What others share with `params` stays as it is."""
+    params.temperature, params.top_k, params.top_p, params.min_p = 0.0, 0, 1.0, 0.0
+    params.extra_args = (params.extra_args or {}) | coupling.to_extra_args()

@@ -1,0 +1,59 @@
+"""Keeps the links to the draft workers up, in a thread beside vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+
+from cluster.coordination.pool import DraftPool
+from cluster.placement.endpoints import follow
+
+logger = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_SECONDS = 0.0005
+_STOP_SECONDS = 5.0
+
+
+class LinkThread:
+    """Runs `pool` over `addresses` from `start` to `stop`."""
+
+    def __init__(self, pool: DraftPool, addresses: Sequence[str]) -> None:
+        self._pool = pool
+        self._addresses = addresses
+        self._loop = asyncio.new_event_loop()
+        self._task: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="outrider-links", daemon=True)
+
+    def start(self) -> None:
+        # With the interpreter's 5 ms, the thread that takes a proposal from the network would wait that long for the
+        # engine's: longer than a whole round.
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_SECONDS))
+        self._thread.start()
+        atexit.register(self.stop)  # before what the links use is closed under them
+
+    def stop(self) -> None:
+        """The draft workers forget this engine's sequences."""
+        atexit.unregister(self.stop)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._cancel)
+            self._thread.join(_STOP_SECONDS)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._follow())
+
+    async def _follow(self) -> None:
+        self._task = asyncio.current_task()
+        try:
+            await self._pool.run(follow(self._addresses))
+        except Exception:
+            logger.exception("the links to the draft workers have ended; requests are decoded without drafts")

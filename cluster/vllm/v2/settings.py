@@ -1,0 +1,75 @@
+"""What is set for the plugin: the section `outrider` of vLLM's `--additional-config`.
+
+{"outrider": {"draft_addresses": ["draft-0:7000", "dns:drafts:7000"], "speculation": {"num_speculative_tokens": 5}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from cluster.config import Address, Port, SpeculationConfig
+from cluster.errors import ConfigurationError
+
+SECTION = "outrider"
+
+
+class PluginSettings(BaseModel):
+    """Unknown keys are refused.
+
+    vLLM verifies as many drafts in every step, so k is fixed: `controller` is fixed, and `max_speculative_tokens` is
+    `num_speculative_tokens`. Drafts are chains.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    draft_addresses: tuple[Address, ...] = Field(
+        description="where draft workers are: host:port, dns:name:port or file:path; none: coupled sampling alone"
+    )
+    speculation: SpeculationConfig = Field(default_factory=lambda: _speculation({}), description="as in a cluster")
+    metrics_host: str = Field("127.0.0.1", description="where the page of the speculation's metrics listens")
+    metrics_port: Port | None = Field(None, description="its port; 0: a free one; null: no page")
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _with_defaults(cls, given: Any) -> Any:
+        return _speculation(given) if isinstance(given, Mapping) else given
+
+    @field_validator("speculation", mode="after")
+    @classmethod
+    def _as_vllm_can(cls, speculation: SpeculationConfig) -> SpeculationConfig:
+        most = speculation.num_speculative_tokens
+        for key, value, possible in (
+            ("controller", speculation.controller, ("fixed",)),
+            ("acceptance", speculation.acceptance, ("coupled", "greedy")),
+            ("tree_width", speculation.tree_width, (1,)),
+            ("max_speculative_tokens", speculation.max_speculative_tokens, (most,)),
+        ):
+            if value not in possible:
+                raise ValueError(f"{key} {value} is not possible inside vLLM: leave it out")
+        return speculation
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """0 where nobody could propose any."""
+        return self.speculation.num_speculative_tokens if self.draft_addresses else 0
+
+    @classmethod
+    def of(cls, additional_config: Mapping[str, Any]) -> PluginSettings:
+        """Raises ConfigurationError naming the key."""
+        try:
+            return cls.model_validate(additional_config[SECTION])
+        except ValidationError as error:
+            complaint = error.errors()[0]
+            key = ".".join([SECTION, *(str(part) for part in complaint["loc"])])
+            raise ConfigurationError(
+                f"--additional-config: {key}: {complaint['msg']} (got {complaint['input']!r})"
+            ) from error
+
+
+def _speculation(given: Mapping[str, Any]) -> SpeculationConfig:
+    """With the defaults that vLLM leaves possible in place of a cluster's."""
+    k = given.get("num_speculative_tokens", SpeculationConfig().num_speculative_tokens)
+    return SpeculationConfig.model_validate({"controller": "fixed", "max_speculative_tokens": k, **given})

@@ -1,0 +1,98 @@
+"""A speculator of vLLM's V2 runner whose drafts come from our draft workers.
+
+vLLM is told of method `ngram_gpu`, whose speculator this takes the place of. Every step verifies k drafts of every
+sequence, as with all of vLLM's speculators; where there are fewer, the last token fills the row up, which is as wrong
+as any. Only the first rank of a tensor-parallel group has links; the others get its drafts by a broadcast.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from cluster.coordination.pool import DraftPool
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
+from cluster.vllm import compatibility
+from cluster.vllm.v2.requests import EngineRequests
+from cluster.vllm.v2.settings import PluginSettings
+
+
+def make_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> BaseSpeculator:
+    """In the place of vLLM's `init_speculator`. Raises ConfigurationError."""
+    compatibility.check(compatibility.V2_WORKER)
+    _log_as_vllm_does()
+    settings = PluginSettings.of(vllm_config.additional_config)
+    requests = None
+    if get_tp_group().is_first_rank:
+        tokenizer = Tokenizer(resolve_model_folder(vllm_config.model_config.tokenizer))
+        requests = EngineRequests(vllm_config, settings, req_states, DraftPool(tokenizer.fingerprint()))
+        requests.start()
+    return RemoteSpeculator(settings.num_speculative_tokens, device, requests)
+
+
+def _log_as_vllm_does() -> None:
+    """vLLM sends its own modules' log to a handler of its own, and leaves the others' to nobody."""
+    ours = logging.getLogger("cluster")
+    if not ours.handlers:
+        ours.handlers = logging.getLogger("vllm").handlers
+        ours.setLevel(logging.INFO)
+        ours.propagate = False
+
+
+class RemoteSpeculator(BaseSpeculator):
+    """See the module."""
+
+    supports_mm_inputs = False
+    draft_logits = None  # nothing but token IDs
+    pcp_manager = None  # assigned by the model runner
+
+    def __init__(self, num_speculative_tokens: int, device: torch.device, requests: EngineRequests | None) -> None:
+        """`requests` on the first rank only."""
+        self._k = num_speculative_tokens
+        self._device = device
+        self._requests = requests
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Nothing is captured."""
+
+    def capture(self) -> None:
+        """Nothing to."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """int64 [num_reqs, k], after the tokens that the step has sampled."""
+        if dummy_run:
+            return torch.zeros((input_batch.num_reqs, self._k), dtype=torch.int64, device=self._device)
+        drafts = last_sampled.view(-1)[input_batch.idx_mapping].unsqueeze(1).repeat(1, self._k)
+        if self._requests is not None:
+            rows = self._requests.after_step(input_batch, num_sampled, self._k)
+            if rows is not None:
+                drafts = torch.tensor(rows, dtype=torch.int64).to(self._device)
+        tp_group = get_tp_group()
+        if tp_group.world_size > 1:
+            drafts = tp_group.broadcast(drafts, src=0)
+        return drafts

@@ -1,0 +1,76 @@
+"""What the plugin makes of vLLM's configuration: nothing at all where it is not asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from cluster.model_folder import resolve_model_folder
+
+from .environment import ROOT, environment
+
+PROCESSOR = "cluster.vllm.v2.coupled_sampling:CoupledSampling"
+POOL = {"draft_addresses": ["127.0.0.1:1"], "speculation": {"num_speculative_tokens": 3}}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing is asked for": ({}, {"processors": None, "k": None}),
+    "our own target worker": ({"outrider": {"channel": "x"}}, {"processors": None, "k": None}),
+    "another speculation": ({"settings": {"speculative_config": NGRAM}}, {"processors": None, "k": 2}),
+    "a pool": ({"outrider": POOL}, {"processors": [PROCESSOR], "k": 3}),
+    "coupled sampling alone": ({"outrider": {"draft_addresses": []}}, {"processors": [PROCESSOR], "k": None}),
+    "other processors": (
+        {"outrider": POOL, "settings": {"logits_processors": ["a:B"]}},
+        {"processors": ["a:B", PROCESSOR], "k": 3},
+    ),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "the other runner": ({"outrider": {"draft_addresses": []}, "runner": "0"}, "VLLM_USE_V2_MODEL_RUNNER=1"),
+    "another speculation beside the pool": (
+        {"outrider": POOL, "settings": {"speculative_config": NGRAM}},
+        "--speculative-config",
+    ),
+    "noise in log-probabilities": (
+        {"outrider": POOL, "settings": {"logprobs_mode": "processed_logprobs"}},
+        "--logprobs-mode processed_logprobs",
+    ),
+    "an unknown key": ({"outrider": {**POOL, "k": 4}}, "outrider.k"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By the name of the configuration; all in one process, as vLLM takes seconds to import."""
+    asked = [case[0] for case in [*MADE.values(), *REFUSED.values()]]
+    model = {"model": str(resolve_model_folder("outrider-target-12m")), "max_model_len": 128}
+    lines = []
+    for case in asked:
+        additional = {"outrider": case["outrider"]} if "outrider" in case else {}
+        arguments = {**model, "additional_config": additional, **case.get("settings", {})}
+        lines.append(json.dumps({**arguments, "runner": case.get("runner", "1")}))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.vllm.v2.configurations_program"],
+        input="\n".join(lines),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(tmp_path_factory.mktemp("entry_point")),
+        timeout=180,
+        check=True,
+    )
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip([*MADE, *REFUSED], made, strict=True))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_made(answers: dict[str, dict[str, Any]], name: str) -> None:
+    assert answers[name] == MADE[name][1]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(answers: dict[str, dict[str, Any]], name: str) -> None:
+    assert answers[name]["error"].startswith("ConfigurationError: ")
+    assert REFUSED[name][1] in answers[name]["error"]

@@ -1,0 +1,71 @@
+"""Lets vLLM's V2 model runner work without a GPU: its Triton kernels run in Triton's interpreter.
+
+For child processes of the tests, which have this folder on their PYTHONPATH, so that Python imports it at its start.
+vLLM's CPU build switches Triton off unless there is a backend named `cpu`; the interpreter needs a driver that is
+active, and of that no more than its answers to what vLLM asks. It has to be there before vLLM is imported, in every
+process that vLLM starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+def _add_backend(backends: ModuleType) -> None:
+    """Registers the stand-in in `triton.backends`, which has just been imported."""
+    from triton.backends.driver import DriverBase
+
+    class InterpreterDriver(DriverBase):
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            raise NotImplementedError("the interpreter compiles nothing")
+
+        def get_current_target(self) -> Any:
+            from triton.backends.compiler import GPUTarget
+
+            return GPUTarget("cpu", 0, 1)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> Any:
+            import torch
+
+            return torch.device("cpu")
+
+        def get_benchmarker(self) -> Any:
+            raise NotImplementedError("the interpreter measures nothing")
+
+    # The compiler is never asked for.
+    backends.backends["cpu"] = backends.Backend(compiler=None, driver=InterpreterDriver)
+
+
+class _AfterTritonBackends(MetaPathFinder):
+    """Imports `triton.backends` as ever, then adds to it."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "triton.backends":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _add_backend(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    sys.meta_path.insert(0, _AfterTritonBackends())
