@@ -1,8 +1,8 @@
 """A realistic pair from the bundled one: `python -m bench.models --out DIR`.
 
-Writes `DIR/target`, the bundled target widened to about 190M parameters *without changing its function*, and
-`DIR/draft`, the bundled draft as it is. Acceptance stays what it was and the cost ratio becomes that of a large
-target, so speed can be measured without training one.
+Writes `DIR/target`, the bundled target widened to about 190M parameters *without changing its function*, `DIR/draft`,
+the bundled draft as it is, and `DIR/eagle`, the bundled EAGLE head widened likewise. Acceptance stays what it was and
+the cost ratio becomes that of a large target, so speed can be measured without training one.
 
 How a model is widened exactly:
 
@@ -31,6 +31,8 @@ from cluster.model_folder import resolve_model_folder
 
 WIDTH_FACTOR = 4  # a power of 4, so that its square root is a power of 2
 INTERMEDIATE_SIZE = 5248
+EAGLE_HEAD = "outrider-eagle-12m"
+_PYTORCH = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,9 @@ class Widening:
             "gate_proj": (self.intermediate_size, self.hidden_size),
             "up_proj": (self.intermediate_size, self.hidden_size),
             "down_proj": (self.hidden_size, self.intermediate_size),
+            "fc": (self.hidden_size, self.hidden_size),  # of an EAGLE head, either half of it
         }
-        return shapes.get(name.split(".")[-2], (self.hidden_size,))
+        return shapes.get(name.removesuffix(".weight").rpartition(".")[2], (self.hidden_size,))
 
     def widen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` in the corner of a larger one of zeros."""
@@ -82,6 +85,24 @@ def widen_model(source: Path, folder: Path) -> int:
     """Writes the widened model of `source` to `folder`; returns its number of parameters."""
     widening = Widening(ModelConfig.from_folder(source))
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"), dirs_exist_ok=True)
+    _write_config(source, folder, widening)
+    tensors = {name: widening.widen(name, tensor) for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", _PYTORCH)
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def widen_head(source: Path, folder: Path, target: Path) -> None:
+    """Writes the EAGLE head in `source` to `folder`, for the widened model of the `target` that it was made for."""
+    widening = Widening(ModelConfig.from_folder(target))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"), dirs_exist_ok=True)
+    _write_config(source, folder, widening)
+    tensors = load_file(source / "model.safetensors")
+    of_token, of_state = (widening.widen("fc", half) for half in tensors.pop("fc.weight").chunk(2, dim=1))
+    wide = {name: widening.widen(name, tensor) for name, tensor in tensors.items()}
+    save_file(wide | {"fc.weight": torch.cat((of_token, of_state), dim=1)}, folder / "model.safetensors", _PYTORCH)
+
+
+def _write_config(source: Path, folder: Path, widening: Widening) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config |= {
         "hidden_size": widening.hidden_size,
@@ -91,15 +112,14 @@ def widen_model(source: Path, folder: Path) -> int:
         "rms_norm_eps": config["rms_norm_eps"] / widening.width_factor,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = {name: widening.widen(name, tensor) for name, tensor in load_file(source / "model.safetensors").items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def make_pair(out: Path) -> int:
-    """Writes `target` and `draft` into the folder `out`; returns the number of parameters of the target."""
+    """Writes `target`, `draft` and `eagle` into the folder `out`; returns the number of parameters of the target."""
     config = Config()
-    num_parameters = widen_model(resolve_model_folder(config.target.model), out / "target")
+    target = resolve_model_folder(config.target.model)
+    num_parameters = widen_model(target, out / "target")
+    widen_head(resolve_model_folder(EAGLE_HEAD), out / "eagle", target)
     shutil.copytree(resolve_model_folder(config.draft.model), out / "draft", dirs_exist_ok=True)
     return num_parameters
 
@@ -109,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for `target` and `draft`")
     out: Path = parser.parse_args(argv).out
     num_parameters = make_pair(out)
-    print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {out}/draft")
+    print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {out}/draft; {out}/eagle")
     return 0
 
 
