@@ -47,9 +47,8 @@ class System:
 
     name: str
     url: str
-    model: str
     children: list[Child]
-    metrics_url: str = ""
+    model: str = ""  # what it calls its model, once it is ready
     results: dict[tuple[float, int], list[Result]] = field(default_factory=dict)
 
     def processes(self) -> Iterator[int]:
@@ -64,10 +63,11 @@ class System:
     def is_ready(self) -> bool:
         """Whether it answers, and where drafts come over links, has them."""
         try:
+            self.model = httpx.get(f"{self.url}/v1/models", timeout=5).json()["data"][0]["id"]
             answer_all(self.url, self.model, [[1, 2, 3]], num_streams=1, temperature=0.0, max_tokens=4, timeout=30)
             health = httpx.get(f"{self.url}/health", timeout=5)
             targets = health.json()["targets"] if health.content else []
-        except (httpx.HTTPError, ValueError, IndexError):
+        except (httpx.HTTPError, ValueError, LookupError):
             return False
         return all(target["num_draft_links"] == target["num_draft_links_configured"] for target in targets)
 
@@ -184,7 +184,7 @@ def _outrider(folder: Path, name: str, engine: str = "torch") -> System:
     file = folder / f"{engine}.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     child = Child(name, ["serve", "--config", str(file)])
-    return System(name, f"http://127.0.0.1:{port}", str(folder / "target"), [child])
+    return System(name, f"http://127.0.0.1:{port}", [child])
 
 
 def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:
@@ -205,7 +205,7 @@ def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:
         "HF_HUB_OFFLINE=1",
     ]
     child = Child(name, arguments, module="vllm.entrypoints.openai.api_server", prefix=environment)
-    return System(name, f"http://127.0.0.1:{port}", model, [child])
+    return System(name, f"http://127.0.0.1:{port}", [child])
 
 
 def _start(system: System) -> None:
