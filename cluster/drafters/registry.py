@@ -18,6 +18,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
+from cluster.vllm.compatibility import DRAFTER, check
 from cluster.vllm.engine_args import set_environment
 
 
@@ -62,11 +63,10 @@ def _ngram(config: Config, progress: Progress | None) -> Drafter:
 
 def _vllm(config: Config, progress: Progress | None) -> Drafter:
     set_environment(config.draft)  # vLLM reads some of it when it is imported
-    try:
-        from cluster.drafters.vllm import VllmDrafter  # only this drafter needs vLLM
-        from cluster.vllm.draft_engine import DraftEngine
-    except ImportError as error:
-        raise ConfigurationError(f"draft.drafter vllm needs vLLM, which cannot be imported: {error}") from error
+    check(DRAFTER)
+    from cluster.drafters.vllm import VllmDrafter  # only this drafter needs vLLM
+    from cluster.vllm.draft_engine import DraftEngine
+
     return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs)
 
 

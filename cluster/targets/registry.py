@@ -22,6 +22,7 @@ from cluster.targets.base import Target
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
+from cluster.vllm.compatibility import TARGET, check
 from cluster.vllm.engine_args import set_environment
 
 
@@ -66,6 +67,7 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
 
 def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target:
     set_environment(config.target)  # vLLM reads some of it when it is imported
+    check(TARGET)
     from cluster.targets.vllm.target import VllmTarget  # and only this engine needs it
 
     return VllmTarget(config, fingerprint)

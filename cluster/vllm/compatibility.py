@@ -110,6 +110,95 @@ V2_WORKER = (
 )
 
 
+V1_SAMPLING = (
+    Internal("vllm.v1.outputs", "SamplerOutput", some=("sampled_token_ids", "logprobs_tensors")),
+    Internal(
+        "vllm.v1.sample.sampler",
+        "Sampler.sample",
+        ("self", "logits", "sampling_metadata", "logprobs_mode_override"),
+    ),
+    Internal("vllm.v1.sample.sampler", "Sampler.__init__", ("self", "logprobs_mode", "use_fp64_gumbel")),
+    Internal(
+        "vllm.v1.sample.rejection_sampler", "RejectionSampler.__init__", ("self", "sampler", "spec_config", "device")
+    ),
+    Internal(
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler.forward",
+        ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
+    ),
+    Internal(
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler._get_logprobs_tensors",
+        (
+            *("self", "max_num_logprobs", "metadata", "logits", "target_logits", "bonus_logits"),
+            "sampled_token_ids",
+        ),
+    ),
+    Internal("vllm.v1.sample.rejection_sampler", "PLACEHOLDER_TOKEN_ID"),
+    Internal("vllm.v1.sample.metadata", "SamplingMetadata", some=("max_num_logprobs",)),
+    Internal(
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata",
+        some=("draft_token_ids", "num_draft_tokens", "cu_num_sampled_tokens", "target_logits_indices"),
+    ),
+    Internal("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample", ("self", "logits", "spec_decode_metadata")),
+)
+
+V1_SCHEDULER = (
+    Internal("vllm.v1.core.sched.scheduler", "Scheduler.schedule", ("self", "throttle_prefills")),
+    Internal(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+    ),
+    Internal("vllm.v1.core.sched.scheduler", "Scheduler.update_draft_token_ids", ("self", "draft_token_ids")),
+    Internal("vllm.v1.core.sched.scheduler", "Scheduler._free_request", ("self", "request", "delay_free_blocks")),
+    Internal("vllm.v1.core.sched.scheduler", "Scheduler.get_request_counts", ("self",)),
+    Internal(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        some=("num_scheduled_tokens", "scheduled_spec_decode_tokens", "scheduled_new_reqs", "preempted_req_ids"),
+    ),
+    Internal("vllm.v1.core.sched.output", "NewRequestData", some=("prompt_token_ids", "num_computed_tokens")),
+    Internal("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ("self",)),
+    Internal(
+        "vllm.v1.structured_output", "StructuredOutputManager.validate_tokens", ("self", "request", "spec_tokens")
+    ),
+    Internal("vllm.v1.request", "Request.append_output_token_ids", ("self", "token_ids")),
+    Internal("vllm.v1.request", "Request.num_tokens"),
+    Internal("vllm.v1.request", "Request.use_structured_output"),
+    Internal("vllm.v1.engine", "EngineCoreOutput", some=("request_id", "new_token_ids", "finish_reason")),
+    Internal("vllm.v1.engine", "FinishReason.STOP"),
+    Internal("vllm.v1.engine", "FinishReason.LENGTH"),
+)
+
+V1_CLIENT = (
+    Internal("vllm.v1.engine.async_llm", "AsyncLLM.from_engine_args"),
+    Internal("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc"),
+    Internal("vllm.v1.engine.async_llm", "AsyncLLM.generate"),
+    Internal("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", ("self", "timeout")),
+    Internal("vllm.v1.engine.exceptions", "EngineDeadError"),
+    Internal("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY"),
+    Internal(
+        "vllm.engine.arg_utils",
+        "AsyncEngineArgs",
+        some=("scheduler_cls", "worker_extension_cls", "additional_config", "speculative_config", "async_scheduling"),
+    ),
+)
+
+TARGET = V1_SAMPLING + V1_SCHEDULER + V1_CLIENT
+
+DRAFTER = (
+    *V1_SAMPLING,
+    *V1_SCHEDULER,
+    Internal("vllm", "LLMEngine.add_request"),
+    Internal("vllm", "LLMEngine.abort_request", ("self", "request_ids", "internal")),
+    Internal("vllm", "LLMEngine.collective_rpc"),
+    Internal("vllm.v1.engine.core_client", "InprocClient"),
+    Internal("vllm.v1.executor", "Executor.get_class", ("vllm_config",)),
+)
+
+
 def check(internals: Sequence[Internal]) -> None:
     """Raises ConfigurationError, naming what differs, unless vLLM is installed, of our version and has `internals`."""
     check_installation()
