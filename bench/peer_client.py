@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -43,21 +44,27 @@ def answer_all(
     timeout: float = 600.0,
 ) -> Burst:
     """Every prompt, `num_streams` at a time. Raises httpx.HTTPError."""
+    shared = {"model": model, "temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+    bodies = [shared | {"prompt": list(prompt)} for prompt in prompts]
+    return ask_all(url, bodies, num_streams=num_streams, timeout=timeout)
 
-    def ask(prompt: Sequence[int]) -> Answer:
-        body = {
-            "model": model,
-            "prompt": list(prompt),
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+
+def ask_all(
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    num_streams: int,
+    path: str = "/v1/completions",
+    timeout: float = 600.0,
+) -> Burst:
+    """Every request, streamed, `num_streams` at a time. Raises httpx.HTTPError."""
+
+    def ask(own: dict[str, Any]) -> Answer:
+        body = own | {"stream": True, "stream_options": {"include_usage": True}}
         asked_at = time.perf_counter()
         times: list[float] = []
         num_tokens = 0
-        with client.stream("POST", "/v1/completions", json=body) as response:
+        with client.stream("POST", path, json=body) as response:
             response.raise_for_status()
             for line in response.iter_lines():
                 if not line.startswith("data: {"):
@@ -73,5 +80,5 @@ def answer_all(
     limits = httpx.Limits(max_connections=num_streams)
     with httpx.Client(base_url=url, timeout=timeout, limits=limits) as client, ThreadPoolExecutor(num_streams) as pool:
         started_at = time.perf_counter()
-        answers = list(pool.map(ask, prompts))
+        answers = list(pool.map(ask, bodies))
         return Burst(answers, time.perf_counter() - started_at)

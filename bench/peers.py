@@ -38,6 +38,7 @@ from services.launch.local import free_ports
 READY_SECONDS = 400.0
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 16
+KV_CACHE_BYTES = 2**28  # all systems are in memory at once
 _PROMPTS = {1: 6, 4: 12, 16: 32}  # ten seconds' work or so
 
 
@@ -92,9 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="outrider-peers-") as name:
         folder = Path(name)
         make_pair(folder)
-        systems = _systems(folder, arguments)
+        systems, started = _systems(folder, arguments), []
         try:
             for system in systems:  # one after the other: starting takes every core
+                started.append(system)
                 _start(system)
                 system.signal(signal.SIGSTOP)
             for repeat in range(arguments.repeats):
@@ -105,12 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"repeat {repeat + 1} of {arguments.repeats} done", file=sys.stderr, flush=True)
                 _write(arguments, systems)
         finally:
-            for system in systems:
+            for system in started:
                 system.signal(signal.SIGCONT)
                 for child in system.children:
                     child.terminate()
             time.sleep(2.0)
-            for system in systems:
+            for system in started:
                 system.signal(signal.SIGKILL)
         if "hf" in arguments.systems:
             _assisted(folder, arguments)
@@ -176,7 +178,7 @@ def _outrider(folder: Path, name: str, engine: str = "torch") -> System:
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": MAX_NUM_SEQS,
             "enable_prefix_caching": False,
-            "kv_cache_bytes": 2**30,
+            "kv_cache_bytes": KV_CACHE_BYTES,
         },
         "draft": {"model": str(folder / "draft"), "enable_prefix_caching": False},
         "router": {"port": port},
@@ -192,6 +194,7 @@ def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:
     arguments = [
         *("--model", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--no-enable-prefix-caching"),
+        *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
     ]
     if speculative is not None:
         arguments += ["--speculative-config", json.dumps(speculative)]
@@ -199,7 +202,6 @@ def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:
         "env",
         f"LD_PRELOAD={':'.join(recommended_libraries())}",
         f"VLLM_CPU_OMP_THREADS_BIND={','.join(map(str, sorted(os.sched_getaffinity(0))))}",
-        "VLLM_CPU_KVCACHE_SPACE=1",
         "VLLM_LOGGING_LEVEL=ERROR",
         "VLLM_NO_USAGE_STATS=1",
         "HF_HUB_OFFLINE=1",
