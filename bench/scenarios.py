@@ -27,7 +27,7 @@ READY_SECONDS = 300.0
 _TOPICS = ("the tides", "a small harbour town", "how bread rises", "the first snow", "an old clock", "a lost letter")
 _TEXT = (
     "The committee met on Tuesday at nine. It agreed to buy two ladders, to paint the hall in white and to ask Mr Holm "
-    "for the key of the cellar. The next meeting is on the fourth of May at nine. Members who cannot come send word to Ms Berg."
+    "for the key of the cellar. The next meeting is on the fourth of May at nine. Members who cannot come send word."
 )
 _CODE = "def area(shape):\n    if shape.kind == 'circle':\n        return 3.14159 * shape.radius ** 2\n"
 
