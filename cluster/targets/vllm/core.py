@@ -44,7 +44,6 @@ class CoreSettings:
     channel: str
     speculation: SpeculationConfig
     has_rounds: bool  # else nothing is drafted, or vLLM does it by itself
-    vocab_size: int
     tokenizer_fingerprint: str
 
     def compute_hash(self) -> str:
@@ -115,7 +114,7 @@ class CoordinatedScheduler(RoundScheduler):
     # The channel's threads.
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, Endpoints):
+        if isinstance(message, Endpoints) and self._settings.has_rounds:
             self._links.follow(message.addresses)
         elif isinstance(message, Profiled) and isinstance(self.rounds, ProfilingRounds):
             self.rounds = self._coordinated_rounds(self.rounds.step_times)
@@ -126,8 +125,8 @@ class CoordinatedScheduler(RoundScheduler):
             max_num_seqs=self.max_num_running_reqs,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
         )
-        settings = self._settings
-        return CoordinatedRounds(self._links, settings.speculation, settings.vocab_size, limits, step_times)
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        return CoordinatedRounds(self._links, self._settings.speculation, vocab_size, limits, step_times)
 
     def _report(self) -> None:
         while True:

@@ -78,10 +78,7 @@ class VllmTarget(Target):
         speculation, values = self._config.speculation, common_engine_args(self._config.target)
         args = make_args(AsyncEngineArgs, {**values, "worker_extension_cls": EXTENSION, "scheduler_cls": SCHEDULER})
         args.speculative_config = self._speculative_config()
-        vocab_size = args.create_model_config().get_vocab_size()
-        args.additional_config = CoreSettings(
-            channel, speculation, self._config.drafts_in_pool, vocab_size, tokenizer_fingerprint
-        )
+        args.additional_config = CoreSettings(channel, speculation, self._config.drafts_in_pool, tokenizer_fingerprint)
         llm = AsyncLLM.from_engine_args(args)
         if self._is_coupled:
             await llm.collective_rpc("install_coupled_sampling")
@@ -96,16 +93,16 @@ class VllmTarget(Target):
         self._channel.send(Profiled())
 
     async def _try_steps(self, number: int) -> None:
+        prompt = [number, 1]
         params = VllmSamplingParams(
             temperature=0.0,
-            max_tokens=STEPS,
+            max_tokens=min(STEPS, self._llm.model_config.max_model_len - len(prompt)),
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=Coupling(SamplingParams(temperature=0.0), NoiseKey(0, 0), 2).to_extra_args(),
+            extra_args=Coupling(SamplingParams(temperature=0.0), NoiseKey(0, 0), len(prompt)).to_extra_args(),
         )
-        prompt = {"prompt_token_ids": [number, 1]}
-        async for _ in self._llm.generate(prompt, params, f"profile {number}"):
+        async for _ in self._llm.generate({"prompt_token_ids": prompt}, params, f"profile {number}"):
             pass
 
     def _speculative_config(self) -> dict[str, Any] | None:
