@@ -39,6 +39,7 @@ READY_SECONDS = 400.0
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 16
 KV_CACHE_BYTES = 2**28  # all systems are in memory at once
+_ENGINES = {"torch": "PyTorch", "vllm": "vLLM"}
 _PROMPTS = {1: 6, 4: 12, 16: 32}  # ten seconds' work or so
 
 
@@ -149,7 +150,7 @@ def table(document: dict[str, Any]) -> str:
 def _systems(folder: Path, arguments: argparse.Namespace) -> list[System]:
     target, draft = str(folder / "target"), str(folder / "draft")
     made: dict[str, Callable[[], System]] = {
-        "torch": lambda: _outrider(folder, "Outrider on PyTorch"),
+        "torch": lambda: _outrider(folder, "Outrider on PyTorch", "torch"),
         "vllm-target": lambda: _outrider(folder, "Outrider on vLLM", "vllm"),
         "vllm": lambda: _vllm("vLLM", target, None),
         "ngram": lambda: _vllm(
@@ -163,13 +164,20 @@ def _systems(folder: Path, arguments: argparse.Namespace) -> list[System]:
         for way in ("greedy", "probabilistic"):
             own = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, "draft_sample_method": way}
             made[f"draft-{k}-{way}"] = lambda own=own, k=k, way=way: _vllm(f"vLLM draft_model K={k} {way}", target, own)
+    for name in arguments.systems:
+        engine, separator, round_trip_ms = name.partition("@")
+        if separator and engine in ("torch", "vllm-target"):
+            kind = engine.removesuffix("-target")
+            made[name] = lambda kind=kind, ms=float(round_trip_ms): _outrider(
+                folder, f"Outrider on {_ENGINES[kind]}, {ms:g} ms between the pools", kind, ms
+            )
     unknown = set(arguments.systems) - made.keys() - {"hf"}
     if unknown:
         sys.exit(f"unknown systems {', '.join(sorted(unknown))}; known: {', '.join(made)}, hf")
     return [made[name]() for name in arguments.systems if name != "hf"]
 
 
-def _outrider(folder: Path, name: str, engine: str = "torch") -> System:
+def _outrider(folder: Path, name: str, engine: str, round_trip_ms: float = 0.0) -> System:
     (port,) = free_ports(1)
     settings = {
         "target": {
@@ -182,8 +190,9 @@ def _outrider(folder: Path, name: str, engine: str = "torch") -> System:
         },
         "draft": {"model": str(folder / "draft"), "enable_prefix_caching": False},
         "router": {"port": port},
+        "simulation": {"round_trip_ms": round_trip_ms},
     }
-    file = folder / f"{engine}.yaml"
+    file = folder / f"{engine}-{round_trip_ms:g}.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     child = Child(name, ["serve", "--config", str(file)])
     return System(name, f"http://127.0.0.1:{port}", [child])
@@ -333,7 +342,13 @@ def _assisted(folder: Path, arguments: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.peers", description=(__doc__ or "").partition("\n")[0])
     every = "torch,vllm-target,vllm,draft-3-greedy,draft-3-probabilistic,draft-5-greedy,draft-5-probabilistic"
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=f"{every},ngram,eagle,hf".split(","))
+    parser.add_argument(
+        "--systems",
+        type=lambda text: text.split(","),
+        default=f"{every},ngram,eagle,hf".split(","),
+        help="of the names in _systems, commas between them; torch@10 and vllm-target@10 have a round trip of 10 ms "
+        "between the pools",
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repeats", type=int, default=3)
