@@ -22,6 +22,11 @@ class Answer:
     last_token_seconds: float
     gaps: tuple[float, ...]  # between the pieces of the answer
 
+    @property
+    def token_gaps(self) -> list[float]:
+        """Between its tokens: those of one piece come together."""
+        return [*self.gaps, *[0.0] * (self.num_tokens - 1 - len(self.gaps))]
+
 
 @dataclass(frozen=True, slots=True)
 class Burst:

@@ -85,7 +85,7 @@ class Result:
     first_token_seconds: float  # median
     first_token_p99_seconds: float
     token_seconds: float  # of an answer after its first token, for each token; median
-    gap_p99_seconds: float  # between two pieces of an answer
+    gap_p99_seconds: float  # between two tokens of an answer; those of one piece come together
     acceptance_length: float | None
 
 
@@ -131,7 +131,7 @@ def table(document: dict[str, Any]) -> str:
         ("first token, ms", "first_token_seconds", 1e3, 0),
         ("first token p99, ms", "first_token_p99_seconds", 1e3, 0),
         ("time per output token, ms", "token_seconds", 1e3, 1),
-        ("p99 between pieces, ms", "gap_p99_seconds", 1e3, 0),
+        ("p99 between tokens, ms", "gap_p99_seconds", 1e3, 0),
         ("acceptance length", "acceptance_length", 1.0, 2),
     ):
         lines += [f"| {title} | " + " | ".join(f"T={t:g}, {n}" for t, n in points) + " |"]
@@ -256,7 +256,7 @@ def _measure(system: System, temperature: float, num_streams: int, arguments: ar
 
 def _result(burst: Burst, before: dict[str, float], after: dict[str, float]) -> Result:
     first = sorted(answer.first_token_seconds for answer in burst.answers)
-    gaps = sorted(gap for answer in burst.answers for gap in answer.gaps)
+    gaps = sorted(gap for answer in burst.answers for gap in answer.token_gaps)
     per_token = [
         (answer.last_token_seconds - answer.first_token_seconds) / (answer.num_tokens - 1) for answer in burst.answers
     ]

@@ -116,7 +116,7 @@ def measure(cluster: LocalCluster, work: Work, k: int | str) -> Result:
 
 
 def _result(burst: Burst, acceptance_rate: float | None) -> Result:
-    gaps = sorted(gap for answer in burst.answers for gap in answer.gaps)
+    gaps = sorted(gap for answer in burst.answers for gap in answer.token_gaps)
     first = statistics.median(answer.first_token_seconds for answer in burst.answers)
     return Result(burst.tokens_per_second, first, gaps[int(0.99 * len(gaps))] if gaps else 0.0, acceptance_rate)
 
@@ -161,7 +161,7 @@ def _measure_all(cluster: LocalCluster, works: dict[str, Work], repeats: int) ->
 
 def table(setup: str, measured: dict[str, dict[str, list[Any]]]) -> str:
     lines = [
-        f"| {setup} | tokens/s, k = 0 | auto | ratio | first token, ms | p99 between pieces, ms | accepted |",
+        f"| {setup} | tokens/s, k = 0 | auto | ratio | first token, ms | p99 between tokens, ms | accepted |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, both in measured.items():
