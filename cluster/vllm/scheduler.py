@@ -78,6 +78,7 @@ class RoundScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.max_drafts = int(self.num_spec_tokens)  # of one request in a step
         self.on_step: Callable[[EngineStep], None] = lambda _: None
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # of admitted requests
@@ -110,7 +111,8 @@ class RoundScheduler(Scheduler):
             self.num_queried_tokens += len(new.prompt_token_ids or ())
             self.num_hit_tokens += new.num_computed_tokens
         if self.rounds is not None:
-            self.rounds.scheduled([request for request in self.running if request.is_prefill_chunk])
+            joining = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+            self.rounds.scheduled([r for r in self.running if r.is_prefill_chunk or r.request_id in joining])
         self._scheduled_at = time.perf_counter()
         return output
 
@@ -126,7 +128,8 @@ class RoundScheduler(Scheduler):
             for output in of_client.outputs:
                 request = requests.get(output.request_id)
                 if request is not None and output.new_token_ids:
-                    drafts = drafts_of.get(output.request_id, ())
+                    # Where it drafts by itself vLLM fills a request's first step up with -1.
+                    drafts = [draft for draft in drafts_of.get(output.request_id, ()) if draft >= 0]
                     rounds.append(CommittedRound(request, drafts, output.new_token_ids, output.finish_reason))
         step = EngineStep(
             rounds,
@@ -141,6 +144,11 @@ class RoundScheduler(Scheduler):
             self.rounds.end(step)
         self.on_step(step)
         return outputs
+
+    def run_rounds(self, rounds: Rounds) -> None:
+        """From now on drafts are what `rounds` says."""
+        self.rounds = rounds
+        self.num_spec_tokens = 0  # else a request's first step would be filled up with as many rows
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """What the runner's own proposer says, which with rounds is nothing."""
@@ -162,19 +170,26 @@ class RoundScheduler(Scheduler):
         drafts = self.rounds.begin(decoding, joining)
         if drafts is None:
             return set()
-        self._place(decoding, drafts, has_prompts=bool(joining or self.waiting))
-        return {request.request_id for request in decoding if request.request_id not in drafts}
-
-    def _place(self, decoding: Sequence[Request], drafts: Mapping[str, Sequence[int]], *, has_prompts: bool) -> None:
-        """Sets as many of the drafts as there is budget and room for, and no request loses its own token or blocks.
-
-        While prompts wait, drafts get at most half of what the budget leaves, so that prefill is not starved. vLLM
-        would preempt a request for want of blocks for drafts: when they are short nobody has any.
-        """
         taking_part = [request for request in decoding if request.request_id in drafts]
+        if self._place(taking_part, drafts, joining):
+            return {request.request_id for request in decoding if request.request_id not in drafts}
+        # vLLM preempts the youngest of those that it schedules: blocks are short, and all are among them.
+        for request in taking_part:
+            request.spec_token_ids = []
+        return set()
+
+    def _place(
+        self, taking_part: Sequence[Request], drafts: Mapping[str, Sequence[int]], joining: Sequence[Request]
+    ) -> bool:
+        """Sets as many of the drafts as there is budget for; returns whether there are blocks for all of it.
+
+        While prompts wait, drafts get at most half of what the budget leaves, so that prefill is not starved.
+        """
         budget = self.max_num_scheduled_tokens - len(taking_part)
-        budget = budget // 2 if has_prompts else budget
+        prompt_tokens = min(budget, sum(request.num_tokens - request.num_computed_tokens for request in joining))
+        budget = budget // 2 if joining or self.waiting else budget
         num_free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        num_free_blocks -= -(-prompt_tokens // self.block_size)
         for request in taking_part:
             token_ids = drafts[request.request_id][: max(0, min(budget, self._useful_drafts(request)))]
             if request.use_structured_output:
@@ -184,14 +199,12 @@ class RoundScheduler(Scheduler):
             num_tokens = request.num_tokens
             num_free_blocks -= (num_tokens + len(token_ids) - 1) // self.block_size
             num_free_blocks += (num_tokens - 2) // self.block_size
-        if num_free_blocks < 0:
-            for request in taking_part:
-                request.spec_token_ids = []
+        return bool(num_free_blocks >= 0)
 
     def _useful_drafts(self, request: Request) -> int:
         """More could not be committed: the bonus token takes the last place."""
         max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return min(int(self.num_spec_tokens), max_len - int(request.num_tokens) - 1)
+        return min(self.max_drafts, max_len - int(request.num_tokens) - 1)
 
 
 def _with_held_back(before: Sequence[Request], held_back: set[str], scheduled: Sequence[Request]) -> list[Request]:

@@ -6,6 +6,7 @@ is. It is a Unix socket in a folder that only its owner may enter; both ends are
 
 from __future__ import annotations
 
+import logging
 import queue
 import tempfile
 import threading
@@ -17,6 +18,8 @@ from typing import Any
 
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.telemetry.metrics import Reading
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +75,16 @@ class Channel:
         self._outbox.put(message)
 
     def _read(self) -> None:
-        try:
-            while True:
-                self._receive(self._connection.recv())
-        except (EOFError, OSError):
-            self._closed()
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                self._closed()
+                return
+            try:
+                self._receive(message)
+            except Exception:  # what is wrong with one message must not keep the next from coming
+                logger.exception("a message of the engine's channel could not be taken in")
 
     def _write(self) -> None:
         try:

@@ -29,6 +29,8 @@ from cluster.vllm.scheduler import EngineStep, RoundScheduler
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
 REQUEST_ID_KEY = "outrider_request_id"  # in a request's `extra_args`: vLLM makes IDs of its own
 
+logger = logging.getLogger(__name__)
+
 _STATUS_SECONDS = 0.2
 _SWITCH_INTERVAL_SECONDS = 0.0005  # the links' threads must not wait for the engine's for a whole round
 _FINISH_REASONS = {
@@ -66,7 +68,7 @@ class CoordinatedScheduler(RoundScheduler):
         self._links = Links(settings.tokenizer_fingerprint)
         self._settings = settings
         if settings.has_rounds:
-            self.rounds = ProfilingRounds(settings.speculation.max_speculative_tokens)
+            self.run_rounds(ProfilingRounds(settings.speculation.max_speculative_tokens))
         self.on_step = self._publish
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
@@ -117,7 +119,9 @@ class CoordinatedScheduler(RoundScheduler):
         if isinstance(message, Endpoints) and self._settings.has_rounds:
             self._links.follow(message.addresses)
         elif isinstance(message, Profiled) and isinstance(self.rounds, ProfilingRounds):
-            self.rounds = self._coordinated_rounds(self.rounds.step_times)
+            self.run_rounds(self._coordinated_rounds(self.rounds.step_times))
+            self._step_times = {kind: StepTime() for kind in self._step_times}
+            self._num_committed_tokens = self.num_queried_tokens = self.num_hit_tokens = 0
 
     def _coordinated_rounds(self, step_times: Sequence[tuple[int, float]]) -> CoordinatedRounds:
         limits = StepLimits(
@@ -130,17 +134,23 @@ class CoordinatedScheduler(RoundScheduler):
 
     def _report(self) -> None:
         while True:
-            load, pool = self.load(), self._links.pool
-            target_load = TargetLoad(
-                load.num_running,
-                load.num_waiting,
-                load.num_used_blocks,
-                load.num_blocks,
-                pool.num_links_up,
-                pool.num_endpoints,
-            )
-            self._channel.send(Status(target_load, self._heartbeat.is_stuck, list(self._readings(target_load))))
+            try:
+                self._send_status()
+            except Exception:  # such as a table that grew while it was read; the next will do
+                logger.exception("a status report failed")
             time.sleep(_STATUS_SECONDS)
+
+    def _send_status(self) -> None:
+        load, pool = self.load(), self._links.pool
+        target_load = TargetLoad(
+            load.num_running,
+            load.num_waiting,
+            load.num_used_blocks,
+            load.num_blocks,
+            pool.num_links_up,
+            pool.num_endpoints,
+        )
+        self._channel.send(Status(target_load, self._heartbeat.is_stuck, list(self._readings(target_load))))
 
     def _readings(self, load: TargetLoad) -> Iterator[Reading]:
         def counter(name: str, documentation: str, value: float) -> Reading:
@@ -157,8 +167,6 @@ class CoordinatedScheduler(RoundScheduler):
         hits = "Tokens of admitted sequences whose KV was in the prefix cache."
         yield counter("vllm:prefix_cache_hits", hits, self.num_hit_tokens)
         yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
-        stuck = "1 while the engine has work and stands still."
-        yield Reading("outrider_engine_stuck", stuck, float(self._heartbeat.is_stuck))
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
         if isinstance(self.rounds, CoordinatedRounds):
@@ -187,7 +195,7 @@ class _LastWords(logging.Handler):
 
 def _first_line(error: BaseException) -> str:
     lines: Sequence[str] = str(error).strip().splitlines()
-    return lines[0] if lines else ""
+    return lines[0] if lines else "no message"
 
 
 def _end_process() -> None:

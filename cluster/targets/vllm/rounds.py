@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # after a failure, before the rounds begin anew
 
+_FORGIVEN_SECONDS = 600.0
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -44,9 +46,9 @@ def _contained(
 
     @functools.wraps(method)
     def call(rounds: CoordinatedRounds, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-        if not rounds.is_on:
-            return None
         try:
+            if not rounds.is_on:
+                return None
             return method(rounds, *args, **kwargs)
         except Exception as error:
             rounds.fail(error)
@@ -75,6 +77,7 @@ class CoordinatedRounds:
         self._clock = clock
         self._sequences: dict[str, SpeculativeSequence] = {}
         self._failures: Counter[str] = Counter()
+        self._failed_at: list[float] = []  # lately
         self._begin_anew_at: float | None = None
         self._step_times = step_times
         self._coordinator = self._new_coordinator()
@@ -93,9 +96,12 @@ class CoordinatedRounds:
 
     def fail(self, error: Exception) -> None:
         """Ends the rounds until it is time to begin anew."""
-        pause = _PAUSE_SECONDS[min(self._failures.total(), len(_PAUSE_SECONDS) - 1)]
+        now = self._clock()
+        self._failed_at = [at for at in self._failed_at if at > now - _FORGIVEN_SECONDS]
+        pause = _PAUSE_SECONDS[min(len(self._failed_at), len(_PAUSE_SECONDS) - 1)]
+        self._failed_at.append(now)
         self._failures[type(error).__name__] += 1
-        self._begin_anew_at = self._clock() + pause
+        self._begin_anew_at = now + pause
         self._sequences.clear()
         self._links.reset()  # the drafters let go of their sequences
         logger.error("speculation is off for %.0f s, its coordinator failed", pause, exc_info=error)

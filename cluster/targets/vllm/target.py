@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.config import Config
 from cluster.engine.limits import StepLimits
 from cluster.engine.model_config import eos_token_ids
-from cluster.errors import ConfigurationError, InternalError, OutriderError
+from cluster.errors import ConfigurationError, InternalError, InvalidRequestError, OutriderError
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -34,8 +34,10 @@ from cluster.vllm.sampling import EXTENSION
 logger = logging.getLogger(__name__)
 
 _PROFILE_SECONDS = 1.0  # after so long no more sequences are tried at once
+_LAST_WORDS_SECONDS = 10.0  # an older error is not what the engine core ended with
 _SHUTDOWN_SECONDS = 2.0  # for the engine core to end by itself
 _SILENT_SECONDS = 5.0  # without news of an engine that has work
+_WITH_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 
 
@@ -48,11 +50,12 @@ class VllmTarget(Target):
         check_numerics(target, target.numerics)
         self._config = config
         self._is_coupled = config.speculation.acceptance != "engine"
+        self._drafts = config.speculation.num_speculative_tokens > 0
         self._publish: Publish = lambda _: None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._status: Status | None = None
         self._heard_at = time.monotonic()
-        self._last_words = "vLLM's engine core has ended; its own message is above"
+        self._failed: tuple[str, float] = ("", 0.0)  # the last error of the engine core, and when it came
         self._is_stopping = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
@@ -96,7 +99,11 @@ class VllmTarget(Target):
         prompt = [number, 1]
         params = VllmSamplingParams(
             temperature=0.0,
-            max_tokens=min(STEPS, self._llm.model_config.max_model_len - len(prompt)),
+            max_tokens=min(
+                # As many as leave room for drafts of every depth to the last of the steps.
+                STEPS + self._config.speculation.max_speculative_tokens + 1,
+                self._llm.model_config.max_model_len - len(prompt),
+            ),
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -113,7 +120,7 @@ class VllmTarget(Target):
             most = speculation.max_speculative_tokens
             return {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": most}
         own = {"num_speculative_tokens": speculation.num_speculative_tokens, **draft.speculative_config}
-        if own.get("method") not in ("ngram", "suffix") and "model" not in own:
+        if own.get("method") in _WITH_A_MODEL and "model" not in own:
             own["model"] = str(resolve_model_folder(draft.model))
         return own
 
@@ -144,7 +151,12 @@ class VllmTarget(Target):
             self._channel.send(Endpoints(()))
 
     def submit(self, request: GenerationRequest) -> None:
-        """vLLM refuses to start where the cache does not hold the longest sequence: every request can run."""
+        """vLLM refuses to start where the cache does not hold the longest sequence: every request has room."""
+        if not self._is_coupled and self._drafts and (request.params.min_p or request.params.logit_bias):
+            field = "min_p" if request.params.min_p else "logit_bias"
+            raise InvalidRequestError(
+                f"{field} is not for speculation.acceptance engine: vLLM has none beside speculation", param=field
+            )
         self._loop.call_soon_threadsafe(self._submit, request)
 
     def abort(self, request_id: str) -> None:
@@ -155,7 +167,9 @@ class VllmTarget(Target):
         return status.load if status is not None else TargetLoad(0, 0, 0, self._num_blocks, 0)
 
     def readings(self) -> Iterable[Reading]:
-        return self._status.readings if self._status is not None else ()
+        stuck = "1 while the engine has work and stands still."
+        yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
+        yield from self._status.readings if self._status is not None else ()
 
     @property
     def _num_blocks(self) -> int:
@@ -217,7 +231,7 @@ class VllmTarget(Target):
             case Status():
                 self._status, self._heard_at = message, time.monotonic()
             case Failed(cause):
-                self._last_words = f"vLLM's engine core has ended: {cause}"
+                self._failed = cause, time.monotonic()
 
     def _core_ended(self) -> None:
         if not self._is_stopping:
@@ -226,8 +240,12 @@ class VllmTarget(Target):
     def _set_error(self) -> None:
         """Its main program, which watches `error`, ends the process."""
         if self.error is None:
-            self.error = InternalError(self._last_words)
-            logger.error("%s", self._last_words)
+            cause, failed_at = self._failed
+            is_recent = time.monotonic() < failed_at + _LAST_WORDS_SECONDS
+            self.error = InternalError(
+                f"vLLM's engine core has ended: {cause if is_recent else 'its own message, if any, is above'}"
+            )
+            logger.error("%s", self.error)
 
 
 def _own_params(request: GenerationRequest) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from cluster.tokenization import Tokenizer
 from services.launch.child import Child
 from services.launch.local import free_ports
 from tests.system.client import Case, complete_all
+from tests.system.near_ties import NearTieJudge
 from tests.system.vllm.programs import Programs
+from tests.system.vllm.test_exactness import MAX_NEAR_TIES, num_different
 
 NUM_MIXED = 500
 NUM_AT_ONCE = 24
@@ -24,7 +26,7 @@ NUM_AT_ONCE = 24
     ("kind", "metric"),
     [("garbage", 'outrider_proposals_dropped_total{reason="vocabulary"}'), ("silent", "outrider_late_rounds_total")],
 )
-def test_wrong_drafts(programs: Programs, cases: list[Case], kind: str, metric: str) -> None:
+def test_wrong_drafts(programs: Programs, cases: list[Case], judge: NearTieJudge, kind: str, metric: str) -> None:
     programs.use()
     few = cases[:16]
     expected = complete_all(programs.url, few, num_speculative_tokens=0)
@@ -36,7 +38,8 @@ def test_wrong_drafts(programs: Programs, cases: list[Case], kind: str, metric: 
     try:
         before = total(programs, metric)
         programs.use(kind)
-        assert complete_all(programs.url, few, num_speculative_tokens=4) == expected
+        answers = complete_all(programs.url, few, num_speculative_tokens=4)
+        assert num_different(few, answers, expected, judge) <= MAX_NEAR_TIES
         assert total(programs, metric) > before
     finally:
         child.kill()
