@@ -91,8 +91,8 @@ def set_environment(worker: WorkerConfig) -> None:
     if resolve_device(worker.device).type == "cpu":
         cpus = sorted(os.sched_getaffinity(0))[: worker.threads]
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cpus, worker.tensor_parallel_size)
-        # Unless told, Intel's OpenMP spins for 200 ms after a step, on cores that a drafter may share: one stream of the
-        # 190M pair had 120 to 139 tokens a second, and 137 to 150 with 1 ms (2 cores, two runs of each).
+        # Unless told, Intel's OpenMP spins for 200 ms after a step, on cores that a drafter may share: one stream of
+        # the 190M pair had 120 to 139 tokens a second, and 137 to 150 with 1 ms (2 cores, two runs of each).
         wanted["KMP_BLOCKTIME"] = "1"
         wanted["LD_PRELOAD"] = ":".join(recommended_libraries())
     for name, value in wanted.items():
