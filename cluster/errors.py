@@ -64,6 +64,12 @@ class InternalError(OutriderError):
     pass
 
 
+def first_line(error: BaseException) -> str:
+    """Of its message; its type's name where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 _BY_STATUS_CODE: dict[int, type[OutriderError]] = {
     error.grpc_code.value[0]: error for error in (InvalidRequestError, NotFoundError, OverloadedError, UnavailableError)
 }

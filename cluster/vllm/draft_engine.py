@@ -15,7 +15,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
 from cluster.config import WorkerConfig
-from cluster.errors import ConfigurationError
+from cluster.errors import ConfigurationError, first_line
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import common_engine_args, make_args, set_environment
 from cluster.vllm.sampling import EXTENSION
@@ -41,8 +41,7 @@ class DraftEngine:
                 self._engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
                 self._engine.collective_rpc("install_coupled_sampling")
         except (ValueError, RuntimeError, OSError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigurationError(f"vLLM cannot run {worker.model!r}: {reason}") from error
+            raise ConfigurationError(f"vLLM cannot run {worker.model!r}: {first_line(error)}") from error
         self._scheduler: RoundScheduler = self._engine.engine_core.engine_core.scheduler
         self._scheduler.rounds = self._named = _Named()
         self._num_added = 0

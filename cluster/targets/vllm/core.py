@@ -16,6 +16,7 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from cluster.config import SpeculationConfig
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
+from cluster.errors import first_line
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, connect
@@ -190,12 +191,7 @@ class _LastWords(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
-            self._send(Failed(f"{type(error).__name__}: {_first_line(error)}"))
-
-
-def _first_line(error: BaseException) -> str:
-    lines: Sequence[str] = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"
+            self._send(Failed(f"{type(error).__name__}: {first_line(error)}"))
 
 
 def _end_process() -> None:

@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.config import Config
 from cluster.engine.limits import StepLimits
 from cluster.engine.model_config import eos_token_ids
-from cluster.errors import ConfigurationError, InternalError, InvalidRequestError, OutriderError
+from cluster.errors import ConfigurationError, InternalError, InvalidRequestError, OutriderError, first_line
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -65,7 +65,7 @@ class VllmTarget(Target):
             self._llm = self._call(self._start(folder, tokenizer_fingerprint, listener.address))
             self._channel = listener.accept(self._receive, self._core_ended)
         except (ValueError, RuntimeError, OSError) as error:
-            raise ConfigurationError(f"vLLM cannot run {target.model!r}: {_first_line(error)}") from error
+            raise ConfigurationError(f"vLLM cannot run {target.model!r}: {first_line(error)}") from error
         finally:
             listener.close()
         if config.drafts_in_pool:
@@ -197,7 +197,7 @@ class VllmTarget(Target):
             self._set_error()
         except Exception as error:
             logger.exception("vLLM failed a request")
-            self._fail(request, InternalError(f"vLLM failed the request: {_first_line(error)}"))
+            self._fail(request, InternalError(f"vLLM failed the request: {first_line(error)}"))
         finally:
             self._running.pop(request.request_id, None)
 
@@ -261,8 +261,3 @@ def _own_params(request: GenerationRequest) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty,
         "logit_bias": dict(params.logit_bias) or None,
     }
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

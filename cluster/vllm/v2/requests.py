@@ -97,6 +97,7 @@ class EngineRequests:
         @functools.wraps(remove)
         def remove_request(req_id: str) -> Any:
             slot = remove(req_id)
+            self._added.pop(req_id, None)
             if slot is not None:
                 self._remove(req_id)
             return slot

@@ -1,0 +1,52 @@
+"""Parts of vLLM's scheduler and sampler that are ours, without an engine."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import torch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from cluster.speculation.acceptance import count_accepted
+from cluster.vllm.sampling import accepted
+from cluster.vllm.scheduler import CommittedRound, _with_held_back
+
+
+def requests(names: str) -> list[SimpleNamespace]:
+    return [SimpleNamespace(request_id=name) for name in names]
+
+
+def test_requests_that_were_held_back_keep_their_places() -> None:
+    running = requests("abcdef")
+    new = requests("gh")
+    scheduled = [running[0], running[3], running[4], *new]  # `f` was preempted, the others are held back
+    merged = _with_held_back(running, {"b", "c"}, scheduled)
+    assert "".join(request.request_id for request in merged) == "abcdegh"
+
+
+def test_accepted_is_the_rule_of_acceptance() -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        num_drafts = [rng.randrange(0, 6) for _ in range(rng.randrange(1, 7))]
+        drafts = [[rng.randrange(3) for _ in range(number)] for number in num_drafts]
+        choices = [[rng.randrange(3) for _ in range(number + 1)] for number in num_drafts]
+        metadata = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+        ends = metadata.cu_num_sampled_tokens.tolist()
+        starts = [end - number - 1 for end, number in zip(ends, num_drafts, strict=True)]
+        rows = [start + i for start, number in zip(starts, num_drafts, strict=True) for i in range(number)]
+        metadata.target_logits_indices = torch.tensor(rows, dtype=torch.int32)
+        output = accepted(torch.tensor([choice for own in choices for choice in own]), metadata)
+        assert output.dtype == torch.int32
+        for row, own_drafts, own_choices in zip(output.tolist(), drafts, choices, strict=True):
+            committed = own_choices[: count_accepted(own_drafts, own_choices) + 1]
+            assert row == committed + [-1] * (len(row) - len(committed))
+
+
+def test_accepted_drafts_are_counted_up_to_where_the_request_ended() -> None:
+    def num_accepted(drafts: list[int], tokens: list[int]) -> int:
+        return CommittedRound(SimpleNamespace(), drafts, tokens, None).num_accepted  # type: ignore[arg-type]
+
+    assert num_accepted([4, 5, 6], [4, 5, 9]) == 2
+    assert num_accepted([4, 5, 6], [4, 5]) == 2  # the second of them ended it
+    assert num_accepted([], [7]) == 0
