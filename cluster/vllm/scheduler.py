@@ -99,9 +99,12 @@ class RoundScheduler(Scheduler):
             self.running = [request for request in running if request.request_id not in held_back]
             self.max_num_running_reqs -= len(held_back)
             self.max_num_active_reqs -= len(held_back)
+        if self.rounds is not None:
+            self.num_spec_tokens = 0  # else a request's first step could be filled up with as many rows
         try:
             output = super().schedule(throttle_prefills)
         finally:
+            self.num_spec_tokens = self.max_drafts
             if held_back:
                 self.max_num_running_reqs += len(held_back)
                 self.max_num_active_reqs += len(held_back)
@@ -144,11 +147,6 @@ class RoundScheduler(Scheduler):
             self.rounds.end(step)
         self.on_step(step)
         return outputs
-
-    def run_rounds(self, rounds: Rounds) -> None:
-        """From now on drafts are what `rounds` says."""
-        self.rounds = rounds
-        self.num_spec_tokens = 0  # else a request's first step would be filled up with as many rows
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """What the runner's own proposer says, which with rounds is nothing."""

@@ -69,7 +69,7 @@ class CoordinatedScheduler(RoundScheduler):
         self._links = Links(settings.tokenizer_fingerprint)
         self._settings = settings
         if settings.has_rounds:
-            self.run_rounds(ProfilingRounds(settings.speculation.max_speculative_tokens))
+            self.rounds = ProfilingRounds(settings.speculation.max_speculative_tokens)
         self.on_step = self._publish
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
@@ -120,7 +120,7 @@ class CoordinatedScheduler(RoundScheduler):
         if isinstance(message, Endpoints) and self._settings.has_rounds:
             self._links.follow(message.addresses)
         elif isinstance(message, Profiled) and isinstance(self.rounds, ProfilingRounds):
-            self.run_rounds(self._coordinated_rounds(self.rounds.step_times))
+            self.rounds = self._coordinated_rounds(self.rounds.step_times)
             self._step_times = {kind: StepTime() for kind in self._step_times}
             self._num_committed_tokens = self.num_queried_tokens = self.num_hit_tokens = 0
 
