@@ -34,6 +34,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="module")
+def own_environment() -> Iterator[None]:
+    """What the module's tests put into the environment, as vLLM does, is gone after them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
 def loop() -> Iterator[BackgroundLoop]:
     loop = BackgroundLoop()
     yield loop

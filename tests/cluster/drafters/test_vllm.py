@@ -39,7 +39,7 @@ CONFIG = DraftConfig(
 
 
 @pytest.fixture(scope="module")
-def drafter() -> VllmDrafter:
+def drafter(own_environment: None) -> VllmDrafter:
     return VllmDrafter(DraftEngine(CONFIG), MAX_SEQS)
 
 

@@ -23,7 +23,7 @@ NEAR_TIE = 1e-3  # logits
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm(own_environment: None) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HF_HUB_OFFLINE", "1")
         set_environment(TargetConfig())
