@@ -61,11 +61,16 @@ def ask_all(
     num_streams: int,
     path: str = "/v1/completions",
     timeout: float = 600.0,
+    arrivals: Sequence[float] | None = None,
 ) -> Burst:
-    """Every request, streamed, `num_streams` at a time. Raises httpx.HTTPError."""
+    """Every request, streamed, `num_streams` at a time. Raises httpx.HTTPError.
 
-    def ask(own: dict[str, Any]) -> Answer:
+    `arrivals`: seconds after the beginning at which each is asked, if a stream is free then.
+    """
+
+    def ask(own: dict[str, Any], arrival: float) -> Answer:
         body = own | {"stream": True, "stream_options": {"include_usage": True}}
+        time.sleep(max(0.0, started_at + arrival - time.perf_counter()))
         asked_at = time.perf_counter()
         times: list[float] = []
         num_tokens = 0
@@ -85,5 +90,5 @@ def ask_all(
     limits = httpx.Limits(max_connections=num_streams)
     with httpx.Client(base_url=url, timeout=timeout, limits=limits) as client, ThreadPoolExecutor(num_streams) as pool:
         started_at = time.perf_counter()
-        answers = list(pool.map(ask, bodies))
+        answers = list(pool.map(ask, bodies, arrivals or [0.0] * len(bodies)))
         return Burst(answers, time.perf_counter() - started_at)

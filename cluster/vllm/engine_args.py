@@ -67,6 +67,9 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
         # Committed tokens must be on the host when the next step is scheduled, as they go to the drafters.
         "async_scheduling": False,
         "disable_log_stats": True,
+        # As on a GPU. vLLM's default on a CPU is a process for the runner too, and two processes that spin for each
+        # other's messages on the cores that the model computes on.
+        **({"distributed_executor_backend": "uni"} if is_cpu and worker.tensor_parallel_size == 1 else {}),
         **worker.engine_args,
     }
 

@@ -82,6 +82,9 @@ class CoordinatedScheduler(RoundScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._heartbeat.end()
+        # The tokens have gone up the channel; vLLM's client waits for the ends of its requests.
+        for of_client in outputs.values():
+            of_client.outputs = [output for output in of_client.outputs if output.finish_reason is not None]
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:

