@@ -186,11 +186,14 @@ V1_CLIENT = (
     ),
 )
 
-TARGET = V1_SAMPLING + V1_SCHEDULER + V1_CLIENT
+EXECUTOR = (Internal("vllm.v1.executor.uniproc_executor", "UniProcExecutor"),)  # named in `engine_args`
+
+TARGET = V1_SAMPLING + V1_SCHEDULER + V1_CLIENT + EXECUTOR
 
 DRAFTER = (
     *V1_SAMPLING,
     *V1_SCHEDULER,
+    *EXECUTOR,
     Internal("vllm", "LLMEngine.add_request"),
     Internal("vllm", "LLMEngine.abort_request", ("self", "request_ids", "internal")),
     Internal("vllm", "LLMEngine.collective_rpc"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ from cluster.vllm.engine_args import common_engine_args, make_args, set_environm
 from cluster.vllm.sampling import EXTENSION
 from cluster.vllm.scheduler import EngineLoad, EngineStep, RoundScheduler
 
-_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
-
 
 class DraftEngine:
     """The engine core runs in the thread that calls; with one rank its model does, too.
@@ -36,7 +33,7 @@ class DraftEngine:
         values = {**common_engine_args(worker), "worker_extension_cls": EXTENSION, "scheduler_cls": RoundScheduler}
         args = make_args(EngineArgs, values)
         try:
-            with _in_process(is_alone=worker.tensor_parallel_size == 1), _settable_threads():
+            with _settable_threads():
                 config = args.create_engine_config()
                 self._engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
                 self._engine.collective_rpc("install_coupled_sampling")
@@ -109,20 +106,6 @@ class _Named:
         self.token_ids = {committed.request.request_id: committed.token_ids[0] for committed in step.rounds}
 
     def close(self, request: Request) -> None: ...
-
-
-@contextmanager
-def _in_process(*, is_alone: bool) -> Iterator[None]:
-    """While a configuration is made: on a CPU vLLM gives even one rank a process of its own, unless this is said."""
-    before = os.environ.get(_IN_PROCESS)
-    if is_alone:
-        os.environ[_IN_PROCESS] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(_IN_PROCESS, None)
-        if before is not None:
-            os.environ[_IN_PROCESS] = before
 
 
 @contextmanager

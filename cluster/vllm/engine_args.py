@@ -15,6 +15,10 @@ from cluster.engine.loader import resolve_device
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 
+# The executor that vLLM uses for one rank on a GPU. On a CPU it refuses its short name, "uni", as it sets the threads'
+# environment only for processes that it starts; here `set_environment` does. With the runner in a process of its own
+# both spin for each other's messages on the cores that the model computes on.
+_IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is made for multiples of it
 
 # Decided by other settings, or by how this project uses vLLM.
@@ -67,9 +71,7 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
         # Committed tokens must be on the host when the next step is scheduled, as they go to the drafters.
         "async_scheduling": False,
         "disable_log_stats": True,
-        # As on a GPU. vLLM's default on a CPU is a process for the runner too, and two processes that spin for each
-        # other's messages on the cores that the model computes on.
-        **({"distributed_executor_backend": "uni"} if is_cpu and worker.tensor_parallel_size == 1 else {}),
+        **({"distributed_executor_backend": _IN_PROCESS} if is_cpu and worker.tensor_parallel_size == 1 else {}),
         **worker.engine_args,
     }
 
@@ -92,22 +94,24 @@ def set_environment(worker: WorkerConfig) -> None:
         "VLLM_NO_USAGE_STATS": "1",
     }
     if resolve_device(worker.device).type == "cpu":
-        cpus = sorted(os.sched_getaffinity(0))[: worker.threads]
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cpus, worker.tensor_parallel_size)
-        # Unless told, Intel's OpenMP spins for 200 ms after a step, on cores that a drafter may share: one stream of
-        # the 190M pair had 120 to 139 tokens a second, and 137 to 150 with 1 ms (2 cores, two runs of each).
-        wanted["KMP_BLOCKTIME"] = "1"
+        cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))[: worker.threads]]
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cpus, worker.tensor_parallel_size)  # of ranks in processes
+        if worker.tensor_parallel_size == 1:
+            wanted["OMP_NUM_THREADS"] = str(len(cpus))
+            wanted["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{','.join(cpus)}]"
+            wanted["KMP_TPAUSE"] = "0"  # as vLLM sets it, which lets threads spin for 5 ms after a step; the cores
+            wanted["KMP_BLOCKTIME"] = "1"  # are shared with whoever drafts the next
         wanted["LD_PRELOAD"] = ":".join(recommended_libraries())
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # of this process
 
 
-def _binding(cpus: Sequence[int], num_ranks: int) -> str:
+def _binding(cpus: Sequence[str], num_ranks: int) -> str:
     """vLLM's notation: the cores of each rank, `|` between them."""
     share = max(1, len(cpus) // num_ranks)
     ranks = [cpus[(rank * share) % len(cpus) :][:share] for rank in range(num_ranks)]
-    return "|".join(",".join(map(str, rank)) for rank in ranks)
+    return "|".join(",".join(rank) for rank in ranks)
 
 
 def recommended_libraries() -> list[str]:
