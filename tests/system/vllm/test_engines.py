@@ -15,6 +15,7 @@ from services.launch.local import LocalCluster
 from tests.system.client import Case, complete_all
 from tests.system.vllm.conftest import SETTINGS
 from tests.system.vllm.programs import READY_S
+from tests.waiting import eventually
 
 CONFIGURATIONS: dict[str, Mapping[str, object]] = {
     "bfloat16": {"target.dtype": "bfloat16"},
@@ -52,7 +53,9 @@ def test_same_tokens(name: str, cases: list[Case]) -> None:
         answers += complete_all(cluster.url, few, num_speculative_tokens=4)
         num_different = sum(a != b for a, b in zip(answers, plain + plain, strict=True))
         assert num_different <= MAX_DIFFERENT.get(name, 1)
-        assert max(acceptance_histogram(cluster.url)) > 0
+        assert eventually(
+            lambda: max(acceptance_histogram(cluster.url), default=0) > 0
+        )  # a busy machine's links go down
         counters = read_counters(cluster.targets[0].metrics_url)
         assert (counters["vllm:num_preemptions_total"] > 0) == is_short_of_blocks
 
