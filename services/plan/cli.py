@@ -36,6 +36,16 @@ def above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Call
     return parse
 
 
+def _not_below_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return number
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = Efficiency()
     parser.description = (
@@ -82,12 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument(
         "--round-trip-ms", default="0.2,0.5,2,10", metavar="MS,...", help="to a remote pool; default 0.2,0.5,2,10"
     )
-    rounds.add_argument("--sidecar-round-trip-ms", type=float, default=0.2, metavar="MS", help="default 0.2")
+    rounds.add_argument("--sidecar-round-trip-ms", type=_not_below_zero, default=0.2, metavar="MS", help="default 0.2")
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument("--bandwidth-efficiency", type=above_zero(float, 1), default=own.bandwidth, metavar="SHARE")
     assumed.add_argument("--compute-efficiency", type=above_zero(float, 1), default=own.compute, metavar="SHARE")
-    assumed.add_argument("--step-overhead-ms", type=float, default=1e3 * own.step_seconds, metavar="MS")
-    assumed.add_argument("--all-reduce-us", type=float, default=1e6 * own.all_reduce_seconds, metavar="US")
+    assumed.add_argument("--step-overhead-ms", type=_not_below_zero, default=1e3 * own.step_seconds, metavar="MS")
+    assumed.add_argument("--all-reduce-us", type=_not_below_zero, default=1e6 * own.all_reduce_seconds, metavar="US")
     assumed.add_argument("--memory-utilization", type=above_zero(float, 1), default=0.9, metavar="SHARE")
     assumed.add_argument("--block-size", type=above_zero(int), default=16, metavar="TOKENS")
     measured = parser.add_argument_group("measured steps in place of formulae")
@@ -99,7 +109,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     measured.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")
     measured.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    measured.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of the requests; default 1")
+    measured.add_argument(
+        "--local-round-trip-ms",
+        type=_not_below_zero,
+        default=0.9,
+        metavar="MS",
+        help="between target and draft on this machine, not timed here; default 0.9, of `bench.coordination`",
+    )
+    measured.add_argument(
+        "--temperature", type=_not_below_zero, default=1.0, metavar="T", help="of the requests; default 1"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; times in seconds")
 
 
@@ -179,4 +198,5 @@ def _measured(arguments: argparse.Namespace, load: Load) -> list[Option]:
     from services.plan.measure import measured_options  # it runs engines, and so needs torch
 
     config = load_config(arguments.config, arguments.overrides)
-    return measured_options(config, load, arguments.acceptance, arguments.temperature, arguments.num_speculative_tokens)
+    depth, round_trip_seconds = arguments.num_speculative_tokens, arguments.local_round_trip_ms / 1e3
+    return measured_options(config, load, arguments.acceptance, arguments.temperature, depth, round_trip_seconds)

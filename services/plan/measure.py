@@ -32,6 +32,9 @@ from cluster.speculation.sampling import Sampler, SampleRequest
 from services.launch.cores import divide_cores
 from services.worker import prepare_process
 
+# Coordination that target or draft waits for, and transport, of one sequence: `bench.coordination`, 2 cores of Zen 5.
+ROUND_TRIP_SECONDS = 0.9e-3
+
 _DEPTHS = (0, 1, 2, 4, 8, 16)
 _WARM_UP, _REPEATS = 2, 9
 _MAX_SECONDS = 4.0  # of one point
@@ -49,12 +52,17 @@ class StepTimes:
 
 
 def measured_options(
-    config: Config, load: Load, acceptance_rate: float, temperature: float, num_speculative_tokens: int | None
+    config: Config,
+    load: Load,
+    acceptance_rate: float,
+    temperature: float,
+    num_speculative_tokens: int | None,
+    round_trip_seconds: float = ROUND_TRIP_SECONDS,
 ) -> list[Option]:
     """Without speculation, and with the draft on the target's cores. Raises ConfigurationError."""
     times = measure_steps(config, load, temperature)
     alone = Option("no speculation", times.target)
-    drafting = Drafting(times.draft, acceptance_rate)
+    drafting = Drafting(times.draft, acceptance_rate, round_trip_seconds)
     return [
         alone,
         Option("draft on shared cores", times.target, drafting, num_speculative_tokens=num_speculative_tokens),
