@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +17,9 @@ from cluster.errors import ConfigurationError
 from cluster.telemetry.logs import setup_logging
 from cluster.training.cli import add_arguments as add_train_arguments
 from cluster.training.cli import main as run_training
+from services.plan.cli import above_zero
+from services.plan.cli import add_arguments as add_plan_cluster_arguments
+from services.plan.cli import run as plan_cluster
 
 _PROGRAMS = {
     "router": "run the HTTP router",
@@ -92,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     plan_memory = plans.add_parser("memory", help="GPU memory of a pair: weights, KV cache, largest batch")
     _add_plan_memory_arguments(plan_memory)
     plan_memory.set_defaults(run=_plan_memory)
+    cluster = plans.add_parser("cluster", help="throughput, latency and dollars of ways to place a draft")
+    add_plan_cluster_arguments(cluster)
+    cluster.set_defaults(run=plan_cluster)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     train.set_defaults(run=run_training)
@@ -125,45 +130,28 @@ def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, metavar="MODEL[:DTYPE]")
     parser.add_argument("--draft", required=True, metavar="MODEL[:DTYPE]")
     parser.add_argument(
-        "--gpu-memory", type=_above_zero(float), default=80.0, metavar="GB", help="of one GPU; default 80"
+        "--gpu-memory", type=above_zero(float), default=80.0, metavar="GB", help="of one GPU; default 80"
     )
-    parser.add_argument(
-        "--gpus", type=_above_zero(int), default=1, metavar="N", help="that share the target; default 1"
-    )
+    parser.add_argument("--gpus", type=above_zero(int), default=1, metavar="N", help="that share the target; default 1")
     parser.add_argument(
         "--draft-gpu-memory",
-        type=_above_zero(float),
+        type=above_zero(float),
         metavar="GB",
         help="of the GPU that the draft has to itself (default: it shares the target's)",
     )
-    parser.add_argument("--context", type=_above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
-    parser.add_argument("--sequences", type=_above_zero(int), default=1, metavar="N", help="at once; default 1")
+    parser.add_argument("--context", type=above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
+    parser.add_argument("--sequences", type=above_zero(int), default=1, metavar="N", help="at once; default 1")
     parser.add_argument(
         "--num-speculative-tokens", type=int, choices=range(1, 65), default=5, metavar="K", help="default 5"
     )
-    parser.add_argument("--block-size", type=_above_zero(int), default=16, metavar="TOKENS", help="default 16")
+    parser.add_argument("--block-size", type=above_zero(int), default=16, metavar="TOKENS", help="default 16")
     parser.add_argument(
         "--memory-utilization",
-        type=_above_zero(float, at_most=1),
+        type=above_zero(float, at_most=1),
         default=0.9,
         metavar="SHARE",
         help="of what the weights leave, for the KV cache; default 0.9",
     )
-
-
-def _above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Callable[[str], float]:
-    """A parser of numbers for argparse."""
-
-    def parse(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = 0
-        if not 0 < number <= at_most or math.isinf(number):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, {at_most:g} at most")
-        return number
-
-    return parse
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ class StepCurve:
         self._counts = [count for count, _ in points]
         self._seconds = [ms / 1e3 for _, ms in points]
 
-    def at(self, count: int) -> float:
+    def at(self, count: float) -> float:
         counts, seconds = self._counts, self._seconds
         if count <= counts[0] or len(counts) == 1:
             return seconds[0]

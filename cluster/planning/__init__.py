@@ -1,0 +1,11 @@
+"""What a cluster would do before there is one: throughput, latency, dollars. Pure functions.
+
+hardware    GPUs, their data sheets and prices
+steps       what a forward pass takes
+rounds      what a round takes, and the depth that pays
+latency     how long a client waits
+planner     one way of placing the draft, with all of this
+options     the ways that are compared
+published   the figures of the cluster this project was modelled on, beside what its GPUs can do
+report      all of it as text or JSON
+"""

@@ -1,0 +1,106 @@
+"""GPUs: what their data sheets say, and what they cost.
+
+Bandwidth and peak are the vendor's: of the SXM forms where there are several, FP16 on tensor cores without sparsity.
+Prices are examples, not offers: every command that uses them takes others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cluster.errors import ConfigurationError
+
+_GROUP = re.compile(r"((?P<count>[1-9]\d*)x)?(?P<gpu>.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    name: str
+    memory_gb: float  # 10^9 bytes
+    bandwidth_gb_s: float
+    tflops: float  # FP16
+    dollars_per_hour: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuGroup:
+    """GPUs of one kind that share a model evenly (tensor parallelism)."""
+
+    gpu: Gpu
+    count: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.gpu.name if self.count == 1 else f"{self.count}x{self.gpu.name}"
+
+    @property
+    def memory_gb(self) -> float:
+        return self.gpu.memory_gb * self.count
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.gpu.bandwidth_gb_s * 1e9 * self.count
+
+    @property
+    def flops_per_second(self) -> float:
+        return self.gpu.tflops * 1e12 * self.count
+
+    @property
+    def dollars_per_hour(self) -> float:
+        return self.gpu.dollars_per_hour * self.count
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("A10G", 24, 600, 70, 1.0),
+        Gpu("L4", 24, 300, 121, 0.8),
+        Gpu("L40S", 48, 864, 362, 1.9),
+        Gpu("A100-40", 40, 1555, 312, 2.0),
+        Gpu("A100-80", 80, 2039, 312, 3.0),
+        Gpu("H100", 80, 3350, 989, 4.0),
+        Gpu("H200", 141, 4800, 989, 5.0),
+    )
+}
+
+
+def parse_gpus(spec: str, prices: Mapping[str, float] | None = None) -> GpuGroup:
+    """`[Nx]NAME` of a known GPU, or `[Nx]MEMORY:BANDWIDTH:TFLOPS:DOLLARS` (GB, GB/s, FP16, an hour) of any other.
+
+    `prices` take the place of the table's, by name. Raises ConfigurationError.
+    """
+    match = _GROUP.fullmatch(spec)
+    assert match is not None or not spec
+    if match is None:
+        raise ConfigurationError(f"a GPU is missing: write one of {', '.join(GPUS)}")
+    name, count = match["gpu"], int(match["count"] or 1)
+    if name in GPUS:
+        gpu = GPUS[name]
+        return GpuGroup(replace(gpu, dollars_per_hour=(prices or {}).get(name, gpu.dollars_per_hour)), count)
+    return GpuGroup(_free_gpu(name), count)
+
+
+def _free_gpu(values: str) -> Gpu:
+    try:
+        memory, bandwidth, tflops, dollars = (float(value) for value in values.split(":"))
+    except ValueError:
+        raise ConfigurationError(
+            f"{values!r} is no known GPU ({', '.join(GPUS)}): write GB:GB_PER_SECOND:TFLOPS:DOLLARS_PER_HOUR of another"
+        ) from None
+    if not (memory > 0 and bandwidth > 0 and tflops > 0 and dollars >= 0):
+        raise ConfigurationError(f"{values!r}: memory, bandwidth and TFLOPS of a GPU are above 0, its price not below")
+    return Gpu(values, memory, bandwidth, tflops, dollars)
+
+
+def parse_price(text: str) -> tuple[str, float]:
+    """`NAME=DOLLARS` an hour. Raises ConfigurationError."""
+    name, equals, dollars = text.partition("=")
+    try:
+        price = float(dollars)
+    except ValueError:
+        price = -1.0
+    if name not in GPUS or not equals or price < 0:
+        raise ConfigurationError(f"{text!r} is no price: write NAME=DOLLARS an hour, NAME one of {', '.join(GPUS)}")
+    return name, price

@@ -1,0 +1,126 @@
+"""How long a client waits, in the median and at p99: a model of a loop that steps, in three sentences.
+
+1. A step takes the round's time, and longer by what the rows of the prompts in it add; prompts come at random, so
+   their number in a step is Poisson.
+2. The first token takes what is left of the running step, which is met the likelier the longer it is, and the step of
+   its own prompt, with those prompts that came during the same running step; what exceeds the step's token budget
+   takes further steps. (Nobody waits where there is one sequence.)
+3. The tokens after it take as many rounds as chance gives: n tokens take (n + overshoot) / E rounds on the average,
+   where the last round's overshoot is (E[X^2] / E - 1) / 2 of its tokens X, with a variance of n * Var(X) / E^3
+   (renewal theory: Cox 1962), and so a sum of steps, taken as normal.
+
+Requests that queue for memory or that come faster than they are answered are not in it: `planner` says when that is so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_Z99 = 2.3263478740408408  # of the normal distribution
+_PARTS = 40  # into which what is left of a step is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds. Between tokens: of an answer, its time after the first token over the tokens after it."""
+
+    first_token: float  # median
+    first_token_p99: float
+    between_tokens: float  # median over answers
+    between_tokens_p99: float
+    pause_p99: float  # of all gaps between two tokens; the tokens of a round come together, without one
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What steps are like at some load."""
+
+    seconds: tuple[float, ...]  # by the number of prompts in it, from 0 to as many as fit
+    prompts_a_step: float  # mean
+    is_alone: bool = False  # no other sequence runs when a request comes
+
+    @property
+    def most_prompts(self) -> int:
+        return len(self.seconds) - 1
+
+    def lengths(self) -> list[tuple[float, float]]:
+        """Seconds of a step and their probabilities, in ascending order. What does not fit counts as a full step."""
+        probabilities = list(_poisson(self.prompts_a_step))
+        return [(self.seconds[min(n, self.most_prompts)], p) for n, p in enumerate(probabilities)]
+
+    @property
+    def mean_seconds(self) -> float:
+        return sum(seconds * probability for seconds, probability in self.lengths())
+
+    @property
+    def variance(self) -> float:
+        mean = self.mean_seconds
+        return sum((seconds - mean) ** 2 * probability for seconds, probability in self.lengths())
+
+
+def token_moments(acceptance_rate: float, num_speculative_tokens: int) -> tuple[float, float]:
+    """Mean and variance of the tokens a round: P(more than j) = a**j up to k, so E[X^2] = sum of (2j + 1) a**j."""
+    survivals = [acceptance_rate**j for j in range(num_speculative_tokens + 1)]
+    mean = sum(survivals)
+    return mean, sum((2 * j + 1) * survival for j, survival in enumerate(survivals)) - mean**2
+
+
+def mean_rounds(acceptance_rate: float, num_speculative_tokens: int, num_tokens: float) -> float:
+    """Rounds until `num_tokens` are committed; what the last of them has beyond is lost."""
+    mean, variance = token_moments(acceptance_rate, num_speculative_tokens)
+    overshoot = ((variance + mean**2) / mean - 1) / 2
+    return (num_tokens + overshoot) / mean
+
+
+def latency(load: StepLoad, acceptance_rate: float, num_speculative_tokens: int, answer_tokens: float) -> Latency:
+    first = sorted(_first_token(load))
+    mean_tokens, variance = token_moments(acceptance_rate, num_speculative_tokens)
+    rest = max(answer_tokens - 1, 1.0)
+    rounds, step = mean_rounds(acceptance_rate, num_speculative_tokens, rest), load.mean_seconds
+    deviation = math.sqrt(rounds * load.variance + rest * variance / mean_tokens**3 * step**2)
+    return Latency(
+        first_token=_quantile(first, 0.5),
+        first_token_p99=_quantile(first, 0.99),
+        between_tokens=rounds * step / rest,
+        between_tokens_p99=(rounds * step + _Z99 * deviation) / rest,
+        # Of the gaps between tokens one in E is a step's, the others are nought.
+        pause_p99=_quantile(load.lengths(), max(0.0, 1 - 0.01 * mean_tokens)),
+    )
+
+
+def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
+    """Seconds and their probabilities."""
+    if load.is_alone:
+        yield load.seconds[1], 1.0
+        return
+    mean, fit = load.mean_seconds, load.most_prompts
+    for running, probability in load.lengths():
+        coming = load.prompts_a_step * running / mean
+        for num_others, others in enumerate(_poisson(coming)):
+            full, rest = divmod(num_others, fit)
+            own = full * load.seconds[fit] + load.seconds[1 + rest]
+            for part in range(_PARTS):
+                # A step is met the likelier the longer it is.
+                yield (part + 0.5) / _PARTS * running + own, probability * running / mean * others / _PARTS
+
+
+def _poisson(mean: float) -> Iterator[float]:
+    """Probabilities of 0, 1, 2, ..., until what is left does not matter."""
+    probability, total, n = math.exp(-mean), 0.0, 0
+    while total < 1 - 1e-6 and n < 10 + 4 * mean:
+        yield probability
+        total += probability
+        n += 1
+        probability *= mean / n
+
+
+def _quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
+    """Of values in ascending order, with their weights."""
+    total, passed = sum(weight for _, weight in weighted), 0.0
+    for value, weight in weighted:
+        passed += weight
+        if passed >= share * total:
+            return value
+    return weighted[-1][0]

@@ -1,0 +1,106 @@
+"""The ways to place a draft that are compared, for models and GPUs that are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cluster.engine.memory_plan import Budget, Memory, PlannedModel, Tenant, plan_pair
+from cluster.errors import ConfigurationError
+from cluster.planning.hardware import GpuGroup
+from cluster.planning.planner import Option
+from cluster.planning.rounds import MAX_DEPTH, Drafting
+from cluster.planning.steps import ASSUMED, Efficiency, NoSteps, Roofline
+
+# Published: a 7B draft of a 70B target is accepted .78 of the time in FP16, .724 in INT4.
+INT4_ACCEPTANCE_SHARE = 0.724 / 0.78
+NGRAM_ACCEPTANCE = 0.3  # published: .20 to .40
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRequest:
+    """What is to be planned."""
+
+    target: PlannedModel
+    target_gpus: GpuGroup
+    draft: PlannedModel
+    draft_gpus: GpuGroup
+    acceptance_rate: float
+    round_trips_seconds: tuple[float, ...]  # to a remote pool
+    sidecar_round_trip_seconds: float
+    int4_acceptance_rate: float | None = None  # None: in the published proportion
+    ngram_acceptance_rate: float = NGRAM_ACCEPTANCE
+    efficiency: Efficiency = ASSUMED
+    num_speculative_tokens: int | None = None  # None: what pays best
+    memory_utilization: float = 0.9
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        rates = (self.acceptance_rate, self.int4_acceptance_rate or 0.0, self.ngram_acceptance_rate)
+        for rate in rates:
+            if not 0.0 <= rate <= 1.0:
+                raise ConfigurationError(f"an acceptance rate lies between 0 and 1, not {rate:g}")
+
+
+def options(request: ClusterRequest) -> Iterator[Option]:
+    """Without speculation first; every other uses the same target."""
+    alone = Option(
+        "no speculation",
+        Roofline(request.target, request.target_gpus, request.efficiency),
+        target_dollars_per_hour=request.target_gpus.dollars_per_hour,
+        budgets=(Budget((Tenant("target", request.target, 0),), _memory(request, request.target_gpus)),),
+        num_speculative_tokens=request.num_speculative_tokens,
+    )
+    yield alone
+    yield _beside(request, alone)
+    sidecar = _apart(request, alone, "sidecar", request.draft, request.sidecar_round_trip_seconds)
+    yield sidecar
+    pools = [
+        replace(_apart(request, alone, f"pool, {1e3 * seconds:g} ms away", request.draft, seconds), is_pool=True)
+        for seconds in request.round_trips_seconds
+    ]
+    yield from pools
+    if request.draft.dtype != "int4":
+        int4 = replace(request.draft, dtype="int4")
+        yield _apart(request, alone, "sidecar, INT4 draft", int4, request.sidecar_round_trip_seconds)
+    yield replace(alone, name="n-gram", drafting=Drafting(NoSteps(), request.ngram_acceptance_rate))
+
+
+def _beside(request: ClusterRequest, alone: Option) -> Option:
+    """On the target's GPUs, sharded as the target is."""
+    steps = Roofline(request.draft, request.target_gpus, request.efficiency)
+    return replace(
+        alone,
+        name="draft beside the target",
+        drafting=Drafting(steps, request.acceptance_rate),
+        budgets=plan_pair(request.target, request.draft, _depth(request), _memory(request, request.target_gpus)),
+    )
+
+
+def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedModel, round_trip: float) -> Option:
+    """On GPUs of its own."""
+    rate = request.acceptance_rate
+    if draft.dtype != request.draft.dtype:
+        rate = request.int4_acceptance_rate or rate * INT4_ACCEPTANCE_SHARE
+    return replace(
+        alone,
+        name=name,
+        drafting=Drafting(Roofline(draft, request.draft_gpus, request.efficiency), rate, round_trip),
+        draft_dollars_per_hour=request.draft_gpus.dollars_per_hour,
+        budgets=plan_pair(
+            request.target,
+            draft,
+            _depth(request),
+            _memory(request, request.target_gpus),
+            _memory(request, request.draft_gpus),
+        ),
+    )
+
+
+def _depth(request: ClusterRequest) -> int:
+    """That memory has to be there for."""
+    return max(1, MAX_DEPTH if request.num_speculative_tokens is None else request.num_speculative_tokens)
+
+
+def _memory(request: ClusterRequest, gpus: GpuGroup) -> Memory:
+    return Memory(gpus.memory_gb, request.memory_utilization, request.block_size)

@@ -1,0 +1,100 @@
+"""The published figures of the cluster this project was modelled on, beside what its GPUs can do at best.
+
+Both floors are laws of the data sheet, at full bandwidth and peak, without KV, all-reduces or any other work:
+
+    ms a token    a round is no shorter than reading the weights, once for the target and k times for the draft, even if
+                  both overlap perfectly: max(t_verify, k * t_draft) / E; their sum where they share GPUs
+    tokens/s      every token costs (k + 1) / E rows of 2 * parameters FLOPs on the target
+
+Acceptance is the published one of the draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.engine.memory_plan import PlannedModel
+from cluster.planning.hardware import GPUS, GpuGroup
+from cluster.planning.steps import IDEAL, Roofline
+from cluster.speculation.theory import expected_tokens
+
+_A100, _H100, _A10G = GPUS["A100-80"], GPUS["H100"], GPUS["A10G"]
+_TARGET = PlannedModel.parse("70B")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRow:
+    name: str
+    target: GpuGroup
+    tokens_per_second: float
+    ms_per_token: float
+    speedup: float
+    dollars_per_million_tokens: float
+    num_speculative_tokens: int = 0
+    acceptance_rate: float = 0.0
+    draft: PlannedModel | None = None
+    draft_gpus: GpuGroup | None = None  # that one draft runs on
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What no software can go below, or above."""
+
+    tokens_a_round: float
+    draft_token_ms: float  # reading the draft's weights once
+    ms_per_token: float
+    tokens_per_second: float  # at the target's peak FLOPs
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRow:
+    published: PublishedRow
+    floor: Floor
+
+    @property
+    def is_below_bandwidth_floor(self) -> bool:
+        return self.published.ms_per_token < self.floor.ms_per_token
+
+    @property
+    def is_above_peak_compute(self) -> bool:
+        return self.published.tokens_per_second > self.floor.tokens_per_second
+
+
+PUBLISHED = (
+    PublishedRow("70B standard, 4xA100", GpuGroup(_A100, 4), 5120, 12.5, 1.0, 0.65),
+    PublishedRow(
+        "70B + 7B, K=5, 4xA100 + 4xA10G", GpuGroup(_A100, 4), 9850, 6.8, 1.92, 0.50, 5, 0.78,
+        PlannedModel.parse("7B"), GpuGroup(_A10G),
+    ),
+    PublishedRow(
+        "70B + distilled 1B, K=7, 4xA100 + 1xA10G", GpuGroup(_A100, 4), 12400, 5.4, 2.42, 0.37, 7, 0.82,
+        PlannedModel.parse("1B"), GpuGroup(_A10G),
+    ),
+    PublishedRow(
+        "70B + EAGLE, K=5, 4xA100", GpuGroup(_A100, 4), 11200, 5.9, 2.19, 0.32, 5, 0.78,
+        PlannedModel.parse("0.5B/1x8x128"), GpuGroup(_A100, 4),
+    ),
+    PublishedRow("70B standard, 4xH100", GpuGroup(_H100, 4), 7840, 8.2, 1.53, 0.35),
+)  # fmt: skip
+
+
+def floor(row: PublishedRow) -> Floor:
+    target = Roofline(_TARGET, row.target, IDEAL)
+    k, draft_seconds = row.num_speculative_tokens, 0.0
+    if row.draft is not None:
+        assert row.draft_gpus is not None
+        draft_seconds = Roofline(row.draft, row.draft_gpus, IDEAL).read_seconds(0)
+    tokens = expected_tokens(row.acceptance_rate, k)
+    round_seconds = max(target.read_seconds(0), k * draft_seconds)
+    if row.draft_gpus == row.target:  # on the same GPUs nothing overlaps
+        round_seconds = target.read_seconds(0) + k * draft_seconds
+    return Floor(
+        tokens,
+        1e3 * draft_seconds,
+        1e3 * round_seconds / tokens,
+        tokens / target.compute_seconds(k + 1),
+    )
+
+
+def checked_table() -> list[CheckedRow]:
+    return [CheckedRow(row, floor(row)) for row in PUBLISHED]

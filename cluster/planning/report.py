@@ -1,0 +1,142 @@
+"""Plans and the published figures, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cluster.planning.planner import Plan
+from cluster.planning.published import CheckedRow
+from cluster.planning.steps import Efficiency
+
+_BELOW, _ABOVE = "*", "+"
+
+
+def plans_table(plans: Sequence[Plan], limits: Sequence[int] | None = None) -> str:
+    """`limits`: the most sequences of each within the latencies that were asked for."""
+    header = ["", "K", "tokens a round", "draft + net + verify ms", "tokens/s", "first token ms, p99"]
+    header += ["between tokens ms, p99", "pause p99", "$/M tokens", "sequences, fit", "draft GPUs a target"]
+    rows = [[*header, *(["within limits"] if limits is not None else [])]]
+    for index, plan in enumerate(plans):
+        one, waits = plan.round, plan.latency
+        parts = f"{_ms(one.draft_seconds)} + {_ms(one.round_trip_seconds)} + {_ms(one.verify_seconds)}"
+        row = [
+            plan.option,
+            str(one.num_speculative_tokens),
+            f"{one.num_tokens:.2f}",
+            parts if one.num_speculative_tokens else _ms(one.verify_seconds),
+            f"{plan.tokens_per_second * plan.num_targets:.0f}",
+            f"{_ms(waits.first_token)}, {_ms(waits.first_token_p99)}",
+            f"{_ms(waits.between_tokens)}, {_ms(waits.between_tokens_p99)}",
+            _ms(waits.pause_p99),
+            "-" if plan.dollars_per_million_tokens is None else f"{plan.dollars_per_million_tokens:.2f}",
+            f"{plan.num_seqs}, {'-' if plan.most_seqs is None else plan.most_seqs}{'' if plan.fits else ' TOO FEW'}",
+            f"{plan.draft_devices_per_target:.2f}".rstrip("0").rstrip("."),
+        ]
+        if plan.num_targets > 1 or plan.utilization < 1:
+            row[0] += f" ({plan.num_targets} target{'s' if plan.num_targets > 1 else ''}, {plan.utilization:.0%} busy)"
+        rows.append(row + ([] if limits is None else [str(limits[index])]))
+    return _aligned(rows)
+
+
+def published_table(rows: Sequence[CheckedRow]) -> str:
+    table = [["published", "tokens/s", "at most", "ms/token", "at least", "speedup", "$/M tokens", "implied $/h"]]
+    table[0] += ["E", "draft ms/token at least"]
+    for row in rows:
+        own, least = row.published, row.floor
+        table.append(
+            [
+                own.name,
+                f"{own.tokens_per_second:.0f}{_ABOVE if row.is_above_peak_compute else ' '}",
+                f"{least.tokens_per_second:.0f}",
+                f"{own.ms_per_token:.1f}{_BELOW if row.is_below_bandwidth_floor else ' '}",
+                f"{least.ms_per_token:.1f}",
+                f"{own.speedup:.2f}",
+                f"{own.dollars_per_million_tokens:.2f}",
+                f"{own.dollars_per_million_tokens * own.tokens_per_second * 3600 / 1e6:.1f}",
+                f"{least.tokens_a_round:.2f}",
+                f"{least.draft_token_ms:.1f}" if own.draft else "",
+            ]
+        )
+    return _aligned(table) + (
+        f"\n{_BELOW} below the bandwidth floor: fewer ms a token than reading the weights takes at the data sheet's "
+        "whole bandwidth,\n  even if draft and target overlap perfectly: no software can meet it"
+        f"\n{_ABOVE} above peak compute: more tokens a second than the target's FLOPs allow with k + 1 rows a round"
+    )
+
+
+def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_measured: bool) -> str:
+    """What of the figures is formula and what is assumed."""
+    formulae = {
+        "E": ["(1 - a^(K+1)) / (1 - a), bonus included; of K from 0 to 16 the one with the most tokens/s"],
+        "round": ["K draft steps + round trip + verify step of K + 1 rows a sequence"],
+        "step": [
+            "max((weights + KV) / bandwidth, 2 * parameters * rows / peak) + all-reduces + fixed time",
+        ],
+        "tokens/s": [
+            "S * answer / (first token + rounds of the rest * step): S sequences at all times, steps with",
+            "the prompts that come in them",
+        ],
+        "pool": [
+            "a draft GPU feeds 1 + (verify + round trip) / (K * draft step) targets: it drafts for that part of a",
+            "target's round",
+        ],
+        "$/M tokens": ["dollars an hour / 3600 / tokens a second * 10^6"],
+    }
+    assumed = {
+        "load": [f"prompts of {prompt_tokens} and answers of {answer_tokens} tokens, which come at random (Poisson)"],
+        "acceptance": ["one rate for every place and text"],
+        "p99": [
+            "first token: the rest of the running step, then that of its prompt and of those that came with it;",
+            "between tokens: over answers, of an answer's mean: rounds by renewal theory, taken as normal;",
+            "pause: over all gaps between two tokens. Nobody queues for memory",
+        ],
+        "hardware": [
+            f"{efficiency.bandwidth:g} of the data sheets' bandwidth, {efficiency.compute:g} of their FLOPs, "
+            f"{1e6 * efficiency.all_reduce_seconds:g} us an all-reduce, two a layer,",
+            f"{1e3 * efficiency.step_seconds:g} ms a step beside; prices are examples (--price)",
+        ],
+        "a pool": ["rounds of its targets are staggered, so that nobody waits for another's"],
+    }
+    if is_measured:
+        formulae["step"] = ["measured on this machine, by rows; target and draft share its cores: nothing overlaps"]
+        for name in ("hardware", "a pool"):
+            del assumed[name]
+        del formulae["pool"]
+    return f"formula\n{_listed(formulae)}\nassumption\n{_listed(assumed)}"
+
+
+def _listed(entries: dict[str, list[str]]) -> str:
+    return "\n".join(
+        f"  {name if line is lines[0] else '':<12}{line}" for name, lines in entries.items() for line in lines
+    )
+
+
+def to_json(plans: Sequence[Plan], published: Sequence[CheckedRow], limits: Sequence[int] | None) -> dict[str, Any]:
+    """Times in seconds."""
+    rows = []
+    for index, plan in enumerate(plans):
+        row = asdict(plan) | {"fits": plan.fits}
+        row["round"] |= {"seconds": plan.round.seconds}
+        rows.append(row | ({} if limits is None else {"most_seqs_within_limits": limits[index]}))
+    return {
+        "plans": rows,
+        "published": [
+            asdict(row)
+            | {"below_bandwidth_floor": row.is_below_bandwidth_floor, "above_peak_compute": row.is_above_peak_compute}
+            for row in published
+        ],
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+        for row in rows
+    )

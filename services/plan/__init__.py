@@ -1,0 +1,1 @@
+"""`outrider plan cluster`: what is asked, what is measured for it."""

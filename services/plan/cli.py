@@ -1,0 +1,202 @@
+"""The command `outrider plan cluster`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.config_file import load_config
+from cluster.engine.memory_plan import PlannedModel
+from cluster.errors import ConfigurationError
+from cluster.planning.hardware import GPUS, parse_gpus, parse_price
+from cluster.planning.options import ClusterRequest, options
+from cluster.planning.planner import Load, Option, most_sequences, plan
+from cluster.planning.published import checked_table
+from cluster.planning.report import notes, plans_table, published_table, to_json
+from cluster.planning.steps import Efficiency
+
+_MOST_SEQS = 1024  # that are looked at for a limit of latency
+
+
+def above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Callable[[str], float]:
+    """A parser of numbers for argparse."""
+
+    def parse(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not 0 < number <= at_most or math.isinf(number):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, {at_most:g} at most")
+        return number
+
+    return parse
+
+
+def _not_below_zero(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+    return number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    own = Efficiency()
+    parser.description = (
+        "What ways of placing a draft would give, by formula: throughput, latency, dollars, memory, depth. The "
+        "defaults are the published cluster of 4 A100 and A10G. A MODEL[:DTYPE] is that of `plan memory`; GPUS are "
+        f"[Nx]NAME, of {', '.join(GPUS)}, or [Nx]GB:GB_PER_SECOND:TFLOPS:DOLLARS_PER_HOUR. "
+        "The exit code is 1 when nothing fits."
+    )
+    models = parser.add_argument_group("models and GPUs")
+    models.add_argument("--target", default="70B", metavar="MODEL[:DTYPE]", help="default 70B")
+    models.add_argument("--target-gpus", default="4xA100-80", metavar="GPUS", help="of one target; default 4xA100-80")
+    models.add_argument("--draft", default="7B", metavar="MODEL[:DTYPE]", help="default 7B")
+    models.add_argument("--draft-gpus", default="A10G", metavar="GPUS", help="of one draft; default A10G")
+    models.add_argument(
+        "--price", action="append", default=[], metavar="NAME=DOLLARS", help="an hour of a known GPU; may be repeated"
+    )
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--sequences", type=above_zero(int), default=16, metavar="N", help="at once on a target (at most, with a rate)"
+    )
+    load.add_argument(
+        "--requests-per-second",
+        type=above_zero(float),
+        metavar="R",
+        help="to be answered by as many targets as it takes",
+    )
+    load.add_argument("--prompt-tokens", type=above_zero(int), default=512, metavar="N", help="default 512")
+    load.add_argument("--answer-tokens", type=above_zero(int), default=256, metavar="N", help="default 256")
+    load.add_argument(
+        "--context", type=above_zero(int), metavar="N", help="tokens to have memory for (default: prompt and answer)"
+    )
+    load.add_argument("--max-num-batched-tokens", type=above_zero(int), default=2048, metavar="N", help="default 2048")
+    load.add_argument("--first-token-p99-ms", type=above_zero(float), metavar="MS", help="limit, with the next option:")
+    load.add_argument(
+        "--between-tokens-p99-ms", type=above_zero(float), metavar="MS", help="the most sequences within both are shown"
+    )
+    rounds = parser.add_argument_group("speculation")
+    rounds.add_argument("--acceptance", type=float, default=0.78, metavar="RATE", help="of the draft; default .78")
+    rounds.add_argument("--int4-acceptance", type=float, metavar="RATE", help="default: .724/.78 of --acceptance")
+    rounds.add_argument("--ngram-acceptance", type=float, default=0.3, metavar="RATE", help="default .3")
+    rounds.add_argument(
+        "--num-speculative-tokens", type=int, choices=range(0, 65), metavar="K", help="default: what pays best"
+    )
+    rounds.add_argument(
+        "--round-trip-ms", default="0.2,0.5,2,10", metavar="MS,...", help="to a remote pool; default 0.2,0.5,2,10"
+    )
+    rounds.add_argument("--sidecar-round-trip-ms", type=_not_below_zero, default=0.2, metavar="MS", help="default 0.2")
+    assumed = parser.add_argument_group("assumptions")
+    assumed.add_argument("--bandwidth-efficiency", type=above_zero(float, 1), default=own.bandwidth, metavar="SHARE")
+    assumed.add_argument("--compute-efficiency", type=above_zero(float, 1), default=own.compute, metavar="SHARE")
+    assumed.add_argument("--step-overhead-ms", type=_not_below_zero, default=1e3 * own.step_seconds, metavar="MS")
+    assumed.add_argument("--all-reduce-us", type=_not_below_zero, default=1e6 * own.all_reduce_seconds, metavar="US")
+    assumed.add_argument("--memory-utilization", type=above_zero(float, 1), default=0.9, metavar="SHARE")
+    assumed.add_argument("--block-size", type=above_zero(int), default=16, metavar="TOKENS")
+    measured = parser.add_argument_group("measured steps in place of formulae")
+    measured.add_argument(
+        "--measure",
+        action="store_true",
+        help="time the engines of --config on this machine, where draft and target share the cores; models, GPUs and "
+        "prices above are not looked at then",
+    )
+    measured.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")
+    measured.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    measured.add_argument(
+        "--local-round-trip-ms",
+        type=_not_below_zero,
+        default=0.9,
+        metavar="MS",
+        help="between target and draft on this machine, not timed here; default 0.9, of `bench.coordination`",
+    )
+    measured.add_argument(
+        "--temperature", type=_not_below_zero, default=1.0, metavar="T", help="of the requests; default 1"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; times in seconds")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigurationError."""
+    load = Load(
+        arguments.sequences,
+        arguments.prompt_tokens,
+        arguments.answer_tokens,
+        arguments.max_num_batched_tokens,
+        arguments.requests_per_second,
+    )
+    efficiency = Efficiency(
+        arguments.bandwidth_efficiency,
+        arguments.compute_efficiency,
+        arguments.all_reduce_us / 1e6,
+        arguments.step_overhead_ms / 1e3,
+    )
+    if arguments.measure:
+        found = _measured(arguments, load)
+    else:
+        request = _request(arguments, efficiency)
+        found = list(options(request))
+    plans = [plan(option, load, arguments.context) for option in found]
+    limits = _limits(arguments, found, load)
+    published = [] if arguments.measure else checked_table()
+    if arguments.json:
+        print(json.dumps(to_json(plans, published, limits), indent=2))
+    else:
+        print(plans_table(plans, limits))
+        if published:
+            print(f"\n{published_table(published)}")
+        print(f"\n{notes(efficiency, load.prompt_tokens, load.answer_tokens, is_measured=arguments.measure)}")
+    return 0 if any(one.fits for one in plans) else 1
+
+
+def _request(arguments: argparse.Namespace, efficiency: Efficiency) -> ClusterRequest:
+    prices = dict(map(parse_price, arguments.price))
+    return ClusterRequest(
+        target=PlannedModel.parse(arguments.target),
+        target_gpus=parse_gpus(arguments.target_gpus, prices),
+        draft=PlannedModel.parse(arguments.draft),
+        draft_gpus=parse_gpus(arguments.draft_gpus, prices),
+        acceptance_rate=arguments.acceptance,
+        round_trips_seconds=_round_trips(arguments.round_trip_ms),
+        sidecar_round_trip_seconds=arguments.sidecar_round_trip_ms / 1e3,
+        int4_acceptance_rate=arguments.int4_acceptance,
+        ngram_acceptance_rate=arguments.ngram_acceptance,
+        efficiency=efficiency,
+        num_speculative_tokens=arguments.num_speculative_tokens,
+        memory_utilization=arguments.memory_utilization,
+        block_size=arguments.block_size,
+    )
+
+
+def _round_trips(text: str) -> tuple[float, ...]:
+    try:
+        milliseconds = [float(part) for part in text.split(",")]
+    except ValueError:
+        milliseconds = [-1.0]
+    if any(not 0 <= ms < math.inf for ms in milliseconds):
+        raise ConfigurationError(f"--round-trip-ms {text!r}: write milliseconds, such as 0.2,0.5,2,10")
+    return tuple(ms / 1e3 for ms in milliseconds)
+
+
+def _limits(arguments: argparse.Namespace, found: list[Option], load: Load) -> list[int] | None:
+    first, between = arguments.first_token_p99_ms, arguments.between_tokens_p99_ms
+    if first is None and between is None:
+        return None
+    most = min(_MOST_SEQS, load.max_num_batched_tokens - 1)
+    return [
+        most_sequences(option, load, (first or math.inf) / 1e3, (between or math.inf) / 1e3, most) for option in found
+    ]
+
+
+def _measured(arguments: argparse.Namespace, load: Load) -> list[Option]:
+    from services.plan.measure import measured_options  # it runs engines, and so needs torch
+
+    config = load_config(arguments.config, arguments.overrides)
+    depth, round_trip_seconds = arguments.num_speculative_tokens, arguments.local_round_trip_ms / 1e3
+    return measured_options(config, load, arguments.acceptance, arguments.temperature, depth, round_trip_seconds)

@@ -1,0 +1,62 @@
+"""`outrider plan cluster`: what it prints, what it refuses, and that it measures what is there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from services import cli
+
+
+def test_by_default_the_published_cluster_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "cluster"]) == 0
+    printed = capsys.readouterr().out
+    for option in ("no speculation", "draft beside the target", "sidecar", "pool, 10 ms away", "INT4 draft", "n-gram"):
+        assert option in printed
+    assert "6.8*" in printed
+    assert printed.index("published") < printed.index("\nformula\n") < printed.index("\nassumption\n")
+
+
+def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "cluster", "--json", "--between-tokens-p99-ms", "40"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plain = found["plans"][0]
+    assert plain["option"] == "no speculation"
+    assert plain["round"]["num_speculative_tokens"] == 0
+    assert plain["most_seqs_within_limits"] > 0
+    assert [row["below_bandwidth_floor"] for row in found["published"]] == [True, True, False, False, True]
+
+
+def test_the_exit_code_says_that_nothing_fits() -> None:
+    assert cli.main(["plan", "cluster", "--target-gpus", "A100-80"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target-gpus", "4xA99"], "'A99' is no known GPU"),
+        (["--target", "34B"], "34B/LAYERSxKV_HEADSxHEAD_SIZE"),
+        (["--acceptance", "1.5"], "an acceptance rate lies between 0 and 1, not 1.5"),
+        (["--round-trip-ms", "1,x"], "--round-trip-ms '1,x'"),
+        (["--price", "A10G"], "'A10G' is no price"),
+        (["--sequences", "4096"], "has no room for prompts beside 4096 sequences"),
+        (["--measure", "--set", "target.engine=simulated"], "--measure times target.engine torch, not simulated"),
+        (["--measure", "--sequences", "100"], "100 sequences are more than the target's 64"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "cluster", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_measured_steps_of_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--measure", "--sequences", "2", "--prompt-tokens", "32", "--answer-tokens", "32", "--json"]
+    assert cli.main(["plan", "cluster", *asked, "--num-speculative-tokens", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["option"] for row in found["plans"]] == ["no speculation", "draft on shared cores"]
+    assert all(row["tokens_per_second"] > 0 and row["dollars_per_hour"] is None for row in found["plans"])
+    assert found["plans"][1]["round"]["draft_seconds"] > 0
+    assert not found["published"]
