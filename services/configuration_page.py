@@ -63,8 +63,19 @@ def make_page() -> str:
 
 def _properties(schema: Mapping[str, Any], section: str) -> dict[str, Any]:
     reference: str = schema["properties"][section]["$ref"]
-    properties: dict[str, Any] = schema["$defs"][reference.rpartition("/")[2]]["properties"]
-    return properties
+    return _flat(schema, schema["$defs"][reference.rpartition("/")[2]]["properties"])
+
+
+def _flat(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`properties`, with those of a part of the section as `part.name`."""
+    flat: dict[str, Any] = {}
+    for name, setting in properties.items():
+        if (reference := setting.get("$ref")) is None:
+            flat[prefix + name] = setting
+        else:
+            part = schema["$defs"][reference.rpartition("/")[2]]["properties"]
+            flat |= _flat(schema, part, f"{prefix}{name}.")
+    return flat
 
 
 def _option_table() -> str:
@@ -97,7 +108,13 @@ def _kind_of(schema: Mapping[str, Any]) -> str:
         return f"`{schema['const']}`"
     if schema["type"] == "array":
         return _kind_of_list(schema)
-    names = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "null": "`null`"}
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "`true`, `false`",
+        "null": "`null`",
+        "object": "mapping",
+    }
     if "pattern" in schema:
         return "`host:port`, `dns:name:port` or `file:path`" if "dns:" in schema["pattern"] else "`host:port`"
     return f"{names.get(schema['type'], 'text')}{_bounds(schema)}"
