@@ -38,11 +38,12 @@ this list wins:
 {options}
 
 3. with `--set SECTION.KEY=VALUE`, which may be repeated. The value is read as YAML:
-   `--set target.cpus=[0,1] --set target.kv_cache_bytes=null --set speculation.controller=fixed`.
+   `--set target.cpus=[0,1] --set ray.draft.max_replicas=8 --set speculation.controller=fixed`.
 
-`outrider serve`, the launcher, and `outrider router`, `outrider target` and `outrider draft` all take `--config` and
-`--set`. An unknown key and a value of another type are errors, in one line that names the key; for an unknown key it
-offers the nearest known one. Nothing is read from the environment. Example files are in [`configs/`](../configs).
+`outrider serve`, the launcher (`--launcher local`, or [`ray`](RAY.md)), and `outrider router`, `outrider target` and
+`outrider draft` all take `--config` and `--set`. An unknown key and a value of another type are errors, in one line
+that names the key; for an unknown key it offers the nearest known one. Nothing is read from the environment. Example
+files are in [`configs/`](../configs).
 """
 
 

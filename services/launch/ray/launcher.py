@@ -37,7 +37,7 @@ class RayApplication:
 
     def start(self) -> None:
         """Raises ConfigurationError when a setting cannot work, or another application has the name."""
-        app = build_configured_app(self.config)
+        build_configured_app(self.config)  # for what is wrong with it
         if self._status() is not None:
             raise ConfigurationError(
                 f"an application {self.name!r} runs on this Ray cluster already: end it with `outrider down`, or set "
@@ -48,6 +48,12 @@ class RayApplication:
             ray_serve.start(proxy_location="Disabled")
         else:
             ray_serve.start(proxy_location="EveryNode", http_options={"host": self.config.router.host, "port": port})
+        self.update(self.config)
+
+    def update(self, config: Config) -> None:
+        """Serve replaces replica after replica, if `config` is another than before. Raises ConfigurationError."""
+        self.config = config
+        app = build_configured_app(config)
         target = ray_serve.RunTarget(app, name=self.name, route_prefix="/", external_scaler_enabled=True)
         ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 

@@ -15,6 +15,7 @@ from services.launch.ray.registry import RegistryClient
 logger = logging.getLogger("ray.serve.outrider")
 
 _PAUSE_SECONDS = 0.5  # after a registry that cannot be asked
+_LEAVE_SECONDS = 5.0  # then it expires there
 
 
 class Announcer:
@@ -42,7 +43,7 @@ class Announcer:
     def leave(self) -> None:
         """Takes the replica off the lists."""
         self._leaving.set()
-        self._thread.join()
+        self._thread.join(_LEAVE_SECONDS)
 
     def _run(self) -> None:
         while not self._leaving.is_set() and not self._has_ended():

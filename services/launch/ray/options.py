@@ -31,6 +31,7 @@ class DeploymentOptions:
     health_check_timeout_s: float = _HEALTH_TIMEOUT_SECONDS
     graceful_shutdown_wait_loop_s: float = 0.1
     max_constructor_retry_count: int = _MAX_STARTS
+    max_surge_percent: int = 0  # a replica more than the pool has GPUs for would wait for ever
 
     def keywords(self) -> dict[str, Any]:
         """Arguments of `Deployment.options`."""
@@ -52,6 +53,7 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
             2 * config.router.drain_seconds + _END_SECONDS,
             max_ongoing_requests=config.router.max_waiting_requests + 100,  # the router itself says when it is full
             max_replicas_per_node=1 if is_port_fixed and ray.router.replicas > 1 else None,
+            max_surge_percent=0 if is_port_fixed else 100,
         ),
         DeploymentOptions(
             "target",

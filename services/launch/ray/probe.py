@@ -35,6 +35,9 @@ class Probe(Protocol):
     def problem(self) -> str | None:
         """Why it does not serve; None: it does."""
 
+    def is_joined(self) -> bool:
+        """Whether it knows those whom it needs; a worker needs nobody."""
+
     def facts(self) -> Facts:
         """Empty where it does not say."""
 
@@ -56,6 +59,9 @@ class WorkerProbe:
             return f"it does not answer at {self._address} ({error.code().name})"
         return None if status == health_pb2.HealthCheckResponse.SERVING else "its engine stands still or it is ending"
 
+    def is_joined(self) -> bool:
+        return True
+
     def facts(self) -> Facts:
         try:
             description = self._describe(types_pb2.DescribeRequest(), timeout=_SECONDS)
@@ -67,14 +73,21 @@ class WorkerProbe:
 
 class RouterProbe:
     def __init__(self, address: str) -> None:
-        self._url = f"http://{address}/health/live"
+        self._url = f"http://{address}"
 
     def problem(self) -> str | None:
+        return self._get("/health/live")
+
+    def is_joined(self) -> bool:
+        return self._get("/health") is None
+
+    def _get(self, path: str) -> str | None:
+        """None, or why the answer is not that all is well."""
         try:
-            with urllib.request.urlopen(self._url, timeout=_SECONDS):
+            with urllib.request.urlopen(self._url + path, timeout=_SECONDS):
                 return None
         except (urllib.error.URLError, OSError) as error:
-            return f"it does not answer at {self._url} ({error})"
+            return f"{self._url}{path} does not answer as it should ({error})"
 
     def facts(self) -> Facts:
         return Facts()

@@ -16,11 +16,10 @@ from cluster.placement.registry import Announcement, Pool, Registry, View
 
 logger = logging.getLogger("ray.serve.outrider")
 
-LONG_POLL_SECONDS = 10.0
-
+_LONG_POLL_SECONDS = 10.0
+_CALL_SECONDS = 3.0
 _NAMESPACE = "outrider"
 _TICK_SECONDS = 0.5
-_PATIENCE_SECONDS = LONG_POLL_SECONDS + 5.0
 _UNUSED_SECONDS = 30.0  # then it ends: its application has
 
 
@@ -51,7 +50,7 @@ class RegistryActor:
         """The view as soon as it is another than the caller's, or after a while."""
         if self._registry.view(pool).stamp == stamp:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), LONG_POLL_SECONDS)
+                await asyncio.wait_for(self._changed.wait(), _LONG_POLL_SECONDS)
         return self._registry.view(pool)
 
     def _tell(self) -> None:
@@ -80,22 +79,22 @@ class RegistryClient:
 
     def announce(self, announcement: Announcement) -> bool | None:
         """None: it cannot be asked now."""
-        answer: bool | None = self._ask("announce", announcement)
+        answer: bool | None = self._ask(_CALL_SECONDS, "announce", announcement)
         return answer
 
     def withdraw(self, address: str, epoch: int) -> None:
-        self._ask("withdraw", address, epoch)
+        self._ask(_CALL_SECONDS, "withdraw", address, epoch)
 
     def changed_view(self, pool: Pool, stamp: tuple[int, int] | None) -> View | None:
         """None: it cannot be asked now."""
-        answer: View | None = self._ask("changed_view", pool, stamp)
+        answer: View | None = self._ask(_LONG_POLL_SECONDS + _CALL_SECONDS, "changed_view", pool, stamp)
         return answer
 
-    def _ask(self, method: str, *arguments: object) -> Any:
+    def _ask(self, patience: float, method: str, *arguments: object) -> Any:
         try:
             if self._actor is None:
                 self._actor = _get_or_make(self._name, self._config)
-            answer = ray.get(getattr(self._actor, method).remote(*arguments), timeout=_PATIENCE_SECONDS)
+            answer = ray.get(getattr(self._actor, method).remote(*arguments), timeout=patience)
         except (ray.exceptions.RayError, ValueError) as error:
             if not isinstance(error, ray.exceptions.GetTimeoutError):
                 self._actor = None  # the name leads to the one that there is next
@@ -114,7 +113,7 @@ def find_view(application: str, pool: Pool) -> View | None:
     """What the registry knows; None when there is no registry that can be asked."""
     try:
         actor = ray.get_actor(_name(application), namespace=_NAMESPACE)
-        view: View = ray.get(actor.view.remote(pool), timeout=_PATIENCE_SECONDS)
+        view: View = ray.get(actor.view.remote(pool), timeout=_CALL_SECONDS)
     except (ray.exceptions.RayError, ValueError):
         return None
     return view

@@ -27,6 +27,8 @@ from services.launch.ray.program import Program
 _END_SECONDS = 5.0  # beyond what a program may drain
 _PORT_SECONDS = 10.0  # for whoever had the router's port to let go of it
 _POLL_SECONDS = 0.1
+_KNOWN_SECONDS = 10.0  # for a router to find targets, if there are any
+_HEARD_SECONDS = 2.5  # routers look at their lists twice a second, read them when they look the same twice, then ask
 _ACCELERATOR_LABEL = "ray.io/accelerator-type"
 _CALLED: dict[Pool, Pool | None] = {"router": "target", "target": "draft", "draft": None}
 
@@ -69,15 +71,24 @@ class ProgramReplica:
         await asyncio.to_thread(self._program.start)
         drain_seconds: float = getattr(self._config, self._pool).drain_seconds
         self._ending.callback(self._program.stop, drain_seconds + _END_SECONDS)
-        while (problem := await asyncio.to_thread(self._find_problem)) is not None:
+        while await asyncio.to_thread(self._find_problem) is not None:
             if (end := self._program.end()) is not None:
                 raise RuntimeError(end)
             await asyncio.sleep(_POLL_SECONDS)
-        assert problem is None
         self._replica = context.replica_tag
         self._announcer = Announcer(context.app_name, self._config.placement, self._describe, self._has_ended)
         self._announcer.start()
         self._ending.callback(self._announcer.leave)
+        await self._become_known()
+
+    async def _become_known(self) -> None:
+        """A rolling update ends the next replica when this one is ready: callers must have heard of it by then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KNOWN_SECONDS):
+                while not await asyncio.to_thread(self._probe.is_joined):  # noqa: ASYNC110  # another process
+                    await asyncio.sleep(_POLL_SECONDS)
+        if self._pool == "target":
+            await asyncio.sleep(_HEARD_SECONDS)
 
     async def check_health(self) -> None:
         """Raises RuntimeError with the reason, in a line."""
@@ -122,7 +133,16 @@ class ProgramReplica:
         node = ray.util.get_node_ip_address()
         if self._pool != "router":
             address = _host_port(node, free_ports(1, node)[0])
-            return address, {"addresses": (address,), "listen": address, "advertise": None}
+            worker = self._config.target if self._pool == "target" else self._config.draft
+            metrics_port = worker.metrics_port or 0
+            if not _is_free(worker.metrics_host, metrics_port):  # another of the pool is on this node
+                metrics_port = 0
+            return address, {
+                "addresses": (address,),
+                "listen": address,
+                "advertise": None,
+                "metrics_port": metrics_port,
+            }
         host, port = self._config.router.host, self._config.router.port
         if port == 0:
             port = free_ports(1, host)[0]
@@ -158,16 +178,20 @@ def _host_port(host: str, port: int) -> str:
 async def _wait_for_port(host: str, port: int) -> None:
     """Until nobody listens there: the replica that this one replaces may be about to let go of it."""
     deadline = time.monotonic() + _PORT_SECONDS
-    while True:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-                return
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise ConfigurationError(
-                        f"cannot listen at {host}:{port} on this node: {error.strerror}; set router.port to another, "
-                        "or to 0 for a free one"
-                    ) from error
+    while not _is_free(host, port):
+        if time.monotonic() > deadline:
+            raise ConfigurationError(
+                f"cannot listen at {host}:{port} on this node, as somebody does: set router.port to another, or to 0 "
+                "for a free one"
+            )
         await asyncio.sleep(_POLL_SECONDS)
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
