@@ -6,8 +6,11 @@ A head with the routers; nodes named for the GPUs they would have, A100 for targ
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +37,7 @@ _POLL_SECONDS = 0.1
 _MEMORY = 80 * 2**20  # of a node's object store, the least that Ray takes: nothing goes through it
 _DRAIN_DEADLINE_SECONDS = 60
 _LEAD_SECONDS = 1.0
+_HEAD_AWAY_SECONDS = 10.0
 TWO_OF_EACH = ("target.replicas=2", "draft.replicas=2", "ray.router.replicas=2")
 PLACED = (
     "router.port=0",
@@ -55,9 +59,18 @@ PLACED = (
 class RayNodes:
     """Runs from when it is made until `close`; this process is its driver."""
 
-    def __init__(self) -> None:
-        head = {"num_cpus": 1, "resources": {"edge": 4}, "labels": {"host": "head"}}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": _MEMORY})
+    def __init__(self, *, has_redis: bool = False) -> None:
+        """`has_redis`: the head's state is kept in a Redis, so that it can be restarted."""
+        head: dict[str, Any] = {
+            "num_cpus": 1,
+            "resources": {"edge": 4},
+            "labels": {"host": "head"},
+            "object_store_memory": _MEMORY,
+        }
+        self._redis = _Redis() if has_redis else None
+        if self._redis is not None:
+            head["external_addresses"] = [self._redis.address]
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes: dict[str, Any] = {}
         try:
             for kind in ("A100", "A10G"):
@@ -99,13 +112,46 @@ class RayNodes:
         ]
         subprocess.run(command, check=True, capture_output=True)
 
+    def restart_head(self, seconds: float) -> None:
+        """Its GCS is away for so long; what runs on the nodes runs on."""
+        assert self._redis is not None, "without a Redis the cluster ends with its head"
+        self._cluster.head_node.kill_gcs_server()
+        time.sleep(seconds)
+        self._cluster.head_node.start_gcs_server()
+
     def close(self) -> None:
         """In the order that leaves nothing behind."""
         if ray.is_initialized():
             serve.shutdown()
         ray.shutdown()
         self._cluster.shutdown()
+        if self._redis is not None:
+            self._redis.close()
         sweep()
+
+
+class _Redis:
+    """Of Debian's package redis-server, for this run only."""
+
+    def __init__(self) -> None:
+        port = free_ports(1)[0]
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-redis-")
+        command = ["redis-server", "--port", str(port), "--save", "", "--dir", self._folder.name]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.address = f"127.0.0.1:{port}"
+        deadline = time.monotonic() + READY_SECONDS
+        while not _is_listening(port):
+            _check(deadline, "redis-server does not listen")
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class RayFaultCluster:
@@ -270,6 +316,12 @@ def roll(cluster: RayFaultCluster) -> str:
     return f"{len(members)} replicas"
 
 
+def restart_head(cluster: RayFaultCluster) -> str:
+    cluster.nodes.restart_head(_HEAD_AWAY_SECONDS)
+    cluster.wait_ready()
+    return f"away for {_HEAD_AWAY_SECONDS:.0f} s"
+
+
 FAULTS: dict[str, Fault] = {
     "kill a target": kill_target,
     "kill a draft": kill_draft,
@@ -279,19 +331,22 @@ FAULTS: dict[str, Fault] = {
     "scale drafts": scale_drafts_up_and_down,
     "rolling update": roll,
 }
+# They need a Redis, and longer: `bench.faults` only.
+LONG_FAULTS: dict[str, Fault] = {"restart the head": restart_head}
 
 
 def measure_on_ray(settings: Sequence[str], questions: Sequence[Question], names: Sequence[str] | None) -> list[Row]:
     """A row for each of the faults, printed as soon as it is there. They leave the cluster as it was."""
     print_head()
     rows = []
-    nodes = RayNodes()
+    names = names or [*FAULTS, *(LONG_FAULTS if shutil.which("redis-server") else ())]
+    nodes = RayNodes(has_redis=bool(LONG_FAULTS.keys() & set(names)))
     try:
         with RayFaultCluster(nodes, [*settings, *TWO_OF_EACH]) as cluster:
             calm, _ = under_load(cluster.urls, questions, None, lambda: "", _LEAD_SECONDS)
             rows.append(row_of("none", "", calm, ""))
             print_row(rows[-1])
-            for name in names or FAULTS:
+            for name in names:
                 rows.append(measure_fault(cluster, name, questions, calm.answers))
                 print_row(rows[-1])
     finally:
@@ -300,7 +355,7 @@ def measure_on_ray(settings: Sequence[str], questions: Sequence[Question], names
 
 
 def measure_fault(cluster: RayFaultCluster, name: str, questions: Sequence[Question], expected: Answers) -> Row:
-    fault = FAULTS[name]
+    fault = (FAULTS | LONG_FAULTS)[name]
     # A rolling update replaces the routers too, each with another port: only Serve's proxy stays where it is.
     urls = [cluster.nodes.proxy_url] if fault is roll else cluster.urls
     tally, note = under_load(
