@@ -5,6 +5,7 @@ A head with the routers; nodes named for the GPUs they would have, A100 for targ
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -67,11 +68,15 @@ class RayNodes:
             "labels": {"host": "head"},
             "object_store_memory": _MEMORY,
         }
+        # Apart from other Rays of this machine, which look for one that was started here. Sockets need a short path.
+        self._folder = tempfile.TemporaryDirectory(prefix="or-")
+        os.environ["RAY_TMPDIR"] = self._folder.name
         self._redis = _Redis() if has_redis else None
         if self._redis is not None:
             head["external_addresses"] = [self._redis.address]
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes: dict[str, Any] = {}
+        self._numbers = itertools.count()
         try:
             for kind in ("A100", "A10G"):
                 for zone in ("a", "b"):
@@ -90,7 +95,7 @@ class RayNodes:
 
     def add(self, kind: str, zone: str) -> str:
         """Returns the new node's host."""
-        host = f"{kind}-{zone}-{len(self._nodes)}"
+        host = f"{kind}-{zone}-{next(self._numbers)}"
         self._nodes[host] = self._cluster.add_node(
             num_cpus=0,
             resources={kind: 1 if kind == "A100" else 2},
@@ -127,6 +132,8 @@ class RayNodes:
         self._cluster.shutdown()
         if self._redis is not None:
             self._redis.close()
+        del os.environ["RAY_TMPDIR"]
+        self._folder.cleanup()
         sweep()
 
 

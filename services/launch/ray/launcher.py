@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import time
 import urllib.error
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 import ray
 from ray import serve as ray_serve
+from ray._private.services import find_bootstrap_address
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.config import Config
@@ -170,8 +172,8 @@ def down(config: Config) -> int:
 def _join(config: Config, *, start: bool) -> None:
     """Raises ConnectionError when there is no cluster and `start` is not set."""
     address = config.ray.address
-    if address is None and not start:
-        address = "auto"
+    if address is None and not start and find_bootstrap_address(None) is None and not os.environ.get("RAY_ADDRESS"):
+        raise ConnectionError("no Ray was started on this machine")  # by `ray start`; what Ray says of it is this file
     try:
         ray.init(address, namespace="outrider", logging_level=logging.WARNING)
     except ConnectionError as error:

@@ -23,9 +23,10 @@ from services.launch.ray.folders import OwnedFolder
 from services.launch.ray.membership import Announcer, Follower
 from services.launch.ray.probe import Probe, RouterProbe, WorkerProbe
 from services.launch.ray.program import Program
+from services.launch.ray.registry import find_view
 
 _END_SECONDS = 5.0  # beyond what a program may drain
-_PORT_SECONDS = 10.0  # for whoever had the router's port to let go of it
+_PORT_SECONDS = 10.0  # for who had the router's port to let go of it, after it has left the registry
 _POLL_SECONDS = 0.1
 _KNOWN_SECONDS = 10.0  # for a router to find targets, if there are any
 _HEARD_SECONDS = 2.5  # routers look at their lists twice a second, read them when they look the same twice, then ask
@@ -146,9 +147,25 @@ class ProgramReplica:
         host, port = self._config.router.host, self._config.router.port
         if port == 0:
             port = free_ports(1, host)[0]
-        else:
-            await _wait_for_port(host, port)
-        return _host_port(node if host in ("0.0.0.0", "::") else host, port), {"port": port}
+        address = _host_port(node if host in ("0.0.0.0", "::") else host, port)
+        if port == self._config.router.port:
+            await self._wait_for_port(host, port, address)
+        return address, {"port": port}
+
+    async def _wait_for_port(self, host: str, port: int, address: str) -> None:
+        """While the router that this one replaces still has it."""
+        application = serve.get_replica_context().app_name
+        deadline = time.monotonic() + _PORT_SECONDS
+        while not _is_free(host, port):
+            view = await asyncio.to_thread(find_view, application, "router")
+            if view is not None and address in [member.address for member in view.members]:
+                deadline = time.monotonic() + _PORT_SECONDS
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"cannot listen at {host}:{port} on this node, as somebody does: set router.port to another, or 0 "
+                    "for a free one"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
 
     def _node_labels(self) -> NodeLabels:
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels()
@@ -173,18 +190,6 @@ def _python_path() -> str:
 
 def _host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-async def _wait_for_port(host: str, port: int) -> None:
-    """Until nobody listens there: the replica that this one replaces may be about to let go of it."""
-    deadline = time.monotonic() + _PORT_SECONDS
-    while not _is_free(host, port):
-        if time.monotonic() > deadline:
-            raise ConfigurationError(
-                f"cannot listen at {host}:{port} on this node, as somebody does: set router.port to another, or to 0 "
-                "for a free one"
-            )
-        await asyncio.sleep(_POLL_SECONDS)
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -40,7 +40,7 @@ class RouterReplica(ProgramReplica):
                 request.method,
                 url + (f"?{request.url.query}" if request.url.query else ""),
                 headers=[(key, value) for key, value in request.headers.items() if key not in _HOP_BY_HOP],
-                data=await request.body(),
+                data=await request.body() or None,
                 allow_redirects=False,
             )
         except aiohttp.ClientError:
