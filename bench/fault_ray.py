@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -111,7 +112,16 @@ class RayNodes:
     def drain(self, host: str) -> None:
         """As before a spot machine is taken away."""
         command = [
-            *("ray", "drain-node", "--address", self._cluster.address, "--node-id", self._nodes[host].node_id),
+            *(
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "drain-node",
+                "--address",
+                self._cluster.address,
+                "--node-id",
+                self._nodes[host].node_id,
+            ),
             *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the test takes it away"),
             *("--deadline-remaining-seconds", str(_DRAIN_DEADLINE_SECONDS)),
         ]
@@ -198,10 +208,10 @@ class RayFaultCluster:
         """Of its program."""
         return next(pid for pid, address in programs(member.pool) if address == member.address)
 
-    def kill(self, pool: Pool) -> Announcement:
+    def kill(self, pool: Pool, signum: signal.Signals = signal.SIGKILL) -> Announcement:
         """One of its programs."""
         member = self.members(pool)[0]
-        os.kill(self.pid(member), signal.SIGKILL)
+        os.kill(self.pid(member), signum)
         return member
 
     def update(self, *overrides: str) -> None:
@@ -273,6 +283,11 @@ def kill_target(cluster: RayFaultCluster) -> str:
     return ""
 
 
+def freeze_target(cluster: RayFaultCluster) -> str:
+    cluster.wait_replaced(cluster.kill("target", signal.SIGSTOP))
+    return ""
+
+
 def kill_draft(cluster: RayFaultCluster) -> str:
     cluster.wait_replaced(cluster.kill("draft"))
     return ""
@@ -331,6 +346,7 @@ def restart_head(cluster: RayFaultCluster) -> str:
 
 FAULTS: dict[str, Fault] = {
     "kill a target": kill_target,
+    "freeze a target": freeze_target,
     "kill a draft": kill_draft,
     "kill a router": kill_router,
     "lose a target's node": lose_target_node,

@@ -74,6 +74,13 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
     return tuple(pools)
 
 
+def drafts_within_bounds(config: Config, num_replicas: int) -> int:
+    """`num_replicas`, or the nearest that `ray.draft` allows."""
+    bounds = config.ray.draft
+    wanted = max(num_replicas, bounds.min_replicas)
+    return wanted if bounds.max_replicas is None else min(wanted, bounds.max_replicas)
+
+
 def _actor_options(pool: RayPoolConfig, default_gpus: float) -> dict[str, Any]:
     options: dict[str, Any] = {
         "num_cpus": pool.num_cpus,

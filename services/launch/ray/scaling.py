@@ -6,6 +6,7 @@ import ray
 from ray.serve._private.common import DeploymentID
 
 from cluster.config import Config
+from services.launch.ray.options import drafts_within_bounds
 
 
 def scale_drafts(config: Config, num_replicas: int) -> int:
@@ -14,10 +15,7 @@ def scale_drafts(config: Config, num_replicas: int) -> int:
     As Serve's own scaling API does (`POST /api/v1/applications/NAME/deployments/draft/scale`), without its dashboard.
     The application must have been deployed with `external_scaler_enabled`, as the launcher does.
     """
-    bounds = config.ray.draft
-    wanted = max(num_replicas, bounds.min_replicas)
-    if bounds.max_replicas is not None:
-        wanted = min(wanted, bounds.max_replicas)
+    wanted = drafts_within_bounds(config, num_replicas)
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     draft = DeploymentID(name="draft", app_name=config.ray.application)
     ray.get(controller.update_deployment_replicas.remote(draft, wanted))

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config_file import load_config
 from cluster.errors import ConfigurationError
-from services.launch.ray.options import DeploymentOptions, deployment_options
+from services.launch.ray.options import DeploymentOptions, deployment_options, drafts_within_bounds
 
 
 def pools(*overrides: str) -> dict[str, DeploymentOptions]:
@@ -42,6 +42,11 @@ def test_serve_waits_as_long_as_programs_drain() -> None:
 def test_routers_with_a_fixed_port_are_on_different_nodes() -> None:
     assert pools("ray.router.replicas=2")["router"].max_replicas_per_node == 1
     assert pools("ray.router.replicas=2", "router.port=0")["router"].max_replicas_per_node is None
+
+
+@pytest.mark.parametrize(("wanted", "allowed"), [(0, 1), (1, 1), (3, 3), (9, 4)])
+def test_drafts_stay_within_their_bounds(wanted: int, allowed: int) -> None:
+    assert drafts_within_bounds(load_config(None, ["ray.draft.max_replicas=4"]), wanted) == allowed
 
 
 @pytest.mark.parametrize("override", ["speculation.num_speculative_tokens=0", "draft.replicas=0"])
