@@ -9,14 +9,16 @@ KERNELS := $(wildcard cluster/*/kernels/*.[ch])
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
 READY_VLLM := .venv/ready-vllm
+READY_RAY := .venv/ready-ray
 
-.PHONY: help setup setup-vllm serve test bench format lint typecheck protos docs train clean
+.PHONY: help setup setup-vllm setup-ray serve test bench format lint typecheck protos docs train clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
 	@echo "make test  [ARGS='-k name ...']       run the tests"
 	@echo "make bench                            measure speed and acceptance; results in bench/results"
 	@echo "make setup-vllm                       add vLLM to the environment, for target.engine vllm"
+	@echo "make setup-ray                        add Ray to the environment, for --launcher ray"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
 setup: $(READY_DEV)
@@ -45,12 +47,19 @@ $(READY_VLLM): pyproject.toml $(KERNELS) | $(READY_DEV)
 	else echo "no vLLM: torch is built for CUDA and there is no GPU; see PIP_FLAGS for a build for CPUs" >&2; exit 1; fi
 	@touch $@ $(READY_DEV) $(READY)
 
+setup-ray: $(READY_RAY)
+
+$(READY_RAY): pyproject.toml $(KERNELS) | $(READY_DEV)
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,ray]'
+	@touch $@ $(READY_DEV) $(READY)
+
 serve: $(READY)
 	@exec $(BIN)/outrider serve $(ARGS)
 
-# Without vLLM its tests say that it is missing, and are skipped, unless REQUIRE_VLLM is set.
+# Without vLLM or Ray their tests say that it is missing, and are skipped, unless REQUIRE_VLLM or REQUIRE_RAY is set.
 test: $(READY_DEV)
 	@$(MAKE) --no-print-directory setup-vllm || test -z "$(REQUIRE_VLLM)"
+	@$(MAKE) --no-print-directory setup-ray || test -z "$(REQUIRE_RAY)"
 	$(BIN)/pytest $(ARGS)
 
 bench: $(READY_DEV)

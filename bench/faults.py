@@ -4,23 +4,26 @@ Two routers, two targets and two drafts, started one by one. Streams ask the sam
 told is compared, token for token, with a run without a fault. The longest pause is the longest that any stream waited
 for its first or next tokens, detection and recomputation included. A client of a router that fails asks the other one
 with the same seed, which is counted apart.
+
+`--launcher ray`: the same on a Ray cluster of several nodes on this machine, with faults of that: lost and drained
+nodes, drafts scaled up and down, a rolling update. What was lost is not started again: that is for Ray to do.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from bench.fault_client import Clients, Question, Tally
+from bench.fault_client import Question
 from bench.fault_cluster import KINDS, FaultCluster, Kind
+from bench.fault_load import Row, make_questions, print_head, print_row, row_of, under_load
 from bench.fault_network import Network, make_network
 from bench.machine import describe_machine
 from cluster.config import Config
@@ -50,21 +53,6 @@ class Durations:
 SHORT = Durations(lead=0.5, lost=5.0, slow=2.0, restart=0.5)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One fault, and what came of it."""
-
-    fault: str
-    victim: str
-    num_sent: int
-    num_finished: int
-    num_failed: int
-    num_asked_again: int
-    num_different_tokens: int
-    longest_pause: float
-    note: str = ""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.faults", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=tuple(SETTINGS), default="simulated")
@@ -72,23 +60,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--faults", type=lambda text: text.split(","), default=None, help="of them; default: all")
     parser.add_argument("--victims", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--launcher", choices=("none", "ray"), default="none")
     parser.add_argument("--short", action="store_true", help="faults that last as long as they must to be noticed")
     parser.add_argument("--out", type=Path, default=None)
     arguments = parser.parse_args(argv)
-    questions = [
-        Question([3 + (97 * index + place) % 4000 for place in range(40)], index, arguments.max_tokens)
-        for index in range(arguments.streams)
-    ]
-    network = make_network()
-    print(f"{arguments.engine} engines, {arguments.streams} streams, {network.what}\n")
-    try:
-        rows = measure(load_config(None, SETTINGS[arguments.engine]), network, questions, arguments)
-    finally:
-        network.close()
-    out = arguments.out or Path(f"bench/results/faults-{arguments.engine}.json")
+    questions = make_questions(arguments.streams, arguments.max_tokens)
+    if arguments.launcher == "ray":
+        from bench.fault_ray import measure_on_ray
+
+        where = "a Ray cluster of five nodes, loopback"
+        print(f"{arguments.engine} engines, {arguments.streams} streams, {where}\n")
+        rows = measure_on_ray(SETTINGS[arguments.engine], questions, arguments.faults)
+    else:
+        network = make_network()
+        where = network.what
+        print(f"{arguments.engine} engines, {arguments.streams} streams, {where}\n")
+        try:
+            rows = measure(load_config(None, SETTINGS[arguments.engine]), network, questions, arguments)
+        finally:
+            network.close()
+    suffix = "-ray" if arguments.launcher == "ray" else ""
+    out = arguments.out or Path(f"bench/results/faults-{arguments.engine}{suffix}.json")
     result = {
         "machine": describe_machine(),
-        "network": network.what,
+        "network": where,
         "streams": arguments.streams,
         "bar": {"pause_s": MAX_PAUSE_SECONDS},
         "rows": [{name: getattr(row, name) for name in Row.__slots__} for row in rows],
@@ -103,50 +98,33 @@ def measure(
 ) -> list[Row]:
     """The rows, each printed as soon as it is there."""
     rows = []
-    print("| fault | victim | sent | finished | failed | asked again | different tokens | longest pause s | |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print_head()
     durations = SHORT if arguments.short else Durations()
     with FaultCluster(config, network) as cluster:
-        calm = _under(cluster, questions, None, _nothing, "target", durations)[0]
-        rows.append(_row("none", "", calm, ""))
-        _print(rows[-1])
+        calm, _ = under_load(cluster.urls, questions, None, lambda: _nothing(durations), durations.lead)
+        rows.append(row_of("none", "", calm, ""))
+        print_row(rows[-1])
         for name in arguments.faults or FAULTS:
             for victim in arguments.victims:
-                tally, note = _under(cluster, questions, calm.answers, FAULTS[name], victim, durations)
-                rows.append(_row(name, victim, tally, note))
-                _print(rows[-1])
+                tally, note = under_load(
+                    cluster.urls,
+                    questions,
+                    calm.answers,
+                    partial(FAULTS[name], cluster, victim, durations),
+                    durations.lead,
+                    may_change_router=victim == "router",
+                )
+                rows.append(row_of(name, victim, tally, note))
+                print_row(rows[-1])
                 cluster.wait_ready()
     return rows
 
-
-def _under(
-    cluster: FaultCluster,
-    questions: Sequence[Question],
-    expected: Answers | None,
-    fault: Fault,
-    kind: Kind,
-    durations: Durations,
-) -> tuple[Tally, str]:
-    """What streams saw that ran before, during and after `fault`, and a note on it."""
-    clients = Clients(cluster.urls, questions, expected, may_change_router=kind == "router" and fault is not _nothing)
-    # They have a thread of their own: a program ends with the thread that started it, so this one does that.
-    running = threading.Thread(target=lambda: asyncio.run(clients.run()))
-    running.start()
-    time.sleep(durations.lead)
-    note = fault(cluster, kind, durations)
-    time.sleep(durations.lead)
-    clients.stop()
-    running.join()
-    return clients.tally, note
-
-
-Answers = dict[int, list[int]]  # by question
 
 Fault = Callable[[FaultCluster, Kind, Durations], str]
 """Does something to a cluster, for as long as that takes; returns what is worth noting."""
 
 
-def _nothing(cluster: FaultCluster, kind: Kind, durations: Durations) -> str:
+def _nothing(durations: Durations) -> str:
     time.sleep(durations.lead)
     return ""
 
@@ -217,26 +195,6 @@ FAULTS: dict[str, Fault] = {
     "drain": _drain,
     "rolling restart": _roll,
 }
-
-
-def _row(fault: str, victim: str, tally: Tally, note: str) -> Row:
-    errors = "; ".join(f"{count} x {what}" for what, count in tally.errors.most_common(2))
-    return Row(
-        fault,
-        victim,
-        tally.num_sent,
-        tally.num_finished,
-        tally.num_failed,
-        tally.num_asked_again,
-        tally.num_different_tokens,
-        round(tally.longest_pause, 2),
-        " ".join(filter(None, (note, errors))),
-    )
-
-
-def _print(row: Row) -> None:
-    cells = [str(getattr(row, name)) for name in Row.__slots__]
-    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

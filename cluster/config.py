@@ -313,6 +313,86 @@ class RouterConfig(_Section):
     )
 
 
+_Resources = dict[str, Annotated[float, Field(gt=0)]]
+
+
+class RayPoolConfig(_Section):
+    """What Ray sets aside for each replica of a pool, on one node, and on which."""
+
+    num_cpus: _NotNegative = Field(
+        1.0,
+        description="cores that Ray sets aside for a replica; what it computes on is for `threads` and `cpus` to say",
+    )
+    num_gpus: _NotNegative | None = Field(
+        None,
+        description="GPUs of a replica, all on one node; null: tensor_parallel_size where `device` is cuda or an "
+        "accelerator_type is named, else none",
+    )
+    accelerator_type: str | None = Field(None, description="the GPU, by Ray's name for it, such as `A100` or `A10G`")
+    resources: _Resources = Field({}, description="custom resources that a replica takes of its node, by name")
+    label_selector: dict[str, str] = Field(
+        {}, description="labels that the node must have, as Ray's selectors say it: `{zone: a}`, `{zone: '!a'}`"
+    )
+
+
+class RayRouterConfig(RayPoolConfig):
+    num_cpus: _NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
+    replicas: PositiveInt = Field(
+        1, description="routers; more than one on a node need `router.port` 0, else there is one on a node at most"
+    )
+
+
+class RayDraftConfig(RayPoolConfig):
+    num_cpus: _NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
+    min_replicas: Annotated[int, Field(ge=0)] = Field(1, description="fewer draft workers are not scaled to")
+    max_replicas: PositiveInt | None = Field(
+        None, description="more draft workers are not scaled to; null: no limit but `draft.replicas` at the start"
+    )
+
+
+class RayConfig(_Section):
+    application: Annotated[str, Field(min_length=1)] = Field(
+        "outrider", description="name of the Serve application under `outrider serve --launcher ray`"
+    )
+    address: str | None = Field(
+        None,
+        description="the Ray cluster to run on, `host:port` of its head; null: the one that runs on this machine, else "
+        "a new one, which ends with the launcher",
+    )
+    proxy_port: Port | None = Field(
+        None,
+        description="port of Serve's own HTTP proxy, which passes requests on to the routers, under `outrider serve`; "
+        "null: no proxy, clients call the routers",
+    )
+    router: RayRouterConfig = Field(RayRouterConfig(), description="Each router.")
+    target: RayPoolConfig = Field(RayPoolConfig(), description="Each target worker.")
+    draft: RayDraftConfig = Field(RayDraftConfig(), description="Each draft worker.")
+
+
+class PlacementConfig(_Section):
+    host_label: str = Field("ray.io/node-id", description="the label of a Ray node that says which host it is")
+    zone_label: str = Field("ray.io/availability-zone", description="the label that says its zone")
+    region_label: str = Field("ray.io/availability-region", description="the label that says its region")
+    heartbeat_seconds: Annotated[float, Field(gt=0)] = Field(
+        1.0, description="how often a worker tells the registry that it is there"
+    )
+    expiry_seconds: Annotated[float, Field(gt=0)] = Field(
+        6.0, description="how long the registry lists a worker that it does not hear of"
+    )
+    settling_seconds: _NotNegative = Field(
+        6.0, description="how long a new registry's lists only add to those that callers have"
+    )
+
+    @model_validator(mode="after")
+    def _outlasts_a_heartbeat(self) -> PlacementConfig:
+        if self.expiry_seconds < 2 * self.heartbeat_seconds:
+            raise ValueError(
+                f"expiry_seconds {self.expiry_seconds} must be at least twice heartbeat_seconds, "
+                f"{self.heartbeat_seconds}"
+            )
+        return self
+
+
 class Config(_Section):
     target: TargetConfig = Field(TargetConfig(), description="The workers that verify and decide.")
     draft: DraftConfig = Field(DraftConfig(), description="The workers that propose.")
@@ -323,6 +403,22 @@ class Config(_Section):
         description="What simulated engines do (`target.engine` and `draft.drafter` both `simulated`). The default "
         "curves are those of the 190M pair of `bench.models` on two cores.",
     )
+    ray: RayConfig = Field(
+        RayConfig(),
+        description="The same programs as a Ray Serve application (`docs/RAY.md`); other launchers ignore it.",
+    )
+    placement: PlacementConfig = Field(
+        PlacementConfig(), description="Where workers are, and how they hear of each other under Ray."
+    )
+
+    @model_validator(mode="after")
+    def _drafts_within_bounds(self) -> Config:
+        least, most = self.ray.draft.min_replicas, self.ray.draft.max_replicas
+        if most is not None and most < least:
+            raise ValueError(f"ray.draft.max_replicas {most} is less than ray.draft.min_replicas {least}")
+        if most is not None and self.draft.replicas > most:
+            raise ValueError(f"draft.replicas {self.draft.replicas} is more than ray.draft.max_replicas {most}")
+        return self
 
     @model_validator(mode="after")
     def _rejection_has_probabilities(self) -> Config:

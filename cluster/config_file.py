@@ -22,6 +22,11 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
     An override is `section.key=value`, its value read as YAML. Raises ConfigurationError naming the key.
     """
+    return parse_config(read_tree(path), overrides)
+
+
+def read_tree(path: Path | None) -> dict[str, Any]:
+    """The sections in the YAML file at `path`, unchecked. Raises ConfigurationError."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -33,6 +38,11 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigurationError(f"the configuration {path} must be a mapping of sections")
         tree = loaded or {}
+    return tree
+
+
+def parse_config(tree: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The configuration of `tree`, after `overrides`, which change it. Raises ConfigurationError naming the key."""
     for override in overrides:
         _apply_override(tree, override)
     try:
@@ -43,12 +53,14 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, value = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not separator or not dot or not section or not name:
+    *sections, name = key.strip().split(".")
+    if not separator or not sections or not name or not all(sections):
         raise ConfigurationError(f"cannot apply {override!r}: write section.key=value")
-    branch = tree.setdefault(section, {})
-    if not isinstance(branch, dict):
-        raise ConfigurationError(f"cannot apply {override!r}: {section!r} is not a section")
+    branch = tree
+    for section in sections:
+        branch = branch.setdefault(section, {})
+        if not isinstance(branch, dict):
+            raise ConfigurationError(f"cannot apply {override!r}: {section!r} is not a section")
     try:
         branch[name] = yaml.safe_load(value)
     except yaml.YAMLError as error:

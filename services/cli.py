@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import signal
 import sys
 from collections.abc import Sequence
@@ -81,9 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"outrider {version('outrider')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="run a whole cluster on this machine")
+    serve = commands.add_parser("serve", help="run a whole cluster, on this machine or on Ray")
     _add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
+    down = commands.add_parser("down", help="end what `serve --launcher ray` left running when it was killed")
+    _add_config_arguments(down)
+    down.set_defaults(run=_down)
     for program, purpose in _PROGRAMS.items():
         command = commands.add_parser(program, help=purpose)
         _add_config_arguments(command)
@@ -117,6 +121,12 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     _add_config_arguments(parser)
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        default="local",
+        help="local: processes of this machine (default); ray: a Ray Serve application, on a new Ray if none is here",
+    )
     for option in SERVE_OPTIONS:
         parser.add_argument(option.flag, metavar=option.metavar, help=option.purpose)
 
@@ -155,7 +165,11 @@ def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from services.launch.local import serve
+    if arguments.launcher == "ray":
+        _require_ray()
+        from services.launch.ray.launcher import serve
+    else:
+        from services.launch.local import serve
 
     options = [
         f"{setting}={value}"
@@ -164,6 +178,19 @@ def _serve(arguments: argparse.Namespace) -> int:
         for setting in option.settings
     ]
     return serve(load_config(arguments.config, [*options, *arguments.overrides]))
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    _require_ray()
+    from services.launch.ray.launcher import down
+
+    return down(load_config(arguments.config, arguments.overrides))
+
+
+def _require_ray() -> None:
+    """Raises ConfigurationError when Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigurationError("Ray is not installed: pip install 'outrider[ray]' (`make setup-ray`)")
 
 
 def _plan_memory(arguments: argparse.Namespace) -> int:

@@ -38,11 +38,12 @@ this list wins:
 {options}
 
 3. with `--set SECTION.KEY=VALUE`, which may be repeated. The value is read as YAML:
-   `--set target.cpus=[0,1] --set target.kv_cache_bytes=null --set speculation.controller=fixed`.
+   `--set target.cpus=[0,1] --set ray.draft.max_replicas=8 --set speculation.controller=fixed`.
 
-`outrider serve`, the launcher, and `outrider router`, `outrider target` and `outrider draft` all take `--config` and
-`--set`. An unknown key and a value of another type are errors, in one line that names the key; for an unknown key it
-offers the nearest known one. Nothing is read from the environment. Example files are in [`configs/`](../configs).
+`outrider serve`, the launcher (`--launcher local`, or [`ray`](RAY.md)), and `outrider router`, `outrider target` and
+`outrider draft` all take `--config` and `--set`. An unknown key and a value of another type are errors, in one line
+that names the key; for an unknown key it offers the nearest known one. Nothing is read from the environment. Example
+files are in [`configs/`](../configs).
 """
 
 
@@ -63,8 +64,19 @@ def make_page() -> str:
 
 def _properties(schema: Mapping[str, Any], section: str) -> dict[str, Any]:
     reference: str = schema["properties"][section]["$ref"]
-    properties: dict[str, Any] = schema["$defs"][reference.rpartition("/")[2]]["properties"]
-    return properties
+    return _flat(schema, schema["$defs"][reference.rpartition("/")[2]]["properties"])
+
+
+def _flat(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`properties`, with those of a part of the section as `part.name`."""
+    flat: dict[str, Any] = {}
+    for name, setting in properties.items():
+        if (reference := setting.get("$ref")) is None:
+            flat[prefix + name] = setting
+        else:
+            part = schema["$defs"][reference.rpartition("/")[2]]["properties"]
+            flat |= _flat(schema, part, f"{prefix}{name}.")
+    return flat
 
 
 def _option_table() -> str:
@@ -97,7 +109,13 @@ def _kind_of(schema: Mapping[str, Any]) -> str:
         return f"`{schema['const']}`"
     if schema["type"] == "array":
         return _kind_of_list(schema)
-    names = {"integer": "whole number", "number": "number", "boolean": "`true`, `false`", "null": "`null`"}
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "`true`, `false`",
+        "null": "`null`",
+        "object": "mapping",
+    }
     if "pattern" in schema:
         return "`host:port`, `dns:name:port` or `file:path`" if "dns:" in schema["pattern"] else "`host:port`"
     return f"{names.get(schema['type'], 'text')}{_bounds(schema)}"

@@ -17,20 +17,27 @@ from tests.background_loop import BackgroundLoop
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
-_OF_VLLM = ("system/vllm", "cluster/vllm", "cluster/drafters/test_vllm.py", "cluster/targets/test_vllm_rounds.py")
-_HAS_VLLM = importlib.util.find_spec("vllm") is not None
+# Tests of what an extra brings, by the package that they need.
+_OF_EXTRAS = {
+    "vllm": ("system/vllm", "cluster/vllm", "cluster/drafters/test_vllm.py", "cluster/targets/test_vllm_rounds.py"),
+    "ray": ("system/ray", "services/launch/ray/test_app.py"),
+}
+_MISSING = [package for package in _OF_EXTRAS if importlib.util.find_spec(package) is None]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Tests of vLLM, where it cannot be had; with REQUIRE_VLLM set they fail there."""
+    """Tests of an extra, where it cannot be had; with REQUIRE_VLLM or REQUIRE_RAY set they fail there."""
     own = collection_path.relative_to(Path(__file__).parent.parent).as_posix().removeprefix("tests/")
-    is_left_out = not _HAS_VLLM and "REQUIRE_VLLM" not in os.environ and own.startswith(_OF_VLLM)
-    return True if is_left_out else None
+    for package in _MISSING:
+        if f"REQUIRE_{package.upper()}" not in os.environ and own.startswith(_OF_EXTRAS[package]):
+            return True
+    return None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not _HAS_VLLM:
-        terminalreporter.write_line(f"left out, as vLLM is not installed (make setup-vllm): {', '.join(_OF_VLLM)}")
+    for package in _MISSING:
+        tests = ", ".join(_OF_EXTRAS[package])
+        terminalreporter.write_line(f"left out, as {package} is not installed (make setup-{package}): {tests}")
 
 
 @pytest.fixture(scope="module")

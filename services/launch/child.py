@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cluster.errors import ConfigurationError
 
@@ -27,16 +27,30 @@ _PR_SET_PDEATHSIG = 1
 # target on 2 threads: 21 ms; 46 when they sleep at once), short enough that a target that waits for drafts leaves the
 # cores to the drafter.
 _SPIN_COUNT = "30000"
+_LIBC = ctypes.CDLL(None)  # not looked up in a child that has just been forked: another thread may hold a lock for that
 
 
 class Child:
-    """A program in a process of its own. It ends when the launcher does, however that happens."""
+    """A program in a process of its own. It ends when the thread that started it does, however that happens."""
 
     def __init__(
-        self, name: str, arguments: Sequence[str], module: str = "services.cli", prefix: Sequence[str] = ()
+        self,
+        name: str,
+        arguments: Sequence[str],
+        module: str = "services.cli",
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        *,
+        is_heard: bool = False,
     ) -> None:
-        """`prefix`: a command that runs another in its place, such as `ip netns exec NAME`."""
+        """`prefix`: a command that runs another in its place, such as `ip netns exec NAME`.
+
+        `environment` is added to the launcher's. What it writes goes where the launcher's goes, or, when it `is_heard`,
+        to `lines`.
+        """
         self.name = name
+        self._environment = environment or {}
+        self._is_heard = is_heard
         self._command = [*prefix, sys.executable, "-m", module, *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
@@ -49,15 +63,24 @@ class Child:
         return self._process.pid
 
     def start(self) -> None:
-        environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "PYTHONUNBUFFERED": "1", **os.environ}
+        environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "PYTHONUNBUFFERED": "1", **os.environ, **self._environment}
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if self._is_heard else None,
+            stderr=subprocess.STDOUT if self._is_heard else None,
             env=environment,
             start_new_session=True,  # Ctrl-C is for the launcher, which ends its children in order
             preexec_fn=_end_with_parent,
         )
         self._started_at = time.monotonic()
+
+    def lines(self) -> Iterator[str]:
+        """What it writes, until it and all that it started have ended."""
+        output = None if self._process is None else self._process.stdout
+        assert output is not None, f"{self.name} is not heard"
+        for line in output:
+            yield line.decode("utf-8", errors="replace").rstrip()
 
     def watch(self) -> None:
         """Starts the program again, after a pause, if it died. Raises ConfigurationError if that is pointless."""
@@ -124,5 +147,5 @@ def end_all(
 
 
 def _end_with_parent() -> None:
-    """Asks the kernel to end this process, at once, when the launcher's ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Asks the kernel to end this process, at once, when the thread that started it ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

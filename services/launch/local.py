@@ -272,12 +272,12 @@ def _router_port(config: Config) -> int:
         return int(probe.getsockname()[1])
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at; all are held until all are chosen, so that they differ."""
-    probes = [socket.socket() for _ in range(count)]
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports at which nobody listens at `host`; all are held until all are chosen, so that they differ."""
+    probes = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
     try:
         for probe in probes:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
         return [int(probe.getsockname()[1]) for probe in probes]
     finally:
         for probe in probes:

@@ -1,0 +1,387 @@
+"""A Ray cluster of several nodes on this machine, with the application on it, and what befalls it.
+
+A head with the routers; nodes named for the GPUs they would have, A100 for targets, A10G for drafts, in zones a and b.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from bench.fault_client import Question
+from bench.fault_load import Answers, Row, print_head, print_row, row_of, under_load
+from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.placement.registry import Announcement, Pool
+from services.launch.local import free_ports
+from services.launch.ray.folders import sweep
+from services.launch.ray.launcher import RayApplication
+from services.launch.ray.registry import end_registry, find_view
+from services.launch.ray.scaling import scale_drafts
+
+READY_SECONDS = 120.0
+_POLL_SECONDS = 0.1
+_MEMORY = 80 * 2**20  # of a node's object store, the least that Ray takes: nothing goes through it
+_DRAIN_DEADLINE_SECONDS = 60
+_LEAD_SECONDS = 1.0
+_HEAD_AWAY_SECONDS = 10.0
+TWO_OF_EACH = ("target.replicas=2", "draft.replicas=2", "ray.router.replicas=2")
+PLACED = (
+    "router.port=0",
+    "router.drain_seconds=10",
+    "target.drain_seconds=10",
+    "draft.drain_seconds=5",
+    "ray.router.num_cpus=0",
+    "ray.router.resources={edge: 1}",
+    "ray.target.num_cpus=0",
+    "ray.target.resources={A100: 1}",
+    "ray.draft.num_cpus=0",
+    "ray.draft.resources={A10G: 1}",
+    "ray.draft.max_replicas=3",
+    "placement.host_label=host",
+    "placement.zone_label=zone",
+)
+
+
+class RayNodes:
+    """Runs from when it is made until `close`; this process is its driver."""
+
+    def __init__(self, *, has_redis: bool = False) -> None:
+        """`has_redis`: the head's state is kept in a Redis, so that it can be restarted."""
+        head: dict[str, Any] = {
+            "num_cpus": 1,
+            "resources": {"edge": 4},
+            "labels": {"host": "head"},
+            "object_store_memory": _MEMORY,
+        }
+        # Apart from other Rays of this machine, which look for one that was started here. Sockets need a short path.
+        self._folder = tempfile.TemporaryDirectory(prefix="or-")
+        os.environ["RAY_TMPDIR"] = self._folder.name
+        self._redis = _Redis() if has_redis else None
+        if self._redis is not None:
+            head["external_addresses"] = [self._redis.address]
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._nodes: dict[str, Any] = {}
+        self._numbers = itertools.count()
+        try:
+            for kind in ("A100", "A10G"):
+                for zone in ("a", "b"):
+                    self.add(kind, zone)
+            ray.init(self._cluster.address, log_to_driver=False, logging_level="WARNING")
+            self.proxy_port = free_ports(1)[0]
+            # On a real cluster there is a proxy on every node; here all nodes have the same ports.
+            serve.start(proxy_location="HeadOnly", http_options={"port": self.proxy_port})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def proxy_url(self) -> str:
+        return f"http://127.0.0.1:{self.proxy_port}"
+
+    def add(self, kind: str, zone: str) -> str:
+        """Returns the new node's host."""
+        host = f"{kind}-{zone}-{next(self._numbers)}"
+        self._nodes[host] = self._cluster.add_node(
+            num_cpus=0,
+            resources={kind: 1 if kind == "A100" else 2},
+            labels={"host": host, "zone": zone},
+            object_store_memory=_MEMORY,
+        )
+        return host
+
+    def lose(self, host: str) -> None:
+        """All of its processes are killed."""
+        self._cluster.remove_node(self._nodes.pop(host), allow_graceful=False)
+
+    def drain(self, host: str) -> None:
+        """As before a spot machine is taken away."""
+        command = [
+            *(
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "drain-node",
+                "--address",
+                self._cluster.address,
+                "--node-id",
+                self._nodes[host].node_id,
+            ),
+            *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the test takes it away"),
+            *("--deadline-remaining-seconds", str(_DRAIN_DEADLINE_SECONDS)),
+        ]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def restart_head(self, seconds: float) -> None:
+        """Its GCS is away for so long; what runs on the nodes runs on."""
+        assert self._redis is not None, "without a Redis the cluster ends with its head"
+        self._cluster.head_node.kill_gcs_server()
+        time.sleep(seconds)
+        self._cluster.head_node.start_gcs_server()
+
+    def close(self) -> None:
+        """In the order that leaves nothing behind."""
+        if ray.is_initialized():
+            serve.shutdown()
+        ray.shutdown()
+        self._cluster.shutdown()
+        if self._redis is not None:
+            self._redis.close()
+        del os.environ["RAY_TMPDIR"]
+        self._folder.cleanup()
+        sweep()
+
+
+class _Redis:
+    """Of Debian's package redis-server, for this run only."""
+
+    def __init__(self) -> None:
+        port = free_ports(1)[0]
+        self._folder = tempfile.TemporaryDirectory(prefix="outrider-redis-")
+        command = ["redis-server", "--port", str(port), "--save", "", "--dir", self._folder.name]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.address = f"127.0.0.1:{port}"
+        deadline = time.monotonic() + READY_SECONDS
+        while not _is_listening(port):
+            _check(deadline, "redis-server does not listen")
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+class RayFaultCluster:
+    """The application of `config` on `nodes`. Runs while entered."""
+
+    def __init__(self, nodes: RayNodes, overrides: Sequence[str]) -> None:
+        self.nodes = nodes
+        self._overrides = [*PLACED, *overrides]
+        self.application = RayApplication(self.config)
+
+    @property
+    def config(self) -> Config:
+        return load_config(None, self._overrides)
+
+    def __enter__(self) -> RayFaultCluster:
+        self.application.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.application.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.application.stop()
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the routers."""
+        return self.application.urls()
+
+    def members(self, pool: Pool) -> Sequence[Announcement]:
+        view = find_view(self.application.name, pool)
+        return () if view is None else view.members
+
+    def pid(self, member: Announcement) -> int:
+        """Of its program."""
+        return next(pid for pid, address in programs(member.pool) if address == member.address)
+
+    def kill(self, pool: Pool, signum: signal.Signals = signal.SIGKILL) -> Announcement:
+        """One of its programs."""
+        member = self.members(pool)[0]
+        os.kill(self.pid(member), signum)
+        return member
+
+    def update(self, *overrides: str) -> None:
+        """Deploys the application again, with other settings."""
+        self._overrides += overrides
+        self.application.update(self.config)
+
+    def lose_registry(self) -> None:
+        """And waits until another has settled that knows all workers."""
+        before = [self.members(pool) for pool in POOLS]
+        end_registry(self.application.name)
+        deadline = time.monotonic() + READY_SECONDS
+        while [len(self.members(pool)) for pool in POOLS] != [len(members) for members in before]:
+            _check(deadline, "not all workers have announced themselves again")
+        time.sleep(self.config.placement.settling_seconds)
+
+    def wait_replaced(self, *gone: Announcement) -> None:
+        """Until others have the places of `gone`, and all know each other."""
+        deadline = time.monotonic() + READY_SECONDS
+        replicas = {member.replica for member in gone}
+        while any(member.replica in replicas for pool in POOLS for member in self.members(pool)):
+            _check(deadline, "the lost replicas are still listed")
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while not (self.application.is_running() and self.application.is_joined()):
+            _check(deadline, "the application is not ready")
+
+    def scale(self, num_drafts: int) -> None:
+        """And waits until so many are there and in use."""
+        self._overrides.append(f"draft.replicas={scale_drafts(self.config, num_drafts)}")
+        self.application.config = self.config
+        self.wait_ready()
+
+
+POOLS: tuple[Pool, ...] = ("target", "draft", "router")
+
+
+def programs(pool: Pool | None = None) -> list[tuple[int, str]]:
+    """The programs on this machine that replicas run, with where they are reached."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().decode().split("\0")
+            if "services.cli" in arguments and any("outrider-ray-" in argument for argument in arguments):
+                kind = arguments[arguments.index("services.cli") + 1]
+                tree = yaml.safe_load(Path(arguments[arguments.index("--config") + 1]).read_text(encoding="utf-8"))
+                router = f"{tree['router']['host']}:{tree['router']['port']}"
+                if pool in (None, kind):
+                    found.append((int(folder.name), router if kind == "router" else tree[kind]["listen"]))
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def _check(deadline: float, what: str) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"after {READY_SECONDS:.0f} s {what}")
+    time.sleep(_POLL_SECONDS)
+
+
+Fault = Callable[[RayFaultCluster], str]
+"""Does something to a cluster and waits until that is mended; returns what is worth noting."""
+
+
+def kill_target(cluster: RayFaultCluster) -> str:
+    cluster.wait_replaced(cluster.kill("target"))
+    return ""
+
+
+def freeze_target(cluster: RayFaultCluster) -> str:
+    cluster.wait_replaced(cluster.kill("target", signal.SIGSTOP))
+    return ""
+
+
+def kill_draft(cluster: RayFaultCluster) -> str:
+    cluster.wait_replaced(cluster.kill("draft"))
+    return ""
+
+
+def kill_router(cluster: RayFaultCluster) -> str:
+    cluster.wait_replaced(cluster.kill("router"))
+    return ""
+
+
+def lose_target_node(cluster: RayFaultCluster) -> str:
+    """Another takes its place."""
+    member = cluster.members("target")[0]
+    assert member.node.host is not None
+    assert member.node.zone is not None
+    cluster.nodes.lose(member.node.host)
+    cluster.nodes.add("A100", member.node.zone)
+    cluster.wait_replaced(member)
+    return f"{member.node.host} lost"
+
+
+def drain_target_node(cluster: RayFaultCluster) -> str:
+    """Another is there before it goes."""
+    member = cluster.members("target")[0]
+    assert member.node.host is not None
+    assert member.node.zone is not None
+    cluster.nodes.add("A100", member.node.zone)
+    cluster.nodes.drain(member.node.host)
+    cluster.wait_replaced(member)
+    cluster.nodes.lose(member.node.host)
+    return f"{member.node.host} drained"
+
+
+def scale_drafts_up_and_down(cluster: RayFaultCluster) -> str:
+    num_drafts = len(cluster.members("draft"))
+    cluster.scale(3)
+    cluster.scale(1)
+    cluster.scale(num_drafts)
+    return f"{num_drafts} -> 3 -> 1 -> {num_drafts}"
+
+
+def roll(cluster: RayFaultCluster) -> str:
+    """Every replica is replaced by one with another setting."""
+    members = [member for pool in POOLS for member in cluster.members(pool)]
+    num_tokens = cluster.config.speculation.num_speculative_tokens
+    cluster.update(f"speculation.num_speculative_tokens={num_tokens + 1}")
+    cluster.wait_replaced(*members)
+    return f"{len(members)} replicas"
+
+
+def restart_head(cluster: RayFaultCluster) -> str:
+    cluster.nodes.restart_head(_HEAD_AWAY_SECONDS)
+    cluster.wait_ready()
+    return f"away for {_HEAD_AWAY_SECONDS:.0f} s"
+
+
+FAULTS: dict[str, Fault] = {
+    "kill a target": kill_target,
+    "freeze a target": freeze_target,
+    "kill a draft": kill_draft,
+    "kill a router": kill_router,
+    "lose a target's node": lose_target_node,
+    "drain a target's node": drain_target_node,
+    "scale drafts": scale_drafts_up_and_down,
+    "rolling update": roll,
+}
+# They need a Redis, and longer: `bench.faults` only.
+LONG_FAULTS: dict[str, Fault] = {"restart the head": restart_head}
+
+
+def measure_on_ray(settings: Sequence[str], questions: Sequence[Question], names: Sequence[str] | None) -> list[Row]:
+    """A row for each of the faults, printed as soon as it is there. They leave the cluster as it was."""
+    print_head()
+    rows = []
+    names = names or [*FAULTS, *(LONG_FAULTS if shutil.which("redis-server") else ())]
+    nodes = RayNodes(has_redis=bool(LONG_FAULTS.keys() & set(names)))
+    try:
+        with RayFaultCluster(nodes, [*settings, *TWO_OF_EACH]) as cluster:
+            calm, _ = under_load(cluster.urls, questions, None, lambda: "", _LEAD_SECONDS)
+            rows.append(row_of("none", "", calm, ""))
+            print_row(rows[-1])
+            for name in names:
+                rows.append(measure_fault(cluster, name, questions, calm.answers))
+                print_row(rows[-1])
+    finally:
+        nodes.close()
+    return rows
+
+
+def measure_fault(cluster: RayFaultCluster, name: str, questions: Sequence[Question], expected: Answers) -> Row:
+    fault = (FAULTS | LONG_FAULTS)[name]
+    # A rolling update replaces the routers too, each with another port: only Serve's proxy stays where it is.
+    urls = [cluster.nodes.proxy_url] if fault is roll else cluster.urls
+    tally, note = under_load(
+        urls, questions, expected, lambda: fault(cluster), _LEAD_SECONDS, may_change_router=fault is kill_router
+    )
+    return row_of(name, "", tally, note)

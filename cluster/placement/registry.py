@@ -1,0 +1,149 @@
+"""Who is alive, where, with what model, how loaded: what workers announced lately. No I/O; whoever calls says the time.
+
+It is soft state. A worker announces itself every second or so and is forgotten when it has not for a while, so that a
+registry that was lost is a new one that fills again. Until it has settled, its lists only add to those that callers
+have: nobody loses a worker because the registry is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.config import PlacementConfig
+
+Pool = Literal["router", "target", "draft"]
+
+_FENCE_SECONDS = 120.0  # an announcement that is later than this is not on its way any more
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLabels:
+    """Where a worker is; None: the node does not say."""
+
+    host: str | None = None
+    zone: str | None = None
+    region: str | None = None
+    accelerator: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a worker says of itself.
+
+    `epoch` grows with every start of a program: of two at one address, or of one replica, the greater is there.
+    """
+
+    replica: str
+    pool: Pool
+    address: str
+    epoch: int
+    node: NodeLabels = NodeLabels()
+    fingerprint: str | None = None  # of its tokenizer; None: not known
+    load: Load | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A pool as a registry knows it. A `version` is of one registry (`incarnation`): another begins anew."""
+
+    incarnation: int
+    version: int
+    is_settled: bool
+    members: tuple[Announcement, ...]
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """Differs from that of every other state of the list."""
+        return self.incarnation, self.version
+
+
+def addresses_after(last: Sequence[str], view: View) -> tuple[str, ...]:
+    """The list of a caller that had `last`."""
+    current = tuple(member.address for member in view.members)
+    return current if view.is_settled else tuple(dict.fromkeys((*last, *current)))
+
+
+class Registry:
+    """Times are seconds of one clock that never goes back."""
+
+    def __init__(self, incarnation: int, config: PlacementConfig, now: float) -> None:
+        self._incarnation = incarnation
+        self._config = config
+        self._settles_at = now + config.settling_seconds
+        self._is_settled = False
+        self._ticked_at = now
+        self._version = 0
+        self._members: dict[str, Announcement] = {}  # by address
+        self._heard_at: dict[str, float] = {}  # likewise
+        self._fences: dict[str, tuple[int, float]] = {}  # address: epochs up to this are gone, and since when
+        self.tick(now)
+
+    @property
+    def version(self) -> int:
+        """Grows whenever a list changes, or may be relied on from now on."""
+        return self._version
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._members
+
+    def announce(self, announcement: Announcement, now: float) -> bool:
+        """Whether it is listed: not when a newer program of the same replica, or at the same address, was there."""
+        address, epoch = announcement.address, announcement.epoch
+        fence, _ = self._fences.get(address, (-1, 0.0))
+        same = self._members.get(address)
+        before = [member for member in self._members.values() if member.replica == announcement.replica]
+        if epoch <= fence or any(member.epoch > epoch for member in (*before, *([same] if same else []))):
+            return False
+        for member in before:
+            if member.address != address:
+                self._forget(member.address)
+        self._members[address] = announcement
+        self._heard_at[address] = now
+        if same is None or (same.replica, same.epoch, same.node) != (announcement.replica, epoch, announcement.node):
+            self._version += 1
+        return True
+
+    def withdraw(self, address: str, epoch: int, now: float) -> None:
+        """The program is going: what it announced earlier, and is still on its way, does not bring it back."""
+        self._fences[address] = (max(epoch, self._fences.get(address, (-1, 0.0))[0]), now)
+        if address in self._members and self._members[address].epoch <= epoch:
+            self._forget(address)
+
+    def tick(self, now: float) -> None:
+        """Forgets who has been silent for too long. To be called often: time without a call does not count as silence,
+        since a registry that stood still has heard nobody."""
+        stood_still = now - self._ticked_at - self._config.heartbeat_seconds
+        self._ticked_at = now
+        if stood_still > 0:
+            self._heard_at = {address: heard + stood_still for address, heard in self._heard_at.items()}
+        for address, heard in tuple(self._heard_at.items()):
+            if now - heard > self._config.expiry_seconds:
+                self._forget(address)
+        self._fences = {
+            address: (epoch, since) for address, (epoch, since) in self._fences.items() if now - since < _FENCE_SECONDS
+        }
+        if not self._is_settled and now >= self._settles_at:
+            self._is_settled = True
+            self._version += 1
+
+    def view(self, pool: Pool) -> View:
+        members = [member for member in self._members.values() if member.pool == pool]
+        return View(
+            self._incarnation,
+            self._version,
+            self._is_settled,
+            tuple(sorted(members, key=lambda member: member.address)),
+        )
+
+    def _forget(self, address: str) -> None:
+        del self._members[address], self._heard_at[address]
+        self._version += 1

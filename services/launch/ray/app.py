@@ -1,0 +1,77 @@
+"""The application: `services.launch.ray.app:build_app` is its import path, for `serve run`, KubeRay and so on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from cluster.config import Config
+from cluster.config_file import parse_config, read_tree
+from cluster.errors import ConfigurationError
+from services.launch.ray.options import DeploymentOptions, deployment_options
+from services.launch.ray.replica import ProgramReplica
+from services.launch.ray.router_replica import RouterReplica
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """The application of the configuration in `args`: sections of the tree, over those of the file `config` if there is
+    one; and single settings, `section.key: value`, over both. Raises ConfigurationError.
+
+        serve run services.launch.ray.app:build_app config=configs/ray-local.yaml target.replicas=2
+    """
+    return build_configured_app(config_of(args))
+
+
+def config_of(args: Mapping[str, Any]) -> Config:
+    """Raises ConfigurationError."""
+    tree: dict[str, Any] = {}
+    overrides = []
+    for key, value in args.items():
+        if key == "config":
+            tree = _merged(read_tree(Path(value)), tree)
+        elif "." in key:
+            overrides.append(f"{key}={value if isinstance(value, str) else json.dumps(value)}")
+        elif isinstance(value, Mapping):
+            tree = _merged(tree, {key: value})
+        else:
+            raise ConfigurationError(f"cannot take {key}={value!r}: write section.key=value, or config=FILE")
+    return parse_config(tree, overrides)
+
+
+def build_configured_app(config: Config) -> Application:
+    """Raises ConfigurationError."""
+    router, *workers = deployment_options(config)
+    tree = _placed(config).model_dump(mode="json")
+    pools = [_deployment(ProgramReplica, pool).bind(pool.pool, tree) for pool in workers]
+    application: Application = _deployment(RouterReplica, router).bind("router", tree, *pools)
+    return application
+
+
+def _deployment(replica: type[ProgramReplica], options: DeploymentOptions) -> Any:
+    return serve.deployment(replica).options(**options.keywords())
+
+
+def _placed(config: Config) -> Config:
+    """With models that are folders here by their whole paths, as replicas have a working directory of their own; and
+    without drafts where none are started."""
+    update: dict[str, Any] = {}
+    for name in ("target", "draft"):
+        worker = getattr(config, name)
+        folder = Path(worker.model).expanduser()
+        model = str(folder.resolve()) if folder.is_dir() else worker.model
+        update[name] = worker.model_copy(update={"model": model})
+    return config.model_copy(update=update)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`below` with what `above` says in its place, section by section."""
+    merged = dict(below)
+    for key, value in above.items():
+        is_section = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if is_section else value
+    return merged

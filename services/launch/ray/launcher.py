@@ -1,0 +1,222 @@
+"""`outrider serve --launcher ray`, in the foreground, and `outrider down`, for what it could not end itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+import ray
+from ray import serve as ray_serve
+from ray._private.services import find_bootstrap_address
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+
+from cluster.config import Config
+from cluster.errors import ConfigurationError
+from services.launch.ray.app import build_configured_app
+from services.launch.ray.folders import sweep
+from services.launch.ray.registry import end_registry, find_view
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+_LINKS_SECONDS = 30.0  # for the programs to find each other, when all are there
+_END_SECONDS = 20.0  # beyond what programs may drain
+
+
+class RayApplication:
+    """The application of `config` on a Ray cluster that this process has joined, or started for itself."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.name = config.ray.application
+        self._said: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Raises ConfigurationError when a setting cannot work, or another application has the name."""
+        build_configured_app(self.config)  # for what is wrong with it
+        if self._status() is not None:
+            raise ConfigurationError(
+                f"an application {self.name!r} runs on this Ray cluster already: end it with `outrider down`, or set "
+                "ray.application to another name"
+            )
+        port = self.config.ray.proxy_port
+        if port is None:
+            ray_serve.start(proxy_location="Disabled")
+        else:
+            ray_serve.start(proxy_location="EveryNode", http_options={"host": self.config.router.host, "port": port})
+        self.update(self.config)
+
+    def update(self, config: Config) -> None:
+        """Serve replaces replica after replica, if `config` is another than before. Raises ConfigurationError."""
+        self.config = config
+        app = build_configured_app(config)
+        target = ray_serve.RunTarget(app, name=self.name, route_prefix="/", external_scaler_enabled=True)
+        ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def is_running(self) -> bool:
+        """Says what has changed. Raises ConfigurationError when the application cannot start."""
+        status = self._status()
+        if status is None:
+            return False
+        for pool, deployment in status.deployments.items():
+            states = ", ".join(
+                f"{count} {state.lower()}" for state, count in deployment.replica_states.items() if count
+            )
+            status_word, reason = deployment.status.value.lower(), _last_line(deployment.message)
+            said = f"{pool}: {status_word} ({states or 'no replicas'}) {reason}".strip()
+            if said != self._said.get(pool):
+                self._said[pool] = said
+                logger.info("%s", said)
+        if status.status == ApplicationStatus.DEPLOY_FAILED:
+            reasons = [_last_line(deployment.message) for deployment in status.deployments.values()]
+            raise ConfigurationError(f"cannot start: {'; '.join(filter(None, reasons)) or _last_line(status.message)}")
+        return bool(status.status == ApplicationStatus.RUNNING)
+
+    def urls(self) -> list[str]:
+        """Of the routers."""
+        view = find_view(self.name, "router")
+        return [] if view is None else [f"http://{member.address}" for member in view.members]
+
+    def is_joined(self) -> bool:
+        """Whether every router can use every target, and these have all their links."""
+        urls = self.urls()
+        return len(urls) == self.config.ray.router.replicas and all(
+            _is_joined(url, self.config.target.replicas, self._num_drafts) for url in urls
+        )
+
+    @property
+    def _num_drafts(self) -> int:
+        return self.config.draft.replicas if self.config.drafts_in_pool else 0
+
+    def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Lets what runs finish, each program within its time, unless `is_hurried`; then nothing of it is left."""
+        if not _serve_runs():
+            return
+        if self._status() is not None:
+            ray_serve.delete(self.name, _blocking=False)
+            drain = (
+                self.config.router.drain_seconds * 2,
+                self.config.target.drain_seconds,
+                self.config.draft.drain_seconds,
+            )
+            deadline = time.monotonic() + max(drain) + _END_SECONDS
+            while self._status() is not None and not is_hurried():
+                if time.monotonic() > deadline:
+                    logger.warning("the application does not end")
+                    break
+                time.sleep(_POLL_SECONDS)
+        end_registry(self.name)
+        if not ray_serve.status().applications:
+            ray_serve.shutdown()
+
+    def _status(self) -> ApplicationStatusOverview | None:
+        return ray_serve.status().applications.get(self.name) if _serve_runs() else None
+
+
+def serve(config: Config) -> int:
+    """Runs the application until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
+    started_at = time.monotonic()
+    _join(config, start=True)
+    num_signals = 0
+
+    def stop(*_: object) -> None:
+        nonlocal num_signals
+        num_signals += 1
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
+    application = RayApplication(config)
+    is_announced = False
+    running_since: float | None = None
+    has_begun = False
+    try:
+        application.start()
+        has_begun = True
+        while not num_signals:
+            if application.is_running() and not is_announced:
+                running_since = running_since or time.monotonic()
+                if application.is_joined() or time.monotonic() > running_since + _LINKS_SECONDS:
+                    is_announced = True
+                    _announce(application, time.monotonic() - started_at)
+            time.sleep(_POLL_SECONDS)
+        logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
+    finally:
+        if has_begun:
+            application.stop(lambda: num_signals > 1)
+        ray.shutdown()
+        sweep()
+    return 0
+
+
+def down(config: Config) -> int:
+    """Ends what `serve` left on the Ray cluster, and on this machine, when it was killed; returns the exit code."""
+    try:
+        _join(config, start=False)
+    except ConnectionError:
+        print("No Ray cluster runs here: no application to end.")
+    else:
+        application = RayApplication(config)
+        application.stop()
+        ray.shutdown()
+        print(f"The application {application.name!r} has ended.")
+    sweep()
+    return 0
+
+
+def _join(config: Config, *, start: bool) -> None:
+    """Raises ConnectionError when there is no cluster and `start` is not set."""
+    address = config.ray.address
+    if address is None and not start and find_bootstrap_address(None) is None and not os.environ.get("RAY_ADDRESS"):
+        raise ConnectionError("no Ray was started on this machine")  # by `ray start`; what Ray says of it is this file
+    try:
+        ray.init(address, namespace="outrider", logging_level=logging.WARNING)
+    except ConnectionError as error:
+        if not start:
+            raise
+        raise ConfigurationError(f"cannot reach the Ray cluster at {address}: {error}; see ray.address") from error
+
+
+def _serve_runs() -> bool:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def _is_joined(url: str, num_targets: int, num_drafts: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            targets = json.load(response)["targets"]
+    except (urllib.error.URLError, OSError):
+        return False
+    return len(targets) == num_targets and all(
+        target["problem"] is None and target["num_draft_links"] == num_drafts for target in targets
+    )
+
+
+def _last_line(message: str) -> str:
+    """Serve's messages end with a traceback, whose last line is the reason."""
+    lines = message.strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _announce(application: RayApplication, seconds: float) -> None:
+    if application.config.target.engine == "simulated":
+        print("\nTarget and draft are simulated: what they generate means nothing.", flush=True)
+    urls = application.urls() or ["http://(see `serve status`)"]
+    print(
+        f"""
+Outrider is ready at {", ".join(urls)} after {seconds:.1f} s. Try:
+
+  curl {urls[0]}/v1/completions -H 'Content-Type: application/json' \\
+    -d '{{"prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
+""",
+        flush=True,
+    )

@@ -1,0 +1,103 @@
+"""A replica's part in the registry: it says that it is there, and follows who else is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster.config import PlacementConfig
+from cluster.placement.registry import Announcement, Pool, addresses_after
+from services.launch.ray.folders import OwnedFolder
+from services.launch.ray.registry import RegistryClient
+
+logger = logging.getLogger("ray.serve.outrider")
+
+_PAUSE_SECONDS = 0.5  # after a registry that cannot be asked
+_LEAVE_SECONDS = 5.0  # then it expires there
+
+
+class Announcer:
+    """Tells the registry every heartbeat what `describe` returns, nothing while that is None, until `has_ended`."""
+
+    def __init__(
+        self,
+        application: str,
+        config: PlacementConfig,
+        describe: Callable[[], Announcement | None],
+        has_ended: Callable[[], bool],
+    ) -> None:
+        self.is_fenced = False  # a newer program of this replica, or at its address, has been there
+        self._registry = RegistryClient(application, config)
+        self._describe = describe
+        self._has_ended = has_ended
+        self._heartbeat_seconds = config.heartbeat_seconds
+        self._listed: Announcement | None = None
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Takes the replica off the lists."""
+        self._leaving.set()
+        self._thread.join(_LEAVE_SECONDS)
+
+    def _run(self) -> None:
+        while not self._leaving.is_set() and not self._has_ended():
+            self._announce()
+            self._leaving.wait(self._heartbeat_seconds)
+        if self._listed is not None:
+            self._registry.withdraw(self._listed.address, self._listed.epoch)
+
+    def _announce(self) -> None:
+        announcement = self._describe()
+        if announcement is None:
+            return
+        is_listed = self._registry.announce(announcement)
+        if is_listed is False and not self.is_fenced:
+            logger.error("%s is fenced off: a newer program has its place", announcement.address)
+        if is_listed is not None:
+            self.is_fenced = not is_listed
+        self._listed = announcement
+
+
+class Follower:
+    """Keeps a file that lists the addresses of a pool, for a program that follows `file:` addresses."""
+
+    def __init__(self, application: str, config: PlacementConfig, pool: Pool, folder: OwnedFolder) -> None:
+        self._registry = RegistryClient(application, config)
+        self._pool = pool
+        self._folder = folder
+        self._addresses: tuple[str, ...] = ()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"follower of {pool}", daemon=True)
+
+    def start(self) -> Path:
+        """Returns the file, which is empty at first."""
+        path = self._write()
+        self._thread.start()
+        return path
+
+    def stop(self) -> None:
+        """It does not write any more; a call that waits for news ends by itself."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        stamp: tuple[int, int] | None = None
+        while not self._stopping.is_set():
+            view = self._registry.changed_view(self._pool, stamp)
+            if view is None:
+                self._stopping.wait(_PAUSE_SECONDS)
+                continue
+            stamp = view.stamp
+            addresses = addresses_after(self._addresses, view)
+            if addresses != self._addresses and not self._stopping.is_set():
+                self._addresses = addresses
+                self._write()
+                logger.info("%s workers now: %s", self._pool, ", ".join(addresses) or "none")
+
+    def _write(self) -> Path:
+        return self._folder.replace(f"{self._pool}s", "".join(f"{address}\n" for address in self._addresses))

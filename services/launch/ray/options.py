@@ -1,0 +1,120 @@
+"""What the configuration means to Serve: the options of each pool's deployment. Imports no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config import Config, RayPoolConfig, WorkerConfig
+from cluster.errors import ConfigurationError
+from cluster.placement.registry import Pool
+
+_END_SECONDS = 15.0  # beyond what a program may drain, for the replica to see its end and to be gone
+_HEALTH_PERIOD_SECONDS = 1.0
+_HEALTH_TIMEOUT_SECONDS = 10.0  # longer than a program is waited for: it says what was wrong
+_MAX_STARTS = 3  # what a program cannot start with it cannot start with the next time
+# In the actor, which forks with gRPC's threads running; see tests/conftest.py.
+_ENVIRONMENT = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentOptions:
+    """Of a pool, as `serve.deployment` takes them."""
+
+    pool: Pool
+    num_replicas: int
+    ray_actor_options: dict[str, Any]
+    graceful_shutdown_timeout_s: float
+    max_ongoing_requests: int = 100
+    max_replicas_per_node: int | None = None
+    health_check_period_s: float = _HEALTH_PERIOD_SECONDS
+    health_check_timeout_s: float = _HEALTH_TIMEOUT_SECONDS
+    graceful_shutdown_wait_loop_s: float = 0.1
+    max_constructor_retry_count: int = _MAX_STARTS
+    max_surge_percent: int = 0  # a replica more than the pool has GPUs for would wait for ever
+
+    def keywords(self) -> dict[str, Any]:
+        """Arguments of `Deployment.options`."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "pool"}
+        return {"name": self.pool, **values}
+
+
+def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
+    """For each pool, the router first. Raises ConfigurationError when a setting cannot work under Ray."""
+    _refuse_what_cannot_work(config)
+    ray = config.ray
+    is_port_fixed = config.router.port != 0
+    pools = [
+        DeploymentOptions(
+            "router",
+            ray.router.replicas,
+            _actor_options(ray.router, 0.0),
+            # Serve waits for what came through its proxy before the router is told to drain what came to it directly.
+            2 * config.router.drain_seconds + _END_SECONDS,
+            max_ongoing_requests=config.router.max_waiting_requests + 100,  # the router itself says when it is full
+            max_replicas_per_node=1 if is_port_fixed and ray.router.replicas > 1 else None,
+            max_surge_percent=0 if is_port_fixed else 100,
+        ),
+        DeploymentOptions(
+            "target",
+            config.target.replicas,
+            _actor_options(ray.target, _default_gpus(config.target, ray.target)),
+            config.target.drain_seconds + _END_SECONDS,
+        ),
+    ]
+    if config.drafts_in_pool and config.draft.replicas > 0:
+        pools.append(
+            DeploymentOptions(
+                "draft",
+                config.draft.replicas,
+                _actor_options(ray.draft, _default_gpus(config.draft, ray.draft)),
+                config.draft.drain_seconds + _END_SECONDS,
+            )
+        )
+    return tuple(pools)
+
+
+def drafts_within_bounds(config: Config, num_replicas: int) -> int:
+    """`num_replicas`, or the nearest that `ray.draft` allows."""
+    bounds = config.ray.draft
+    wanted = max(num_replicas, bounds.min_replicas)
+    return wanted if bounds.max_replicas is None else min(wanted, bounds.max_replicas)
+
+
+def _actor_options(pool: RayPoolConfig, default_gpus: float) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "num_cpus": pool.num_cpus,
+        "num_gpus": default_gpus if pool.num_gpus is None else pool.num_gpus,
+        "runtime_env": {"env_vars": dict(_ENVIRONMENT)},
+    }
+    for name in ("accelerator_type", "resources", "label_selector"):
+        if value := getattr(pool, name):
+            options[name] = value
+    return options
+
+
+def _default_gpus(worker: WorkerConfig, pool: RayPoolConfig) -> float:
+    has_gpus = worker.device == "cuda" or pool.accelerator_type is not None
+    return float(worker.tensor_parallel_size) if has_gpus else 0.0
+
+
+def _refuse_what_cannot_work(config: Config) -> None:
+    if config.simulation.needs_proxy:
+        raise ConfigurationError(
+            "simulation.round_trip_ms and simulation.loss need the launcher's proxy, which there is not under Ray: "
+            "set both to 0, or use --launcher local"
+        )
+    workers = {"target": (config.target, config.ray.target), "draft": (config.draft, config.ray.draft)}
+    for name, (worker, pool) in workers.items():
+        if worker.engine_args.get("distributed_executor_backend") == "ray" or worker.engine_args.get("nnodes", 1) != 1:
+            raise ConfigurationError(
+                f"{name}.engine_args spread one {name} over nodes, which is not supported under Ray: a worker has all "
+                f"its GPUs on one node. Leave distributed_executor_backend and nnodes out, and set "
+                f"{name}.tensor_parallel_size to what a node has"
+            )
+        num_gpus, size = pool.num_gpus, worker.tensor_parallel_size
+        if num_gpus is not None and 0 < num_gpus < size:
+            raise ConfigurationError(
+                f"ray.{name}.num_gpus {num_gpus:g} is less than {name}.tensor_parallel_size {size}: a replica has all "
+                "GPUs of its worker; set it to null"
+            )

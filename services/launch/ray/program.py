@@ -1,0 +1,80 @@
+"""One program as a child process whose words are heard: they go into the log, and the last complaint is kept."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from services.launch.child import EXIT_CONFIGURATION, Child, end_all
+
+logger = logging.getLogger("ray.serve.outrider")  # below Serve's own, so that it comes where a replica's log goes
+
+_START_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 0.5
+_LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")  # of `cluster.telemetry.logs`
+# The last line of a traceback, and what the command line says of a setting that cannot work.
+_COMPLAINT = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b.*|outrider \w+: .*")
+
+
+class Program:
+    """Runs from `start` until it ends or is stopped. It is ended with this process, however that ends."""
+
+    def __init__(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.epoch = 0  # greater for one that was started later
+        self._child = Child(name, arguments, environment=environment, is_heard=True)
+        self._complaint: str | None = None
+        self._has_started = threading.Event()
+        # A child ends with the thread that started it, so that thread stays for as long as the child does.
+        self._thread = threading.Thread(target=self._run, name=f"{name} program", daemon=True)
+
+    def start(self) -> None:
+        self.epoch = time.time_ns()
+        self._thread.start()
+        if not self._has_started.wait(_START_SECONDS):
+            raise RuntimeError(f"the {self.name} program could not be started")
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def complaint(self) -> str | None:
+        """The last error that it reported."""
+        return self._complaint
+
+    def end(self) -> str | None:
+        """How it ended, in a line; None while it runs."""
+        code = self._child.exit_code
+        if code is None:
+            return None
+        self._thread.join(_LAST_WORDS_SECONDS)  # what it said last may still be on its way
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if code == EXIT_CONFIGURATION and self._complaint is not None:
+            return f"the {self.name} cannot start: {self._complaint}"
+        return f"the {self.name} {how}" + (f"; its last error: {self._complaint}" if self._complaint else "")
+
+    def stop(self, seconds: float) -> None:
+        """Asks it to end, which it does when it has drained, and waits for that, `seconds` at most."""
+        if self._has_started.is_set():
+            end_all([self._child], seconds)
+
+    def _run(self) -> None:
+        self._child.start()
+        self._has_started.set()
+        for line in self._child.lines():
+            if line:
+                self._hear(line)
+
+    def _hear(self, line: str) -> None:
+        level, text = logging.INFO, line
+        if match := _LOG_LINE.fullmatch(line):
+            level, text = logging.getLevelNamesMapping()[match[1]], match[2]
+        if level >= logging.ERROR or _COMPLAINT.fullmatch(line):
+            self._complaint = text
+            level = logging.ERROR
+        logger.log(level, "%s", text)

@@ -1,0 +1,141 @@
+"""The registry as a named actor, which replicas make when there is none, and which ends when nobody has need of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from typing import Any
+
+import ray
+
+from cluster.config import PlacementConfig
+from cluster.placement.registry import Announcement, Pool, Registry, View
+
+logger = logging.getLogger("ray.serve.outrider")
+
+_LONG_POLL_SECONDS = 10.0
+_CALL_SECONDS = 3.0
+_NAMESPACE = "outrider"
+_TICK_SECONDS = 0.5
+_UNUSED_SECONDS = 30.0  # then it ends: its application has
+
+
+class RegistryActor:
+    """A `Registry` that ticks. Ray makes an actor of it; its calls run in one event loop."""
+
+    def __init__(self, config: PlacementConfig) -> None:
+        self._registry = Registry(secrets.randbits(62), config, time.monotonic())
+        self._told_version = self._registry.version
+        self._changed = asyncio.Event()  # replaced whenever it is set
+        self._heard_at = time.monotonic()
+        self._ticking = asyncio.get_event_loop().create_task(self._tick())
+
+    async def announce(self, announcement: Announcement) -> bool:
+        self._heard_at = time.monotonic()
+        is_listed = self._registry.announce(announcement, self._heard_at)
+        self._tell()
+        return is_listed
+
+    async def withdraw(self, address: str, epoch: int) -> None:
+        self._registry.withdraw(address, epoch, time.monotonic())
+        self._tell()
+
+    async def view(self, pool: Pool) -> View:
+        return self._registry.view(pool)
+
+    async def changed_view(self, pool: Pool, stamp: tuple[int, int] | None) -> View:
+        """The view as soon as it is another than the caller's, or after a while."""
+        if self._registry.view(pool).stamp == stamp:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _LONG_POLL_SECONDS)
+        return self._registry.view(pool)
+
+    def _tell(self) -> None:
+        if self._registry.version != self._told_version:
+            self._told_version = self._registry.version
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self._registry.tick(time.monotonic())
+            self._tell()
+            if self._registry.is_empty and time.monotonic() - self._heard_at > _UNUSED_SECONDS:
+                ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+class RegistryClient:
+    """Calls the registry of an application, wherever it is. Any thread, one at a time."""
+
+    def __init__(self, application: str, config: PlacementConfig) -> None:
+        self._name = _name(application)
+        self._config = config
+        self._actor: Any = None
+        self._problem: str | None = None
+
+    def announce(self, announcement: Announcement) -> bool | None:
+        """None: it cannot be asked now."""
+        answer: bool | None = self._ask(_CALL_SECONDS, "announce", announcement)
+        return answer
+
+    def withdraw(self, address: str, epoch: int) -> None:
+        self._ask(_CALL_SECONDS, "withdraw", address, epoch)
+
+    def changed_view(self, pool: Pool, stamp: tuple[int, int] | None) -> View | None:
+        """None: it cannot be asked now."""
+        answer: View | None = self._ask(_LONG_POLL_SECONDS + _CALL_SECONDS, "changed_view", pool, stamp)
+        return answer
+
+    def _ask(self, patience: float, method: str, *arguments: object) -> Any:
+        try:
+            if self._actor is None:
+                self._actor = _get_or_make(self._name, self._config)
+            answer = ray.get(getattr(self._actor, method).remote(*arguments), timeout=patience)
+        except (ray.exceptions.RayError, ValueError) as error:
+            if not isinstance(error, ray.exceptions.GetTimeoutError):
+                self._actor = None  # the name leads to the one that there is next
+            self._complain(f"{type(error).__name__}")
+            return None
+        self._complain(None)
+        return answer
+
+    def _complain(self, problem: str | None) -> None:
+        if problem != self._problem:
+            logger.warning("the registry %s", f"cannot be asked ({problem})" if problem else "can be asked again")
+            self._problem = problem
+
+
+def find_view(application: str, pool: Pool) -> View | None:
+    """What the registry knows; None when there is no registry that can be asked."""
+    try:
+        actor = ray.get_actor(_name(application), namespace=_NAMESPACE)
+        view: View = ray.get(actor.view.remote(pool), timeout=_CALL_SECONDS)
+    except (ray.exceptions.RayError, ValueError):
+        return None
+    return view
+
+
+def end_registry(application: str) -> None:
+    """Ends it, if there is one. Replicas that still announce make another."""
+    with contextlib.suppress(ray.exceptions.RayError, ValueError):
+        ray.kill(ray.get_actor(_name(application), namespace=_NAMESPACE), no_restart=True)
+
+
+def _name(application: str) -> str:
+    return f"registry of {application}"
+
+
+def _get_or_make(name: str, config: PlacementConfig) -> Any:
+    options = {
+        "name": name,
+        "namespace": _NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
+    return ray.remote(RegistryActor).options(**options).remote(config)

@@ -1,0 +1,202 @@
+"""What Serve runs: an actor that starts one program, and is as well as that is. No data goes through it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+
+import services
+from cluster.config import Config
+from cluster.errors import ConfigurationError
+from cluster.placement.registry import Announcement, NodeLabels, Pool
+from services.launch.local import free_ports
+from services.launch.ray.folders import OwnedFolder
+from services.launch.ray.membership import Announcer, Follower
+from services.launch.ray.probe import Probe, RouterProbe, WorkerProbe
+from services.launch.ray.program import Program
+from services.launch.ray.registry import find_view
+
+_END_SECONDS = 5.0  # beyond what a program may drain
+_PORT_SECONDS = 10.0  # for who had the router's port to let go of it, after it has left the registry
+_POLL_SECONDS = 0.1
+_KNOWN_SECONDS = 10.0  # for a router to find targets, if there are any
+_HEARD_SECONDS = 2.5  # routers look at their lists twice a second, read them when they look the same twice, then ask
+_ACCELERATOR_LABEL = "ray.io/accelerator-type"
+_CALLED: dict[Pool, Pool | None] = {"router": "target", "target": "draft", "draft": None}
+
+
+class ProgramReplica:
+    """Ready when its program serves. Serve takes it for healthy while `check_health` does not raise, and calls
+    `__del__` when it is to end: that drains the program, of whose requests Serve knows nothing."""
+
+    async def __init__(self, pool: Pool, tree: dict[str, Any], *_: object) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`tree`: the configuration. What follows are handles of other deployments, which make this depend on them."""
+        self._config = Config.model_validate(tree)
+        self._pool = pool
+        self._ending = contextlib.ExitStack()
+        try:
+            await self._begin()
+        except BaseException:
+            await asyncio.to_thread(self._ending.close)
+            raise
+
+    async def _begin(self) -> None:
+        context = serve.get_replica_context()
+        folder = OwnedFolder()
+        self._ending.callback(folder.remove)
+        settings: dict[str, Any] = {}
+        if (called := _CALLED[self._pool]) is not None:
+            follower = Follower(context.app_name, self._config.placement, called, folder)
+            self._ending.callback(follower.stop)
+            settings[called] = {"addresses": (f"file:{follower.start()}",)}
+        self._address, own_settings = await self._choose_address()
+        settings[self._pool] = own_settings
+        self._labels = self._node_labels()
+        self._probe: Probe = (
+            RouterProbe(self._address) if self._pool == "router" else WorkerProbe(self._pool, self._address)
+        )
+        self._program = Program(
+            self._pool,
+            [self._pool, "--config", str(folder.replace("cluster.yaml", self._tree_with(settings)))],
+            {"PYTHONPATH": _python_path()},
+        )
+        await asyncio.to_thread(self._program.start)
+        drain_seconds: float = getattr(self._config, self._pool).drain_seconds
+        self._ending.callback(self._program.stop, drain_seconds + _END_SECONDS)
+        while await asyncio.to_thread(self._find_problem) is not None:
+            if (end := self._program.end()) is not None:
+                raise RuntimeError(end)
+            await asyncio.sleep(_POLL_SECONDS)
+        self._replica = context.replica_tag
+        self._announcer = Announcer(context.app_name, self._config.placement, self._describe, self._has_ended)
+        self._announcer.start()
+        self._ending.callback(self._announcer.leave)
+        await self._become_known()
+
+    async def _become_known(self) -> None:
+        """A rolling update ends the next replica when this one is ready: callers must have heard of it by then."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KNOWN_SECONDS):
+                while not await asyncio.to_thread(self._probe.is_joined):  # noqa: ASYNC110  # another process
+                    await asyncio.sleep(_POLL_SECONDS)
+        if self._pool == "target":
+            await asyncio.sleep(_HEARD_SECONDS)
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError with the reason, in a line."""
+        if (problem := await asyncio.to_thread(self._find_problem)) is not None:
+            raise RuntimeError(problem)
+        if self._announcer.is_fenced:
+            raise RuntimeError(f"the {self._pool} at {self._address} is fenced off: a newer program has its place")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_ending"):
+            self._ending.close()
+
+    def _find_problem(self) -> str | None:
+        if (end := self._program.end()) is not None:
+            return end
+        problem = self._probe.problem()
+        if problem is None:
+            return None
+        complaint = self._program.complaint
+        return f"the {self._pool}: {problem}" + (f"; its last error: {complaint}" if complaint else "")
+
+    def _has_ended(self) -> bool:
+        return self._program.end() is not None
+
+    def _describe(self) -> Announcement | None:
+        """What the registry is told; None when the program does not answer."""
+        if self._find_problem() is not None:
+            return None
+        facts = self._probe.facts()
+        return Announcement(
+            self._replica,
+            self._pool,
+            self._address,
+            self._program.epoch,
+            self._labels,
+            facts.fingerprint,
+            facts.load,
+        )
+
+    async def _choose_address(self) -> tuple[str, dict[str, Any]]:
+        """Where others reach the program, and the settings that make it listen there."""
+        node = ray.util.get_node_ip_address()
+        if self._pool != "router":
+            address = _host_port(node, free_ports(1, node)[0])
+            worker = self._config.target if self._pool == "target" else self._config.draft
+            metrics_port = worker.metrics_port or 0
+            if not _is_free(worker.metrics_host, metrics_port):  # another of the pool is on this node
+                metrics_port = 0
+            return address, {
+                "addresses": (address,),
+                "listen": address,
+                "advertise": None,
+                "metrics_port": metrics_port,
+            }
+        host, port = self._config.router.host, self._config.router.port
+        if port == 0:
+            port = free_ports(1, host)[0]
+        address = _host_port(node if host in ("0.0.0.0", "::") else host, port)
+        if port == self._config.router.port:
+            await self._wait_for_port(host, port, address)
+        return address, {"port": port}
+
+    async def _wait_for_port(self, host: str, port: int, address: str) -> None:
+        """While the router that this one replaces still has it."""
+        application = serve.get_replica_context().app_name
+        deadline = time.monotonic() + _PORT_SECONDS
+        while not _is_free(host, port):
+            view = await asyncio.to_thread(find_view, application, "router")
+            if view is not None and address in [member.address for member in view.members]:
+                deadline = time.monotonic() + _PORT_SECONDS
+            if time.monotonic() > deadline:
+                raise ConfigurationError(
+                    f"cannot listen at {host}:{port} on this node, as somebody does: set router.port to another, or 0 "
+                    "for a free one"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _node_labels(self) -> NodeLabels:
+        labels: dict[str, str] = ray.get_runtime_context().get_node_labels()
+        keys = self._config.placement
+        return NodeLabels(
+            labels.get(keys.host_label),
+            labels.get(keys.zone_label),
+            labels.get(keys.region_label),
+            labels.get(_ACCELERATOR_LABEL),
+        )
+
+    def _tree_with(self, settings: dict[str, dict[str, Any]]) -> str:
+        sections = {name: getattr(self._config, name).model_copy(update=update) for name, update in settings.items()}
+        return yaml.safe_dump(self._config.model_copy(update=sections).model_dump(mode="json"))
+
+
+def _python_path() -> str:
+    """What lets the program import what this process runs: Ray may have put it into `sys.path` only."""
+    root = str(Path(services.__file__).parent.parent)
+    return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+
+
+def _host_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,60 @@
+"""The router's replica. It is the application's ingress too: what comes through Serve's proxy goes on to its router."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from services.launch.ray.replica import ProgramReplica
+
+# Of one connection, not of the message (RFC 9110, 7.6.1); lengths are those of the bodies that are passed on.
+_HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "host",
+}
+
+
+class RouterReplica(ProgramReplica):
+    _session: aiohttp.ClientSession | None = None
+
+    async def __call__(self, request: Request) -> Response:
+        """Passes a request on, and its answer back as it comes. When the client leaves, the router is told."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None),
+                auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=0),
+            )
+        url = f"http://{self._address}{request.url.path}"
+        try:
+            answer = await self._session.request(
+                request.method,
+                url + (f"?{request.url.query}" if request.url.query else ""),
+                headers=[(key, value) for key, value in request.headers.items() if key not in _HOP_BY_HOP],
+                data=await request.body() or None,
+                allow_redirects=False,
+            )
+        except aiohttp.ClientError:
+            return Response("the router does not answer; retry", status_code=503, headers={"retry-after": "1"})
+        reply = StreamingResponse(_chunks(answer), status_code=answer.status)
+        for key, value in answer.headers.items():
+            if key.lower() not in _HOP_BY_HOP:
+                reply.headers.append(key, value)
+        return reply
+
+
+async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in answer.content.iter_any():
+            yield chunk
+    finally:
+        answer.close()

@@ -1,0 +1,89 @@
+"""What Serve is told of each pool, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config_file import load_config
+from cluster.errors import ConfigurationError
+from services.launch.ray.options import DeploymentOptions, deployment_options, drafts_within_bounds
+
+
+def pools(*overrides: str) -> dict[str, DeploymentOptions]:
+    return {options.pool: options for options in deployment_options(load_config(None, overrides))}
+
+
+def test_the_default_fits_into_two_cores_and_needs_no_gpu() -> None:
+    options = [pool.ray_actor_options for pool in pools().values()]
+    assert sum(pool["num_cpus"] for pool in options) == 2
+    assert all(pool["num_gpus"] == 0 for pool in options)
+
+
+def test_a_tensor_parallel_target_takes_all_its_gpus_in_one_replica() -> None:
+    target = pools("target.engine=vllm", "target.tensor_parallel_size=4", "ray.target.accelerator_type=A100")["target"]
+    assert target.ray_actor_options["num_gpus"] == 4
+    assert target.ray_actor_options["accelerator_type"] == "A100"
+
+
+def test_resources_and_labels_reach_serve() -> None:
+    draft = pools("ray.draft.resources={A10G: 1}", "ray.draft.label_selector={zone: b}", "draft.replicas=3")["draft"]
+    assert draft.ray_actor_options["resources"] == {"A10G": 1}
+    assert draft.ray_actor_options["label_selector"] == {"zone": "b"}
+    assert draft.keywords()["num_replicas"] == 3
+    assert draft.keywords()["name"] == "draft"
+
+
+def test_serve_waits_as_long_as_programs_drain() -> None:
+    options = pools("target.drain_seconds=300", "router.drain_seconds=100")
+    assert options["target"].graceful_shutdown_timeout_s > 300
+    assert options["router"].graceful_shutdown_timeout_s > 200
+
+
+def test_routers_with_a_fixed_port_are_on_different_nodes() -> None:
+    assert pools("ray.router.replicas=2")["router"].max_replicas_per_node == 1
+    assert pools("ray.router.replicas=2", "router.port=0")["router"].max_replicas_per_node is None
+
+
+@pytest.mark.parametrize(("wanted", "allowed"), [(0, 1), (1, 1), (3, 3), (9, 4)])
+def test_drafts_stay_within_their_bounds(wanted: int, allowed: int) -> None:
+    assert drafts_within_bounds(load_config(None, ["ray.draft.max_replicas=4"]), wanted) == allowed
+
+
+@pytest.mark.parametrize("override", ["speculation.num_speculative_tokens=0", "draft.replicas=0"])
+def test_without_speculation_there_is_no_draft_pool(override: str) -> None:
+    assert list(pools(override)) == ["router", "target"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["simulation.round_trip_ms=5"], ["simulation.round_trip_ms", "--launcher local"]),
+        (
+            ["target.engine=vllm", "target.engine_args={distributed_executor_backend: ray}"],
+            ["target.engine_args", "one node"],
+        ),
+        (
+            ["target.engine=vllm", "target.tensor_parallel_size=4", "ray.target.num_gpus=2"],
+            ["ray.target.num_gpus 2", "target.tensor_parallel_size 4"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides: list[str], said: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        pools(*overrides)
+    assert all(part in caught.value.message for part in said)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("ray.draft={max_replicas: 1, min_replicas: 2}", "ray.draft.max_replicas 1"),
+        ("ray.draft.max_replicas=0", "ray.draft.max_replicas"),
+        ("placement.expiry_seconds=1", "expiry_seconds 1"),
+        ("ray.drafts.num_gpus=1", "unknown key 'ray.drafts'"),
+        ("ray.draft.num_gpu=1", "'num_gpus'"),
+    ],
+)
+def test_a_bad_setting_is_named(override: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        load_config(None, [override])
