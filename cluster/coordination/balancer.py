@@ -36,16 +36,14 @@ class LinkBalancer:
         self._settled_at: dict[SpeculativeSequence, float] = {}
 
     def add(self, link: DraftLink) -> None:
-        self.active[link] = ActiveLink(link, LinkCosts(self._max_batch))
+        self.active[link] = ActiveLink(link, LinkCosts(self._max_batch), link.model)
 
     def remove(self, link: DraftLink) -> ActiveLink | None:
         return self.active.pop(link, None)
 
-    @property
-    def any_costs(self) -> LinkCosts | None:
+    def best(self, now: float) -> ActiveLink | None:
         """What to reckon with for a sequence that has no link yet; None while no link is up."""
-        first = next(iter(self.active.values()), None)
-        return None if first is None else first.costs
+        return next(iter(self.active.values()), None)
 
     def choose(self, depth: int, num_tokens: int, now: float) -> ActiveLink | None:
         """Where a sequence of `num_tokens` tokens should be opened; None while no link that is up has room for it."""

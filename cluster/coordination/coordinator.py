@@ -24,6 +24,7 @@ from itertools import chain
 from cluster.config import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
+from cluster.coordination.gains import Gains
 from cluster.coordination.link import DraftLink, LinkState
 from cluster.coordination.openings import Openings
 from cluster.coordination.pool import DraftPool
@@ -70,6 +71,7 @@ class Coordinator:
         self._vocab_size = vocab_size
         self._clock = clock
         self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds)
+        self._gains = Gains(self.planner, clock)
         self._openings = Openings(config, self.planner, self._balancer, self.stats, clock)
         self._waits = Waits(self.planner, self._balancer, self.stats, timeout_seconds, clock, self._take_events)
         self._begun: Sequence[SpeculativeSequence] = ()
@@ -143,6 +145,7 @@ class Coordinator:
         """Any thread."""
         yield from self.stats.readings()
         yield from self._balancer.readings()
+        yield from self._gains.readings()
 
     def _learn(self) -> None:
         """From the steps that have ended, and their drafts."""
@@ -159,7 +162,8 @@ class Coordinator:
         if self.planner.begin_step(num_rows):
             now = self._clock()
             planned = [sequence for sequence in decoding if self._openings.may_be_drafted_for(sequence, now)]
-            self.planner.plan(planned, self._balancer.any_costs, num_rows)
+            self.planner.plan(planned, self._balancer.best(now), num_rows)
+            self._gains.planned(planned, self._balancer.active.values(), num_rows)
 
     def _send(self) -> None:
         for link in self._balancer.active.values():

@@ -106,6 +106,7 @@ class Openings:
 
     def _open(self, sequence: SpeculativeSequence, link: ActiveLink, now: float) -> None:
         # A number that was used before could still be spoken of by a reply that is on its way.
+        self._planner.drafted_by(sequence, link.model)
         sequence.opened(link, next(self._wire_ids))
         num_drafts, shape = self._planner.wanted(sequence, now)
         link.request.opens[sequence.wire_id] = self._opening(sequence, num_drafts, shape)

@@ -78,6 +78,10 @@ class SpeculativeSequence:
         """It runs from now on, and may be drafted for."""
         self.acceptance, self.window = acceptance, window
 
+    def drafted_by(self, acceptance: SequenceAcceptance) -> None:
+        """Its drafts come, or are going to come, of a model whose drafts are accepted like that."""
+        self.acceptance = acceptance
+
     def planned(self, depth: int, template: Template | None, expected_tokens: float = 1.0) -> None:
         self.depth, self.template, self.expected_tokens = depth, template, expected_tokens
 
@@ -185,6 +189,7 @@ class ActiveLink:
 
     link: DraftLink
     costs: LinkCosts
+    model: str = ""  # that drafts there
     sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
     credit: int | None = None  # tokens of new sequences there is room for, as far as is known

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cluster.speculation.acceptance_model import SequenceAcceptance, own_rates
+from cluster.speculation.acceptance_model import SequenceAcceptance, own_rates, survivals
 from cluster.speculation.costs import LearnedCurve, LinkCosts
 from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 
@@ -55,7 +55,7 @@ class Choice:
     """What the candidates get."""
 
     num_drafts: list[int]
-    expected_tokens: list[float]  # that a round of each commits; 1 where that is not known
+    expected_tokens: list[float]  # that a round of each commits
     template: Template | None = None  # from which trees of those numbers of nodes are cut; None: chains
     rate: float = 0.0  # tokens a second that this promises; 0 where it was not all the controller's choice
 
@@ -215,7 +215,9 @@ class GoodputController:
 
 def _same_for_all(num_drafts: int, candidates: Sequence[Candidate]) -> Choice:
     depths = [min(num_drafts if c.fixed_depth is None else c.fixed_depth, c.max_depth) for c in candidates]
-    return Choice(depths, [1.0] * len(candidates))
+    survival = survivals([candidate.acceptance for candidate in candidates]) if candidates else ()
+    expected = [1.0 + float(own[:depth].sum()) for own, depth in zip(survival, depths, strict=True)]
+    return Choice(depths, expected)
 
 
 def make_controller(

@@ -25,6 +25,7 @@ class ScriptedLink:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.model = "draft"
         self.sent: list[SpeculateRequest] = []
 
     def send(self, request: SpeculateRequest) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.virtual import VirtualTime
 from cluster.config import SimulationConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
@@ -9,7 +10,6 @@ from cluster.engine.limits import StepLimits
 from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from bench.virtual import VirtualTime
 
 VOCAB_SIZE = 1000
 
