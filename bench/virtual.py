@@ -154,8 +154,8 @@ class VirtualPool:
         until = now + timeout
         while True:
             horizon = max(now, min(until, self._coming[0][0] if self._coming else math.inf))
-            first = min(self.drafts, key=lambda draft: draft.due_at)
-            if first.due_at > horizon:
+            first = min(self.drafts, key=lambda draft: draft.due_at, default=None)
+            if first is None or first.due_at > horizon:
                 break
             first.step()
         self.time.sleep_until(horizon)
@@ -221,9 +221,13 @@ class VirtualCluster:
     def run(self, seconds: float) -> float:
         """Steps for so long while there are requests; returns the tokens that were committed a second."""
         started_at, before = self.time.now(), self.num_tokens
-        while self.time.now() < started_at + seconds and self.target.run_step(self._publish):
+        while self.time.now() < started_at + seconds and self.step():
             pass
         return (self.num_tokens - before) / max(self.time.now() - started_at, 1e-9)
+
+    def step(self) -> bool:
+        """One step of the target; False when there is nothing to do."""
+        return self.target.run_step(self._publish)
 
     def readings(self, name: str) -> dict[tuple[str, ...], float]:
         """Of the target, by the values of its labels."""

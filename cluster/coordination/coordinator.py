@@ -44,6 +44,8 @@ class StepTiming:
     num_rows: int  # that yielded a choice
     seconds: float
     is_pure: bool = True  # nothing else was computed beside, such as a chunk of a prompt
+    num_prompts: int = 0  # of which a chunk was
+    num_prompt_tokens: int = 0  # in these chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,12 @@ class Coordinator:
         for step in ended:
             is_pure = step.timing is None or step.timing.is_pure
             self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure)
-            if step.timing is not None and is_pure:
+            if step.timing is None:
+                continue
+            if is_pure:
                 self.planner.step_seconds.observe(step.timing.num_rows, step.timing.seconds)
+            num_committed = sum([len(ended.chosen) for ended in step.rounds])
+            self.planner.prompts.observe(step.timing.num_prompt_tokens, step.timing.num_prompts, num_committed)
 
     def _plan(self, decoding: Sequence[SpeculativeSequence], num_rows: int) -> None:
         if self.planner.begin_step(num_rows):

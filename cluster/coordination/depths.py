@@ -13,6 +13,7 @@ from cluster.speculation.costs import LearnedCurve
 from cluster.speculation.depth import Candidate, NextStep, make_controller
 from cluster.speculation.drafts import is_chain
 from cluster.speculation.goodput import StepCosts
+from cluster.speculation.prompts import PromptLoad, StepSeconds
 from cluster.speculation.tree import RoundTime, Shape, num_levels
 from cluster.speculation.tree_policy import Template, TreePolicy
 
@@ -26,6 +27,8 @@ class DepthPlanner:
 
     def __init__(self, config: SpeculationConfig, max_rows: int, clock: Callable[[], float]) -> None:
         self.step_seconds = LearnedCurve(max_rows)  # of the target, over the rows of the step
+        self.prompts = PromptLoad()
+        self._seconds = StepSeconds(self.step_seconds, self.prompts)
         self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens, clock)
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._opening_template: Template | None = None
@@ -36,7 +39,7 @@ class DepthPlanner:
             config.controller,
             num_speculative_tokens=config.num_speculative_tokens,
             max_speculative_tokens=config.max_speculative_tokens,
-            verify=self.step_seconds,
+            steps=self._seconds,
             max_wait_seconds=config.draft_timeout_ms / 1e3,
         )
         self.needs = self._controller.needs
@@ -76,7 +79,7 @@ class DepthPlanner:
             sequence.drafted_by(SequenceAcceptance(shared))
 
     def step_costs(self, num_rows: int) -> StepCosts:
-        return StepCosts(self.step_seconds, max(1, num_rows), self._config.draft_timeout_ms / 1e3)
+        return StepCosts(self._seconds, max(1, num_rows), self._config.draft_timeout_ms / 1e3)
 
     @property
     def num_planned_rows(self) -> int:

@@ -52,7 +52,9 @@ class Gains:
             float(link.costs.wait_seconds(np.array([depth]), np.array([batches[link]]))[0])
             for link, depth in depths.items()
         )
-        step = costs.verify.seconds(costs.num_rows + sum(sequence.depth for sequence in drafted)) + wait
+        num_drafts = sum(sequence.depth for sequence in drafted)
+        num_tokens = costs.num_rows + sum(sequence.expected_tokens - 1.0 for sequence in drafted)
+        step = costs.seconds(num_drafts, num_tokens) + wait
         # As the two kinds of plans have come true so far.
         slower = step * costs.plain_rate * self._planner.probing.handicap
         tokens: dict[str, list[float]] = {}

@@ -61,6 +61,7 @@ class SpeculativeSequence:
     num_levels: int = 0  # draft tokens in a row of the proposal that was asked for
     awaited_since: float | None = None  # when the proposal that is awaited was asked for
     is_late: bool = False  # a step has stopped waiting for it
+    has_answered: bool = False  # its drafter, since it was opened there: it has computed all its tokens
     proposal: Proposal | None = None
 
     @property
@@ -93,6 +94,7 @@ class SpeculativeSequence:
     def opened(self, link: ActiveLink, wire_id: int) -> None:
         """It is drafted for on `link`, whose worker gets all its tokens."""
         self.link, self.wire_id, self.num_acknowledged = link, wire_id, len(self.token_ids)
+        self.has_answered = False
         link.sequences[wire_id] = self
 
     def detached(self) -> None:
@@ -139,6 +141,7 @@ class SpeculativeSequence:
     def answered(self, proposal: Proposal, now: float, stats: CoordinatorStats) -> None:
         """Takes `proposal` in, as far as it is of use after the tokens committed since its base."""
         base, num_tokens = proposal.base, len(self.token_ids)
+        self.has_answered = True
         if not self.num_acknowledged <= base <= num_tokens:
             stats.num_stale_proposals += 1
             return

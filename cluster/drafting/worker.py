@@ -21,6 +21,7 @@ _ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may cha
 
 logger = logging.getLogger(__name__)
 
+_MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes somebody must open sequences too
 _BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
 
 Deliver = Callable[[SpeculateReply], None]
@@ -91,6 +92,7 @@ class DraftWorker:
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._links: dict[int, _Link] = {}
         self._num_links_ever = 0
+        self._num_steps_without_new = 0  # that new sequences were left out of
         self._inbox: list[tuple[int, SpeculateRequest | None]] = []  # None: the link is gone
         self._wake = threading.Condition()
         self._stopping = False
@@ -214,9 +216,19 @@ class DraftWorker:
         return inbox
 
     def _urgent_batch(self) -> list[_Entry]:
-        """The sequences whose proposal is owed."""
+        """The sequences whose proposal is owed.
+
+        The first of a sequence has its prompt before it. A step with that is long, and everybody in it waits; nobody
+        waits for the prompt, while the target computes it too. So it takes its turn when no others are owed.
+        """
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
+        known = [entry for entry in urgent if entry.sent_at]
+        if known and self._num_steps_without_new < _MAX_STEPS_WITHOUT_NEW:
+            self._num_steps_without_new += len(known) < len(urgent)
+            urgent = known
+        else:
+            self._num_steps_without_new = 0
         for entry in urgent:
             entry.sequence.to_extend = entry.lacks or []
         self.idle_seconds = 0.0

@@ -195,7 +195,10 @@ class StepLoop(Target):
         """Counts a step that took `seconds`, of which `num_rows` rows yielded a choice."""
         kind = _kind(step)
         self._step_times[kind].add(seconds)
-        return StepTiming(num_rows, seconds, is_pure=kind != "prefill")
+        chunks = [scheduled.num_new_tokens for scheduled in step if scheduled.num_new_tokens > 1]
+        return StepTiming(
+            num_rows, seconds, is_pure=kind != "prefill", num_prompts=len(chunks), num_prompt_tokens=sum(chunks)
+        )
 
     def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:
         """Accepts, commits and rolls back every sequence of the step; finished ones are freed, and have no round."""
