@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from cluster.config import SpeculationConfig
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import first_line
+from cluster.interpreter import switch_threads_soon
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, connect
@@ -34,7 +34,6 @@ REQUEST_ID_KEY = "outrider_request_id"  # in a request's `extra_args`: vLLM make
 logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 0.2
-_SWITCH_INTERVAL_SECONDS = 0.0005  # the links' threads must not wait for the engine's for a whole round
 _FINISH_REASONS = {
     VllmFinishReason.STOP: FinishReason.STOP,
     VllmFinishReason.LENGTH: FinishReason.LENGTH,
@@ -62,7 +61,7 @@ class CoordinatedScheduler(RoundScheduler):
         super().__init__(*args, **kwargs)
         settings = self.vllm_config.additional_config
         assert isinstance(settings, CoreSettings)
-        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        switch_threads_soon()
         setup_logging("target engine")
         self._heartbeat = Heartbeat()
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
