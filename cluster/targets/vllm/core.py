@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +69,10 @@ class CoordinatedScheduler(RoundScheduler):
         if settings.has_rounds:
             self.rounds = ProfilingRounds(settings.speculation.max_speculative_tokens)
         self.on_step = self._publish
-        with _on_all_cores():
-            self._links = Links(settings.tokenizer_fingerprint)
-            self._channel = connect(settings.channel, self._receive, _end_process)
-            logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
-            threading.Thread(target=self._report, name="channel-status", daemon=True).start()
+        self._links = Links(settings.tokenizer_fingerprint)
+        self._channel = connect(settings.channel, self._receive, _end_process)
+        logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
+        threading.Thread(target=self._report, name="channel-status", daemon=True).start()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self._heartbeat.begin()
@@ -177,17 +175,6 @@ class CoordinatedScheduler(RoundScheduler):
         if isinstance(self.rounds, CoordinatedRounds):
             yield from self.rounds.readings()
             yield from self._links.pool.readings()
-
-
-@contextmanager
-def _on_all_cores() -> Iterator[None]:
-    """For threads that start meanwhile: OpenMP has bound this one, which computes, to a core, and they would be too."""
-    bound = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # of the worker
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, bound)
 
 
 def _kind(step: EngineStep) -> str:
