@@ -148,6 +148,11 @@ class DraftConfig(WorkerConfig):
     replicas: Annotated[int, Field(ge=0)] = Field(
         1, description="draft workers that the launcher starts; 0: no speculation"
     )
+    placement: Literal["pool", "sidecar"] = Field(
+        "pool",
+        description="pool: every target uses every draft worker; sidecar: `replicas` draft workers beside each target, "
+        "on its host and for it alone",
+    )
     drafter: DrafterName = Field(
         "model",
         description="model: `draft.model`; ngram: repetitions in the text so far; self-int4, layer-skip: the target's "

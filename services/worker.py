@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -22,12 +21,12 @@ from cluster.config import WorkerConfig
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks
 from cluster.errors import ConfigurationError, OutriderError
+from cluster.interpreter import switch_threads_soon
 from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
 from services.garbage import keep_collections_short
 
 logger = logging.getLogger(__name__)
 
-_SWITCH_INTERVAL_SECONDS = 0.0005
 _SERVER_OPTIONS = (
     # Beyond 1,000 pending calls a server would cancel some at random; the router's queue limit is ours.
     ("grpc.server.max_pending_requests", 10_000),
@@ -49,18 +48,14 @@ _LAST_WORDS_SECONDS = 1.0  # for streams to write what they still have to say
 
 
 def prepare_process(config: WorkerConfig) -> None:
-    """Pins the process to its cores, sets its compute threads, and keeps threads from waiting for each other.
-
-    The interpreter's default switch interval of 5 ms can outlast a whole round: the thread that takes a message
-    from the network would wait that long for the engine's thread.
-    """
+    """Pins the process to its cores, sets its compute threads, and keeps threads from waiting for each other."""
     if config.cpus is not None:
         try:
             os.sched_setaffinity(0, config.cpus)
         except OSError as error:
             raise ConfigurationError(f"cannot pin to cpus {list(config.cpus)}: {error.strerror}") from error
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+    switch_threads_soon()
 
 
 def loading_progress(model: str) -> Progress:

@@ -22,11 +22,14 @@ class CoreShares:
         return any(cpus is not None for cpus in self.drafts)
 
 
-def divide_cores(cpus: Sequence[int], num_targets: int, num_drafts: int) -> CoreShares:
+def divide_cores(
+    cpus: Sequence[int], num_targets: int, num_drafts: int, *, drafts_beside_targets: bool = False
+) -> CoreShares:
     """Targets get all cores in equal shares; a draft worker gets the last core, shared with a target.
 
     A draft worker that has filled its window sleeps, and while it drafts the target mostly waits for it: a core of
-    its own would stand idle for most of a round, and the target's verify step would be the slower for it.
+    its own would stand idle for most of a round, and the target's verify step would be the slower for it. With
+    `drafts_beside_targets` every target has as many drafts of its own, which share its last core.
     """
     if len(cpus) >= _AMPLE_CORES_PER_WORKER * (num_targets + num_drafts):
         return CoreShares((None,) * num_targets, (None,) * num_drafts)
@@ -34,5 +37,8 @@ def divide_cores(cpus: Sequence[int], num_targets: int, num_drafts: int) -> Core
     targets = tuple(
         tuple(cpus[(i * share) % len(cpus) :][:share]) if num_targets > 1 else tuple(cpus) for i in range(num_targets)
     )
-    drafts = tuple((cpus[-1 - i % len(cpus)],) for i in range(num_drafts))
+    if drafts_beside_targets:
+        drafts = tuple((own[-1],) for own in targets for _ in range(num_drafts // num_targets))
+    else:
+        drafts = tuple((cpus[-1 - i % len(cpus)],) for i in range(num_drafts))
     return CoreShares(targets, drafts)

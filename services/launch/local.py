@@ -34,7 +34,8 @@ _END_SECONDS = 5.0  # beyond what a program may drain
 class Worker(Child):
     """A target or draft worker of the cluster, with the address and the cores that are set aside for it."""
 
-    def __init__(self, config_file: Path, config: Config, pool: str, index: int) -> None:
+    def __init__(self, config_file: Path, config: Config, pool: str, index: int, *settings: str) -> None:
+        """`settings`: those that the file does not have."""
         worker = config.target if pool == "target" else config.draft
         metrics_port = (worker.metrics_port if index == 0 else None) or free_ports(1)[0]
         self.metrics_url = f"{_local_url(worker.metrics_host, metrics_port)}/metrics"
@@ -42,6 +43,7 @@ class Worker(Child):
             *(pool, "--config", str(config_file)),
             *("--set", f"{pool}.addresses=[{worker.addresses[index]!r}]"),
             *("--set", f"{pool}.metrics_port={metrics_port}"),
+            *(argument for setting in settings for argument in ("--set", setting)),
         ]
         if worker.cpus is None and worker.device != "cuda":
             shares = _core_shares(config)
@@ -86,7 +88,10 @@ class LocalCluster:
             called = called.model_copy(update={"draft": called.draft.model_copy(update={"addresses": addresses})})
         config_file.write_text(yaml.safe_dump(called.model_dump(mode="json")), encoding="utf-8")
         self.drafts = [Worker(config_file, self.config, "draft", i) for i in range(self.config.draft.replicas)]
-        self.targets = [Worker(config_file, self.config, "target", i) for i in range(self.config.target.replicas)]
+        self.targets = [
+            Worker(config_file, self.config, "target", i, *_own_drafts(called, i))
+            for i in range(self.config.target.replicas)
+        ]
         self.router = Child("router", ["router", "--config", str(config_file)])
 
     @property
@@ -214,7 +219,17 @@ def _local_url(host: str, port: int) -> str:
 def _core_shares(config: Config) -> CoreShares:
     if config.target.engine == "simulated":  # it computes nothing
         return CoreShares((None,) * config.target.replicas, (None,) * config.draft.replicas)
-    return divide_cores(sorted(os.sched_getaffinity(0)), config.target.replicas, config.draft.replicas)
+    are_beside = config.draft.placement == "sidecar"
+    cpus = sorted(os.sched_getaffinity(0))
+    return divide_cores(cpus, config.target.replicas, config.draft.replicas, drafts_beside_targets=are_beside)
+
+
+def _own_drafts(config: Config, index: int) -> list[str]:
+    """The setting that gives a target its own draft workers, if each has some of its own."""
+    if config.draft.placement != "sidecar":
+        return []
+    number = config.draft.replicas // config.target.replicas
+    return [f"draft.addresses={list(config.draft.addresses[index * number :][:number])}"]
 
 
 def _drafts_share_cores(config: Config) -> bool:
@@ -225,6 +240,9 @@ def _resolve(config: Config) -> Config:
     """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
     if not config.drafts_in_pool:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
+    elif config.draft.placement == "sidecar":
+        number = config.draft.replicas * config.target.replicas
+        config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": number})})
     if _drafts_share_cores(config):
         # What runs ahead beside a target that computes is taken from it, and comes true one time in three or four: of
         # 2k+2, k+2 and k tokens, k was as good as k+2 and a tenth faster than 2k+2 (190M target, 2 cores).

@@ -31,3 +31,19 @@ def test_it_serves_and_speculates_through_the_delay() -> None:
         metrics = httpx.get(cluster.targets[0].metrics_url, timeout=10).text
     (round_trip,) = [line for line in metrics.splitlines() if line.startswith("outrider_link_round_trip_seconds{")]
     assert float(round_trip.rpartition(" ")[2]) >= 0.01
+
+
+def test_drafts_beside_targets_are_for_these_alone() -> None:
+    settings = (*SETTINGS, "target.replicas=2", "draft.replicas=2", "draft.placement=sidecar")
+    with LocalCluster(load_config(None, settings)) as cluster:
+        cluster.wait_ready(timeout=60)
+        assert len(cluster.drafts) == 4
+        drafts = [_drafts_of(target.metrics_url) for target in cluster.targets]
+    assert [len(own) for own in drafts] == [2, 2]
+    assert not drafts[0] & drafts[1]
+
+
+def _drafts_of(url: str) -> set[str]:
+    """The draft workers that a target has links to."""
+    lines = httpx.get(url, timeout=10).text.splitlines()
+    return {line.split('draft="')[1].split('"')[0] for line in lines if line.startswith("outrider_link_bytes_total{")}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from cluster.config import SpeculationConfig
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import first_line
+from cluster.interpreter import switch_threads_soon
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, connect
@@ -34,7 +33,6 @@ REQUEST_ID_KEY = "outrider_request_id"  # in a request's `extra_args`: vLLM make
 logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 0.2
-_SWITCH_INTERVAL_SECONDS = 0.0005  # the links' threads must not wait for the engine's for a whole round
 _FINISH_REASONS = {
     VllmFinishReason.STOP: FinishReason.STOP,
     VllmFinishReason.LENGTH: FinishReason.LENGTH,
@@ -62,7 +60,7 @@ class CoordinatedScheduler(RoundScheduler):
         super().__init__(*args, **kwargs)
         settings = self.vllm_config.additional_config
         assert isinstance(settings, CoreSettings)
-        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        switch_threads_soon()
         setup_logging("target engine")
         self._heartbeat = Heartbeat()
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
@@ -71,11 +69,10 @@ class CoordinatedScheduler(RoundScheduler):
         if settings.has_rounds:
             self.rounds = ProfilingRounds(settings.speculation.max_speculative_tokens)
         self.on_step = self._publish
-        with _on_all_cores():
-            self._links = Links(settings.tokenizer_fingerprint)
-            self._channel = connect(settings.channel, self._receive, _end_process)
-            logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
-            threading.Thread(target=self._report, name="channel-status", daemon=True).start()
+        self._links = Links(settings.tokenizer_fingerprint)
+        self._channel = connect(settings.channel, self._receive, _end_process)
+        logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
+        threading.Thread(target=self._report, name="channel-status", daemon=True).start()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self._heartbeat.begin()
@@ -178,17 +175,6 @@ class CoordinatedScheduler(RoundScheduler):
         if isinstance(self.rounds, CoordinatedRounds):
             yield from self.rounds.readings()
             yield from self._links.pool.readings()
-
-
-@contextmanager
-def _on_all_cores() -> Iterator[None]:
-    """For threads that start meanwhile: OpenMP has bound this one, which computes, to a core, and they would be too."""
-    bound = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # of the worker
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, bound)
 
 
 def _kind(step: EngineStep) -> str:

@@ -6,16 +6,15 @@ import asyncio
 import atexit
 import contextlib
 import logging
-import sys
 import threading
 from collections.abc import Sequence
 
 from cluster.coordination.pool import DraftPool
+from cluster.interpreter import switch_threads_soon
 from cluster.placement.endpoints import follow
 
 logger = logging.getLogger(__name__)
 
-_SWITCH_INTERVAL_SECONDS = 0.0005
 _STOP_SECONDS = 5.0
 
 
@@ -30,9 +29,7 @@ class LinkThread:
         self._thread = threading.Thread(target=self._run, name="outrider-links", daemon=True)
 
     def start(self) -> None:
-        # With the interpreter's 5 ms, the thread that takes a proposal from the network would wait that long for the
-        # engine's: longer than a whole round.
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_SECONDS))
+        switch_threads_soon()
         self._thread.start()
         atexit.register(self.stop)  # before what the links use is closed under them
 
