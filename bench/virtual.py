@@ -56,6 +56,7 @@ class Draft:
     simulation: SimulationConfig
     name: str = "simulated"  # of its model
     round_trip_seconds: float = 0.0
+    expected_round_trip: float | None = None  # by labels
 
 
 class VirtualDraft:
@@ -64,6 +65,7 @@ class VirtualDraft:
     def __init__(self, index: int, draft: Draft, config: Config, pool: VirtualPool) -> None:
         self.address = f"draft-{index}"
         self.model = draft.name
+        self.expected_round_trip = draft.expected_round_trip
         self.is_up = False
         self.way_seconds = draft.round_trip_seconds / 2 + _HAND_OVER_SECONDS
         self._pool = pool
@@ -129,8 +131,9 @@ class VirtualDraft:
 class VirtualPool:
     """A `DraftPool`."""
 
-    def __init__(self, time: VirtualTime) -> None:
+    def __init__(self, time: VirtualTime, trial_share: float) -> None:
         self.time = time
+        self.trial_share = trial_share
         self.drafts: list[VirtualDraft] = []
         self._numbers = itertools.count()
         self._coming: list[tuple[float, int, LinkEvent]] = []
@@ -185,7 +188,7 @@ class VirtualCluster:
 
     def __post_init__(self) -> None:
         config, simulation = self.config, self.config.simulation
-        self.pool = VirtualPool(self.time)
+        self.pool = VirtualPool(self.time, config.placement.trial_share)
         alike = [Draft(simulation, round_trip_seconds=simulation.round_trip_ms / 1e3)] * config.draft.replicas
         self.pool.drafts = [
             VirtualDraft(index, draft, config, self.pool) for index, draft in enumerate(self.drafts or alike)

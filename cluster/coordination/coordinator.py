@@ -31,6 +31,7 @@ from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
+from cluster.coordination.worth import Worth
 from cluster.engine.limits import StepLimits
 from cluster.speculation.drafts import Drafts
 from cluster.telemetry.metrics import Reading
@@ -72,7 +73,7 @@ class Coordinator:
         self._pool = pool
         self._vocab_size = vocab_size
         self._clock = clock
-        self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds)
+        self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds, Worth(self.planner), pool.trial_share)
         self._gains = Gains(self.planner, clock)
         self._openings = Openings(config, self.planner, self._balancer, self.stats, clock)
         self._waits = Waits(self.planner, self._balancer, self.stats, timeout_seconds, clock, self._take_events)
@@ -168,7 +169,8 @@ class Coordinator:
         if self.planner.begin_step(num_rows):
             now = self._clock()
             planned = [sequence for sequence in decoding if self._openings.may_be_drafted_for(sequence, now)]
-            self.planner.plan(planned, self._balancer.best(now), num_rows)
+            best = self._balancer.best(planned[0].params.temperature, now) if planned else None
+            self.planner.plan(planned, best, num_rows)
             self._gains.planned(planned, self._balancer.active.values(), num_rows)
 
     def _send(self) -> None:

@@ -67,8 +67,15 @@ class LinkTraffic:
 class DraftLink:
     """One draft worker. `run` belongs to an event loop; `send` may be called from any thread and never blocks."""
 
-    def __init__(self, address: str, tokenizer_fingerprint: str, notify: Callable[[LinkEvent], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        tokenizer_fingerprint: str,
+        notify: Callable[[LinkEvent], None],
+        expected_round_trip: float | None = None,
+    ) -> None:
         self.address = address
+        self.expected_round_trip = expected_round_trip  # seconds, by its place; None: nobody knows
         self.model = ""  # which draft model its worker runs, as of when the link came up
         self.traffic = LinkTraffic()
         self._tokenizer_fingerprint = tokenizer_fingerprint

@@ -54,9 +54,8 @@ class Openings:
         return sequence.link is not None or (sequence in self._waiting and sequence.may_open_at <= now)
 
     def rearrange(self) -> None:
-        """Takes sequences from draft workers that are silent, or far slower than others."""
-        depth = max(1, self._planner.opening_depth)
-        for sequence in self._balancer.to_rearrange(depth, self._clock()):
+        """Takes sequences from draft workers that are silent, or worth less than others."""
+        for sequence in self._balancer.to_rearrange(self._clock()):
             self._leave_link(sequence)
 
     def assign(self) -> None:
@@ -66,7 +65,7 @@ class Openings:
         now = self._clock()
         for sequence in [s for s in self._waiting if s.may_open_at <= now and (s.useful_depth > 0 or s.is_shadow)]:
             num_tokens = len(sequence.token_ids) + self._config.window(sequence.depth)
-            link = self._balancer.choose(max(1, sequence.depth), num_tokens, now)
+            link = self._balancer.choose(sequence, num_tokens, now)
             if link is None:
                 sequence.kept_waiting(now + _REOPEN_SECONDS)
                 self._stats.num_without_credit += 1

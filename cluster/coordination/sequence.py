@@ -193,6 +193,7 @@ class ActiveLink:
     link: DraftLink
     costs: LinkCosts
     model: str = ""  # that drafts there
+    expected_round_trip: float | None = None  # seconds, by its place; None: nobody knows
     sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
     credit: int | None = None  # tokens of new sequences there is room for, as far as is known
@@ -201,10 +202,12 @@ class ActiveLink:
     depth_owed: int = 0  # of the deepest of them
     num_ejections: int = 0
     ejected_until: float = 0.0
+    tried_at: int = 0  # the number of its last trial
 
-    def proposal_seconds(self, depth: int, num_more: int = 0) -> float:
-        """What a proposal takes here when it has `num_more` sequences more. Something must be known."""
-        return self.costs.proposal_seconds(depth, max(1, len(self.sequences) + num_more))
+    @property
+    def is_guessed(self) -> bool:
+        """Whether its place says how far it is, and nothing was measured yet."""
+        return self.expected_round_trip is not None and not self.costs.is_known and not self.sequences
 
     def send(self) -> None:
         """Hands over what is waiting, if anything is."""
