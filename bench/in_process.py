@@ -62,15 +62,24 @@ class Answer:
         self.is_finished = output.finish_reason is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """To a draft worker, and what a list says of its place."""
+
+    round_trip_ms: float
+    labels: str = ""
+
+
 class SimulatedCluster:
     """Runs while entered. `config` has simulated engines; `draft.replicas` says how many draft workers there are.
 
     With `drafts_apart` they are programs of their own, as in a real cluster: what this process then spends is the
-    target's.
+    target's. `ways` has one for each draft worker; none given: as the simulation says.
     """
 
-    def __init__(self, config: Config, *, drafts_apart: bool = False) -> None:
+    def __init__(self, config: Config, *, drafts_apart: bool = False, ways: Sequence[Way] = ()) -> None:
         self._config = config
+        self._ways = ways or [Way(config.simulation.round_trip_ms)] * config.draft.replicas
         self._fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
         self.target = make_target(config, self._fingerprint)
         assert isinstance(self.target, StepLoop)
@@ -83,6 +92,7 @@ class SimulatedCluster:
         self._links = _BackgroundLoop()
         self._draft_side = _BackgroundLoop()
         self._servers: list[grpc.aio.Server] = []
+        self._ports: list[int] = []  # of these
         self._proxies: list[DelayProxy] = []
         self._children = self._programs() if drafts_apart else []
 
@@ -126,6 +136,13 @@ class SimulatedCluster:
             child.config_file.unlink()
         self._links.stop()
         self._draft_side.stop()
+
+    def cut_off(self, index: int) -> None:
+        """The draft worker of that number is gone, until `bring_back`."""
+        self._draft_side.run(self._servers[index].stop(None))
+
+    def bring_back(self, index: int) -> None:
+        self._servers[index], _ = self._draft_side.run(self._serve_draft(index, self._ports[index]))
 
     def links_cpu_seconds(self) -> float:
         """Processor time of the thread in which the target's links are."""
@@ -181,20 +198,26 @@ class SimulatedCluster:
         """Starts the draft workers' servers, and their proxies if the simulation has a network."""
         ports = [child.port for child in self._children]
         simulation = self._config.simulation
-        for worker, drafter in zip(self.workers, self.drafters, strict=True):
-            server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-            model = types_pb2.ModelDescription(name="simulated", tokenizer_fingerprint=self._fingerprint)
-            draft_pb2_grpc.add_DraftServicer_to_server(DraftServicer(worker, drafter, model), server)
-            port = server.add_insecure_port("127.0.0.1:0")
-            await server.start()
+        for index in range(len(self.workers)):
+            server, port = await self._serve_draft(index)
             self._servers.append(server)
+            self._ports.append(port)
             ports.append(port)
-        if simulation.needs_proxy:
-            for index, port in enumerate(ports):
-                proxy = DelayProxy("127.0.0.1", port, simulation.round_trip_ms / 1e3, simulation.loss)
+        for index, way in enumerate(self._ways[: len(ports)]):
+            if way.round_trip_ms or simulation.loss:
+                proxy = DelayProxy("127.0.0.1", ports[index], way.round_trip_ms / 1e3, simulation.loss)
                 self._proxies.append(proxy)
                 ports[index] = await proxy.start()
-        return [f"127.0.0.1:{port}" for port in ports]
+        return [f"127.0.0.1:{port} {way.labels}".rstrip() for port, way in zip(ports, self._ways, strict=True)]
+
+    async def _serve_draft(self, index: int, port: int = 0) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        model = types_pb2.ModelDescription(name="simulated", tokenizer_fingerprint=self._fingerprint)
+        servicer = DraftServicer(self.workers[index], self.drafters[index], model)
+        draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
+        port = server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        return server, port
 
     async def _end(self) -> None:
         for proxy in self._proxies:
