@@ -40,6 +40,7 @@ class LinkBalancer:
         self.num_trials = 0
         self._worth = worth
         self._trial_share = trial_share
+        self._timeout = draft_timeout_seconds
         self._silent_seconds = _SILENT_TIMEOUTS * draft_timeout_seconds
         self._max_batch = max_batch
         self._balance_at = 0.0
@@ -117,6 +118,8 @@ class LinkBalancer:
         """Links whose workers owe proposals and say nothing; from now on they are ejected."""
         ejected = []
         for link in self.active.values():
+            if link.late_since is None and self._owes_first_answers(link, now):
+                link.was_late(now)
             if link.late_since is None or now < link.late_since + self._silent_seconds:
                 continue
             num_out = sum(other.ejected_until > now for other in self.active.values())
@@ -129,6 +132,14 @@ class LinkBalancer:
             self.num_ejections += 1
             ejected.append(link)
         return ejected
+
+    def _owes_first_answers(self, link: ActiveLink, now: float) -> bool:
+        """No step waits for those, so none gives up waiting."""
+        limit = now - self._timeout
+        return any(
+            s.is_late and not s.has_answered and s.awaited_since is not None and s.awaited_since <= limit
+            for s in link.sequences.values()
+        )
 
     def to_move(self, now: float) -> list[SpeculativeSequence]:
         """Once a second: half of the sequences of the worker that is worth least, if they would do better elsewhere;

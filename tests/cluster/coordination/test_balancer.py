@@ -234,6 +234,15 @@ class TestEjection:
         assert pauses[1] > 1.5 * pauses[0]
         assert pauses[2] > 1.5 * pauses[1]
 
+    def test_one_that_never_answers_those_it_was_opened_for_is_ejected(self, pool: Pool) -> None:
+        silent, _ = pool.link(), pool.link()
+        (sequence,) = put(silent)
+        sequence.asked(4, None, 0.0)
+        sequence.gave_up()
+        assert pool.balancer.to_eject(TIMEOUT_S / 2) == []
+        assert pool.balancer.to_eject(TIMEOUT_S) == []
+        assert pool.balancer.to_eject(TIMEOUT_S + SILENT_S) == [silent]
+
     def test_at_most_half_are_out(self, pool: Pool) -> None:
         for _ in range(4):
             pool.link().late_since = 0.0
