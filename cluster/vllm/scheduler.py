@@ -44,7 +44,11 @@ class EngineStep:
     rounds: Sequence[CommittedRound]
     num_rows: int  # that yielded a choice
     seconds: float
-    has_prefill: bool
+    prompt_chunks: Sequence[int]  # tokens of each prompt that was computed beside
+
+    @property
+    def has_prefill(self) -> bool:
+        return bool(self.prompt_chunks)
 
 
 class Rounds(Protocol):
@@ -138,10 +142,11 @@ class RoundScheduler(Scheduler):
             rounds,
             num_rows=sum(1 + len(committed.draft_token_ids) for committed in rounds),
             seconds=seconds,
-            has_prefill=any(
-                num_tokens > 1 + len(drafts_of.get(request_id, ()))
+            prompt_chunks=[
+                num_tokens
                 for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
-            ),
+                if num_tokens > 1 + len(drafts_of.get(request_id, ()))
+            ],
         )
         if self.rounds is not None:
             self.rounds.end(step)

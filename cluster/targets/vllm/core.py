@@ -13,10 +13,12 @@ from typing import Any
 from vllm.v1.engine import FinishReason as VllmFinishReason
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.pool import DraftPool
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import first_line
 from cluster.interpreter import switch_threads_soon
+from cluster.place import Place
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, connect
@@ -47,6 +49,11 @@ class CoreSettings:
     speculation: SpeculationConfig
     has_rounds: bool  # else nothing is drafted, or vLLM does it by itself
     tokenizer_fingerprint: str
+    place: Place
+    trial_share: float
+
+    def new_pool(self) -> DraftPool:
+        return DraftPool(self.tokenizer_fingerprint, self.place, self.trial_share)
 
     def compute_hash(self) -> str:
         """Nothing here changes what vLLM compiles."""
@@ -69,7 +76,7 @@ class CoordinatedScheduler(RoundScheduler):
         if settings.has_rounds:
             self.rounds = ProfilingRounds(settings.speculation.max_speculative_tokens)
         self.on_step = self._publish
-        self._links = Links(settings.tokenizer_fingerprint)
+        self._links = Links(settings.new_pool)
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
         threading.Thread(target=self._report, name="channel-status", daemon=True).start()

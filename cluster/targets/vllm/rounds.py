@@ -130,8 +130,7 @@ class CoordinatedRounds:
             sequence = self._sequences.get(committed.request.request_id)
             if sequence is not None and committed.finish_reason is None:
                 rounds.append(Round(sequence, Drafts(committed.draft_token_ids), committed.token_ids))
-        timing = StepTiming(step.num_rows, step.seconds, is_pure=not step.has_prefill) if step.rounds else None
-        self._coordinator.end(rounds, timing)
+        self._coordinator.end(rounds, _timing(step) if step.rounds else None)
 
     @_contained
     def close(self, request: Request) -> None:
@@ -174,12 +173,19 @@ class CoordinatedRounds:
         return sequence
 
 
+def _timing(step: EngineStep) -> StepTiming:
+    chunks = step.prompt_chunks
+    return StepTiming(
+        step.num_rows, step.seconds, is_pure=not chunks, num_prompts=len(chunks), num_prompt_tokens=sum(chunks)
+    )
+
+
 class Links:
     """The links of a draft pool, in a thread with an event loop of its own."""
 
-    def __init__(self, tokenizer_fingerprint: str) -> None:
-        self._tokenizer_fingerprint = tokenizer_fingerprint
-        self.pool = DraftPool(tokenizer_fingerprint)
+    def __init__(self, new_pool: Callable[[], DraftPool]) -> None:
+        self._new_pool = new_pool
+        self.pool = new_pool()
         self._endpoints: Sequence[str] = ()
         self._changed: asyncio.Event
         self._loop = asyncio.new_event_loop()
@@ -195,7 +201,7 @@ class Links:
 
     def reset(self) -> None:
         """Ends all links, and begins with a new pool."""
-        self.pool = DraftPool(self._tokenizer_fingerprint)
+        self.pool = self._new_pool()
         self._loop.call_soon_threadsafe(self._run)
 
     # The loop's thread.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -20,6 +21,7 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.model_config import eos_token_ids
 from cluster.errors import ConfigurationError, InternalError, InvalidRequestError, OutriderError, first_line
 from cluster.model_folder import resolve_model_folder
+from cluster.place import Place
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
@@ -81,7 +83,15 @@ class VllmTarget(Target):
         speculation, values = self._config.speculation, common_engine_args(self._config.target)
         args = make_args(AsyncEngineArgs, {**values, "worker_extension_cls": EXTENSION, "scheduler_cls": SCHEDULER})
         args.speculative_config = self._speculative_config()
-        args.additional_config = CoreSettings(channel, speculation, self._config.drafts_in_pool, tokenizer_fingerprint)
+        placement = self._config.placement
+        args.additional_config = CoreSettings(
+            channel,
+            speculation,
+            self._config.drafts_in_pool,
+            tokenizer_fingerprint,
+            Place.own(placement, os.environ),
+            placement.trial_share,
+        )
         llm = AsyncLLM.from_engine_args(args)
         if self._is_coupled:
             await llm.collective_rpc("install_coupled_sampling")
