@@ -33,6 +33,8 @@ MAX_NUM_SEQS = 256
 class _Link:
     """Keeps what was sent since the last time."""
 
+    model, expected_round_trip = "", None
+
     def __init__(self) -> None:
         self._request = SpeculateRequest()
 
@@ -46,6 +48,8 @@ class _Link:
 
 class _Pool:
     """Hands out what is put in."""
+
+    trial_share = 0.0
 
     def __init__(self) -> None:
         self.events: list[LinkEvent] = []

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, 
 
 from cluster.errors import ConfigurationError
 
+TRIAL_SHARE = 0.02
 DEFAULT_KV_CACHE_BYTES = 256 * 2**20
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -375,6 +376,18 @@ class RayConfig(_Section):
 
 
 class PlacementConfig(_Section):
+    host: str | None = Field(
+        None,
+        description="the host that this program runs on, as the lists of workers name hosts (`host=h2` after an "
+        "address); null: the environment's `OUTRIDER_HOST`, which a launcher may set, or not known",
+    )
+    zone: str | None = Field(None, description="its zone, likewise; null: `OUTRIDER_ZONE`")
+    region: str | None = Field(None, description="its region, likewise; null: `OUTRIDER_REGION`")
+    trial_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        TRIAL_SHARE,
+        description="share of a target's sequences that draft models other than the best get where a pool has several, "
+        "so that they keep being measured; it changes no token",
+    )
     host_label: str = Field("ray.io/node-id", description="the label of a Ray node that says which host it is")
     zone_label: str = Field("ray.io/availability-zone", description="the label that says its zone")
     region_label: str = Field("ray.io/availability-region", description="the label that says its region")

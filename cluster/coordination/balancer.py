@@ -1,24 +1,31 @@
-"""Which draft worker drafts for which sequence: the nearest and fastest there are, with as little moving as can be.
+"""Which draft worker drafts for which sequence: the one that is worth most to it, with as little moving as can be.
+
+What a worker is worth (`worth.py`) is the tokens a second that its drafts would give: by how far it is and how fast,
+and by how often its model's drafts are accepted. Before anything is measured its place says how far it is.
+
+What is never tried is never known, so some sequences go elsewhere: one to a worker that nothing was measured of, and a
+set share to draft models other than the best.
 
 A worker that stops answering is *ejected*: its sequences go to others, and it gets none until a pause is over that
 doubles each time. At most half of the workers are out at once, and never the only one: a slow proposal is worth more
-than none. One that answers, but far slower than another would, hands a part of its sequences over.
+than none. One that answers, but is worth less than another would be, hands a part of its sequences over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
+from cluster.coordination.worth import Worth
 from cluster.speculation.costs import LinkCosts
 from cluster.telemetry.metrics import Reading
 
 _SILENT_TIMEOUTS = 5.0  # draft timeouts without a word from a worker that owes proposals: it is ejected
 _EJECT_SECONDS = 2.0
 _MAX_EJECT_SECONDS = 60.0
-_ALIKE = 1.25  # workers whose proposals take so little longer than the fastest's share the sequences evenly
-_TOO_SLOW = 2.0  # a worker whose proposals take so much longer than elsewhere hands sequences over
+_ALIKE = 1.03  # workers that are worth so little less than the best share the sequences evenly
+_WORSE = 1.1  # a worker that is worth so much less than another would be hands sequences over
 _BALANCE_SECONDS = 1.0
 _SETTLE_SECONDS = 5.0  # a sequence that was moved stays so long
 
@@ -26,48 +33,85 @@ _SETTLE_SECONDS = 5.0  # a sequence that was moved stays so long
 class LinkBalancer:
     """`active` are the links that are up."""
 
-    def __init__(self, max_batch: int, draft_timeout_seconds: float) -> None:
+    def __init__(self, max_batch: int, draft_timeout_seconds: float, worth: Worth, trial_share: float) -> None:
         self.active: dict[DraftLink, ActiveLink] = {}
         self.num_ejections = 0
         self.num_moves = 0
+        self.num_trials = 0
+        self._worth = worth
+        self._trial_share = trial_share
         self._silent_seconds = _SILENT_TIMEOUTS * draft_timeout_seconds
         self._max_batch = max_batch
         self._balance_at = 0.0
         self._settled_at: dict[SpeculativeSequence, float] = {}
+        self._going: dict[SpeculativeSequence, ActiveLink] = {}  # that leave their links for those
+        self._trials_due = 0.0
+        self._num_choices = 0  # since sequences were last looked at for a move
 
     def add(self, link: DraftLink) -> None:
-        self.active[link] = ActiveLink(link, LinkCosts(self._max_batch))
+        costs = LinkCosts(self._max_batch)
+        self.active[link] = ActiveLink(link, costs, link.model, link.expected_round_trip)
 
     def remove(self, link: DraftLink) -> ActiveLink | None:
         return self.active.pop(link, None)
 
-    @property
-    def any_costs(self) -> LinkCosts | None:
+    def best(self, temperature: float, now: float) -> ActiveLink | None:
         """What to reckon with for a sequence that has no link yet; None while no link is up."""
-        first = next(iter(self.active.values()), None)
-        return None if first is None else first.costs
+        links = self._usable(list(self.active.values()), now)
+        if len(links) < 2:
+            return links[0] if links else None
+        return max(links, key=lambda link: self._worth_of(link, temperature, 1))
 
-    def choose(self, depth: int, num_tokens: int, now: float) -> ActiveLink | None:
-        """Where a sequence of `num_tokens` tokens should be opened; None while no link that is up has room for it."""
+    def choose(self, sequence: SpeculativeSequence, num_tokens: int, now: float) -> ActiveLink | None:
+        """Where `sequence`, of `num_tokens` tokens, should be opened; None while no link that is up has room for it."""
         with_room = [link for link in self.active.values() if link.credit is None or link.credit >= num_tokens]
-        candidates = [link for link in with_room if link.ejected_until <= now] or with_room
-        if not candidates:
-            return None
-        seconds = {link: link.proposal_seconds(depth, 1) for link in candidates if link.costs.is_known}
-        limit = _ALIKE * min(seconds.values(), default=0.0)
-        # One that nothing is known of is as good as the best, until it shows otherwise.
-        alike = [link for link in candidates if seconds.get(link, 0.0) <= limit]
+        candidates = self._usable(with_room, now)
+        going_to = self._going.pop(sequence, None)
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        if going_to in candidates:
+            return going_to
+        worths = {link: self._worth_of(link, sequence.params.temperature, 1) for link in candidates}
+        best = max(candidates, key=worths.__getitem__)
+        alike = [link for link in candidates if _ALIKE * worths[link] >= worths[best]]
+        self._num_choices += 1
+        self._trials_due += self._trial_share
+        tried = self._to_try(candidates, alike)
+        if tried is not None:
+            self._settled_at[sequence] = now + _SETTLE_SECONDS
+            return tried
         return min(alike, key=lambda link: len(link.sequences))
 
-    def to_rearrange(self, depth: int, now: float) -> list[SpeculativeSequence]:
-        """Sequences that should leave their draft workers: those are silent, or far slower than others.
+    def _to_try(self, candidates: Sequence[ActiveLink], alike: Sequence[ActiveLink]) -> ActiveLink | None:
+        """Where a sequence should go although others are worth more; None: nowhere.
 
-        `depth` is that of the proposals by which workers are compared.
+        One that nothing was measured of is tried as soon as somebody is served elsewhere.
         """
+        others = [link for link in candidates if link not in alike and not link.sequences]
+        unknown = [link for link in others if not link.costs.is_known]
+        if unknown and any(link.sequences for link in self.active.values()):
+            self.num_trials += 1
+            return unknown[0]
+        models = {link.model for link in alike}
+        other_models = [link for link in others if link.model not in models]
+        if not other_models:
+            self._trials_due = min(self._trials_due, 1.0)
+            return None
+        if self._trials_due < 1.0:
+            return None
+        self._trials_due -= 1.0
+        self.num_trials += 1
+        tried = min(other_models, key=lambda link: link.tried_at)
+        tried.tried_at = self.num_trials
+        return tried
+
+    def to_rearrange(self, now: float) -> list[SpeculativeSequence]:
+        """Sequences that should leave their draft workers: those are silent, or worth less than others; or some should
+        try another."""
         if len(self.active) < 2:
             return []
         ejected = [sequence for link in self.to_eject(now) for sequence in link.sequences.values()]
-        return [*ejected, *self.to_move(depth, now)]
+        return [*ejected, *self.to_move(now)]
 
     def to_eject(self, now: float) -> list[ActiveLink]:
         """Links whose workers owe proposals and say nothing; from now on they are ejected."""
@@ -86,28 +130,65 @@ class LinkBalancer:
             ejected.append(link)
         return ejected
 
-    def to_move(self, depth: int, now: float) -> list[SpeculativeSequence]:
-        """Sequences that would be drafted for much faster elsewhere: once a second, half of the slowest worker's."""
+    def to_move(self, now: float) -> list[SpeculativeSequence]:
+        """Once a second: half of the sequences of the worker that is worth least, if they would do better elsewhere;
+        or else one that should try another."""
         if now < self._balance_at or len(self.active) < 2:
             return []
         self._balance_at = now + _BALANCE_SECONDS
-        self._settled_at = {s: at for s, at in self._settled_at.items() if s.link is not None}
-        known = [link for link in self.active.values() if link.costs.is_known and link.ejected_until <= now]
-        loaded = [link for link in known if link.sequences]
-        if not loaded:
+        self._settled_at = {s: at for s, at in self._settled_at.items() if s.link is not None and at > now}
+        self._going.clear()
+        usable = [link for link in self.active.values() if link.ejected_until <= now]
+        loaded = [link for link in usable if link.costs.is_known and link.sequences]
+        if not loaded or len(usable) < 2:
             return []
-        slowest = max(loaded, key=lambda link: link.proposal_seconds(depth))
-        number = -(-len(slowest.sequences) // 2)
-        others = [link.proposal_seconds(depth, number) for link in known if link is not slowest]
-        if not others or slowest.proposal_seconds(depth) < _TOO_SLOW * min(others):
+        temperature = next(iter(loaded[0].sequences.values())).params.temperature
+        worths = {link: self._worth_of(link, temperature) for link in loaded}
+        worst = min(loaded, key=worths.__getitem__)
+        number = -(-len(worst.sequences) // 2)
+        best = max(
+            (link for link in usable if link is not worst and (link.costs.is_known or link.is_guessed)),
+            key=lambda link: self._worth_of(link, temperature, number),
+            default=None,
+        )
+        if best is not None and self._worth_of(best, temperature, number) >= _WORSE * worths[worst]:
+            # One that nothing was measured of has to show first that it is as good as its place lets one expect.
+            return self._send(worst, best, number if best.costs.is_known else 1, now)
+        return self._trial(usable, worths, now)
+
+    def _trial(
+        self, usable: Sequence[ActiveLink], worths: dict[ActiveLink, float], now: float
+    ) -> list[SpeculativeSequence]:
+        """Where sequences are long none are chosen for, and one has to move for a trial."""
+        num_sequences = sum(len(link.sequences) for link in usable)
+        if not self._num_choices:
+            self._trials_due += self._trial_share * num_sequences * _BALANCE_SECONDS / _SETTLE_SECONDS
+        self._num_choices = 0
+        best = max(worths, key=worths.__getitem__)
+        if num_sequences < 2:
             return []
-        movable = [s for s in slowest.sequences.values() if self._settled_at.get(s, 0.0) <= now][:number]
-        for sequence in movable:
+        tried = self._to_try(usable, [best])
+        return [] if tried is None else self._send(best, tried, 1, now)
+
+    def _send(self, link: ActiveLink, to: ActiveLink, number: int, now: float) -> list[SpeculativeSequence]:
+        movable = [s for s in link.sequences.values() if self._settled_at.get(s, 0.0) <= now]
+        movable.sort(key=lambda sequence: not sequence.is_shadow)  # while nothing else is drafted for they show most
+        for sequence in movable[:number]:
             self._settled_at[sequence] = now + _SETTLE_SECONDS
-        self.num_moves += len(movable)
-        return movable
+            self._going[sequence] = to
+        self.num_moves += len(movable[:number])
+        return movable[:number]
+
+    def _worth_of(self, link: ActiveLink, temperature: float, num_more: int = 0) -> float:
+        return self._worth.of(link, self.active.values(), temperature, num_more)
+
+    @staticmethod
+    def _usable(links: list[ActiveLink], now: float) -> list[ActiveLink]:
+        return [link for link in links if link.ejected_until <= now] or links
 
     def readings(self) -> Iterator[Reading]:
-        ejected, moved = "Draft workers that were ejected for silence.", "Sequences moved from a slow draft worker."
+        ejected, moved = "Draft workers that were ejected for silence.", "Sequences moved to another draft worker."
+        tried = "Sequences that tried a draft worker that was not the best."
         yield Reading("outrider_ejections", ejected, self.num_ejections, is_counter=True)
         yield Reading("outrider_sequences_moved", moved, self.num_moves, is_counter=True)
+        yield Reading("outrider_draft_trials", tried, self.num_trials, is_counter=True)

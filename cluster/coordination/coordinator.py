@@ -24,12 +24,14 @@ from itertools import chain
 from cluster.config import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
+from cluster.coordination.gains import Gains
 from cluster.coordination.link import DraftLink, LinkState
 from cluster.coordination.openings import Openings
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
+from cluster.coordination.worth import Worth
 from cluster.engine.limits import StepLimits
 from cluster.speculation.drafts import Drafts
 from cluster.telemetry.metrics import Reading
@@ -43,6 +45,8 @@ class StepTiming:
     num_rows: int  # that yielded a choice
     seconds: float
     is_pure: bool = True  # nothing else was computed beside, such as a chunk of a prompt
+    num_prompts: int = 0  # of which a chunk was
+    num_prompt_tokens: int = 0  # in these chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ class Coordinator:
         self._pool = pool
         self._vocab_size = vocab_size
         self._clock = clock
-        self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds)
+        self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds, Worth(self.planner), pool.trial_share)
+        self._gains = Gains(self.planner, clock)
         self._openings = Openings(config, self.planner, self._balancer, self.stats, clock)
         self._waits = Waits(self.planner, self._balancer, self.stats, timeout_seconds, clock, self._take_events)
         self._begun: Sequence[SpeculativeSequence] = ()
@@ -143,6 +148,7 @@ class Coordinator:
         """Any thread."""
         yield from self.stats.readings()
         yield from self._balancer.readings()
+        yield from self._gains.readings()
 
     def _learn(self) -> None:
         """From the steps that have ended, and their drafts."""
@@ -152,14 +158,20 @@ class Coordinator:
         for step in ended:
             is_pure = step.timing is None or step.timing.is_pure
             self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure)
-            if step.timing is not None and is_pure:
+            if step.timing is None:
+                continue
+            if is_pure:
                 self.planner.step_seconds.observe(step.timing.num_rows, step.timing.seconds)
+            num_committed = sum([len(ended.chosen) for ended in step.rounds])
+            self.planner.prompts.observe(step.timing.num_prompt_tokens, step.timing.num_prompts, num_committed)
 
     def _plan(self, decoding: Sequence[SpeculativeSequence], num_rows: int) -> None:
         if self.planner.begin_step(num_rows):
             now = self._clock()
             planned = [sequence for sequence in decoding if self._openings.may_be_drafted_for(sequence, now)]
-            self.planner.plan(planned, self._balancer.any_costs, num_rows)
+            best = self._balancer.best(planned[0].params.temperature, now) if planned else None
+            self.planner.plan(planned, best, num_rows)
+            self._gains.planned(planned, self._balancer.active.values(), num_rows)
 
     def _send(self) -> None:
         for link in self._balancer.active.values():

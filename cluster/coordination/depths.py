@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.probing import Probing
-from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
 from cluster.coordination.shadows import SHADOW_DEPTH, Shadows
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
-from cluster.speculation.costs import LearnedCurve, LinkCosts
+from cluster.speculation.costs import LearnedCurve
 from cluster.speculation.depth import Candidate, NextStep, make_controller
 from cluster.speculation.drafts import is_chain
-from cluster.speculation.tree import RoundTime, Shape
+from cluster.speculation.goodput import StepCosts
+from cluster.speculation.prompts import PromptLoad, StepSeconds
+from cluster.speculation.tree import RoundTime, Shape, num_levels
 from cluster.speculation.tree_policy import Template, TreePolicy
 
 _STEPS_A_PLAN = 16  # depths change slowly, and choosing them takes as long as some hundred other lines
@@ -25,6 +27,8 @@ class DepthPlanner:
 
     def __init__(self, config: SpeculationConfig, max_rows: int, clock: Callable[[], float]) -> None:
         self.step_seconds = LearnedCurve(max_rows)  # of the target, over the rows of the step
+        self.prompts = PromptLoad()
+        self._seconds = StepSeconds(self.step_seconds, self.prompts)
         self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens, clock)
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._opening_template: Template | None = None
@@ -35,29 +39,52 @@ class DepthPlanner:
             config.controller,
             num_speculative_tokens=config.num_speculative_tokens,
             max_speculative_tokens=config.max_speculative_tokens,
-            verify=self.step_seconds,
+            steps=self._seconds,
             max_wait_seconds=config.draft_timeout_ms / 1e3,
         )
         self.needs = self._controller.needs
         self.shadows = Shadows(clock)
         self.probing = Probing(clock, is_wanted=self.needs.probing)
-        self._rates: dict[float, PositionRates] = {}  # by temperature
+        self._rates: dict[tuple[str, float], PositionRates] = {}  # by draft model and temperature
         self._num_steps_to_plan = 0.0
         self._plan_at = clock()
         self._num_planned_rows = 0
 
     def join(self, sequence: SpeculativeSequence) -> None:
         """`sequence` takes part from now on."""
-        temperature = round(4 * sequence.params.temperature) / 4
-        shared = self._rates.setdefault(temperature, PositionRates(self._max_depth))
         asked = sequence.num_speculative_tokens
-        sequence.joined(SequenceAcceptance(shared), self._config.window(asked or self._max_depth))
+        acceptance = SequenceAcceptance(self.rates("", sequence.params.temperature))
+        sequence.joined(acceptance, self._config.window(asked or self._max_depth))
         if asked is None:
             sequence.planned(self.opening_depth, self._opening_template)
             # One among few is planned for at once, as nothing that was chosen for others is its own.
             self._num_steps_to_plan -= _STEPS_A_PLAN / max(1, self._num_planned_rows)
         else:
             sequence.planned(min(asked, self._max_depth), None)
+
+    def rates(self, model: str, temperature: float) -> PositionRates:
+        """How often drafts of `model` are accepted at such a temperature, as learned from all sequences."""
+        kind = model, round(4 * temperature) / 4
+        known = self._rates.get(kind)
+        if known is None:
+            known = self._rates[kind] = PositionRates(self._max_depth)
+        return known
+
+    def drafted_by(self, sequence: SpeculativeSequence, model: str) -> None:
+        """`sequence`, which has joined, is or would be drafted for by `model`: another model begins anew with it."""
+        shared = self.rates(model, sequence.params.temperature)
+        assert sequence.acceptance is not None
+        if sequence.acceptance.shared is not shared:
+            sequence.acceptance.take_in()
+            sequence.drafted_by(SequenceAcceptance(shared))
+
+    def step_costs(self, num_rows: int) -> StepCosts:
+        return StepCosts(self._seconds, max(1, num_rows), self._config.draft_timeout_ms / 1e3)
+
+    @property
+    def num_planned_rows(self) -> int:
+        """Sequences of the step that was last planned for."""
+        return self._num_planned_rows
 
     def leave(self, sequence: SpeculativeSequence) -> None:
         self.shadows.dismiss(sequence)
@@ -71,10 +98,10 @@ class DepthPlanner:
             return True
         return not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
 
-    def plan(self, decoding: Sequence[SpeculativeSequence], any_costs: LinkCosts | None, num_rows: int) -> None:
+    def plan(self, decoding: Sequence[SpeculativeSequence], best: ActiveLink | None, num_rows: int) -> None:
         """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
 
-        `any_costs` are reckoned with for those that have no link yet.
+        Those that have no link yet are taken to be drafted for on `best`; None: no link is up.
         """
         if not decoding or (self.needs.measurements and not self.step_seconds.is_known):
             return
@@ -83,8 +110,11 @@ class DepthPlanner:
         self._num_planned_rows = num_rows
         candidates = []
         for sequence in decoding:
+            link = sequence.link or best
+            if link is not None:
+                self.drafted_by(sequence, link.model)
             assert sequence.acceptance is not None
-            costs = any_costs if sequence.link is None else sequence.link.costs
+            costs = None if link is None else link.costs
             candidates.append(Candidate(sequence.acceptance, self._max_depth, costs, sequence.num_speculative_tokens))
         step = NextStep(candidates, num_rows, self.trees.templates(), self.probing.min_gain)
         choice = self._controller.choose(step)
@@ -119,6 +149,11 @@ class DepthPlanner:
             return None if is_chain(shape) else shape
         return self.trees.shape(num_drafts, lambda: self._round_time(sequence, num_drafts))
 
+    def planned_levels(self, sequence: SpeculativeSequence) -> int:
+        """How many draft tokens in a row the round of `sequence` has by the plan."""
+        shape = None if sequence.template is None else sequence.template.parents[: sequence.depth]
+        return sequence.depth if shape is None else num_levels(shape, sequence.depth)
+
     def _round_time(self, sequence: SpeculativeSequence, num_drafts: int) -> RoundTime:
         """Trees of as many nodes are compared: they have as many rows, and a level's are hardly felt beside the
         weights that it reads."""
@@ -136,7 +171,7 @@ class DepthPlanner:
 
     def observe_rounds(self, rounds: Sequence[Round], ended_at: float, *, is_pure: bool) -> None:
         """A step verified and committed these, some perhaps without drafts; `is_pure` without a prefill beside."""
-        num_tokens, has_trees, learns = 0, self.trees.may_branch, self.needs.measurements
+        num_tokens, has_trees = 0, self.trees.may_branch
         outcomes = []
         for sequence, drafts, chosen in rounds:
             num_tokens += len(chosen)
@@ -148,8 +183,7 @@ class DepthPlanner:
                 num_drafts, num_accepted = len(drafts.token_ids), len(chosen) - 1
             else:
                 num_drafts, num_accepted = drafts.main_path_outcome(chosen)
-            if learns:
-                sequence.acceptance.observe(num_drafts, num_accepted)
+            sequence.acceptance.observe(num_drafts, num_accepted)
             outcomes.append((num_drafts, num_accepted))
         self._controller.observe(outcomes)
         self.probing.end_step(num_tokens, ended_at, is_pure=is_pure)

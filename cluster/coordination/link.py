@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _RECONNECT_SECONDS = (0.1, 0.2, 0.5, 1.0)
 _NUM_ANSWER_TIMES = 64
+_LABEL_DIGITS = 8
 _DESCRIBE_TIMEOUT_SECONDS = 5.0
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -66,8 +67,16 @@ class LinkTraffic:
 class DraftLink:
     """One draft worker. `run` belongs to an event loop; `send` may be called from any thread and never blocks."""
 
-    def __init__(self, address: str, tokenizer_fingerprint: str, notify: Callable[[LinkEvent], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        tokenizer_fingerprint: str,
+        notify: Callable[[LinkEvent], None],
+        expected_round_trip: float | None = None,
+    ) -> None:
         self.address = address
+        self.expected_round_trip = expected_round_trip  # seconds, by its place; None: nobody knows
+        self.model = ""  # which draft model its worker runs, as of when the link came up
         self.traffic = LinkTraffic()
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._notify = notify
@@ -140,7 +149,7 @@ class DraftLink:
                 attempt += 1
 
     async def _check_pair(self, stub: draft_pb2_grpc.DraftStub) -> None:
-        """Raises ConfigurationError when the worker's tokenizer is another than the target's."""
+        """Notes the worker's model. Raises ConfigurationError when its tokenizer is another than the target's."""
         description = await stub.Describe(types_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_SECONDS)
         fingerprint = description.model.tokenizer_fingerprint
         if fingerprint != self._tokenizer_fingerprint:
@@ -148,6 +157,7 @@ class DraftLink:
                 f"draft worker {self.address} ({description.model.name}) is not used: its tokenizer "
                 f"{fingerprint} differs from the target's {self._tokenizer_fingerprint}"
             )
+        self.model = _label(description.model)
 
     async def _stream(self, stub: draft_pb2_grpc.DraftStub) -> None:
         """One life of the stream: up, replies, down."""
@@ -191,3 +201,8 @@ class DraftLink:
             self.traffic.codec_seconds += time.thread_time() - started_at
             self._sent_at = time.perf_counter()
             await call.write(message)
+
+
+def _label(model: types_pb2.ModelDescription) -> str:
+    """Two models never share one, if their workers say what they are; a worker of before says only its model's name."""
+    return f"{model.name}@{model.fingerprint[:_LABEL_DIGITS]}" if model.fingerprint else model.name

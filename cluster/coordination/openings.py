@@ -54,9 +54,8 @@ class Openings:
         return sequence.link is not None or (sequence in self._waiting and sequence.may_open_at <= now)
 
     def rearrange(self) -> None:
-        """Takes sequences from draft workers that are silent, or far slower than others."""
-        depth = max(1, self._planner.opening_depth)
-        for sequence in self._balancer.to_rearrange(depth, self._clock()):
+        """Takes sequences from draft workers that are silent, or worth less than others."""
+        for sequence in self._balancer.to_rearrange(self._clock()):
             self._leave_link(sequence)
 
     def assign(self) -> None:
@@ -66,7 +65,7 @@ class Openings:
         now = self._clock()
         for sequence in [s for s in self._waiting if s.may_open_at <= now and (s.useful_depth > 0 or s.is_shadow)]:
             num_tokens = len(sequence.token_ids) + self._config.window(sequence.depth)
-            link = self._balancer.choose(max(1, sequence.depth), num_tokens, now)
+            link = self._balancer.choose(sequence, num_tokens, now)
             if link is None:
                 sequence.kept_waiting(now + _REOPEN_SECONDS)
                 self._stats.num_without_credit += 1
@@ -106,6 +105,7 @@ class Openings:
 
     def _open(self, sequence: SpeculativeSequence, link: ActiveLink, now: float) -> None:
         # A number that was used before could still be spoken of by a reply that is on its way.
+        self._planner.drafted_by(sequence, link.model)
         sequence.opened(link, next(self._wire_ids))
         num_drafts, shape = self._planner.wanted(sequence, now)
         link.request.opens[sequence.wire_id] = self._opening(sequence, num_drafts, shape)

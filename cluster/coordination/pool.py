@@ -6,18 +6,24 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
+from cluster.config import TRIAL_SHARE
 from cluster.coordination.link import DraftLink, LinkEvent
+from cluster.place import SOMEWHERE, Endpoint, Place
 from cluster.telemetry.metrics import Reading
 
 
 class DraftPool:
     """Links to draft workers, run by an event loop, used by an engine's thread.
 
-    `run` follows `endpoints`: each item is the whole list of addresses as it is from then on. What happens on the
-    links collects until the engine's thread takes it with `poll`.
+    `run` follows `endpoints`: each item is the whole list as it is from then on, of lines as `Endpoint` has them. What
+    happens on the links collects until the engine's thread takes it with `poll`.
+
+    `place` is the target's; `trial_share` of its sequences are to try draft models that are not the best.
     """
 
-    def __init__(self, tokenizer_fingerprint: str) -> None:
+    def __init__(self, tokenizer_fingerprint: str, place: Place = SOMEWHERE, trial_share: float = TRIAL_SHARE) -> None:
+        self.trial_share = trial_share
+        self._place = place
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._links: dict[str, DraftLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -37,18 +43,21 @@ class DraftPool:
     async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
         """Keeps a link to every endpoint until cancelled."""
         try:
-            async for addresses in endpoints:
-                self._follow(addresses)
+            async for lines in endpoints:
+                self._follow(lines)
             await asyncio.Event().wait()  # a list that ends is a list that stays
         finally:
             self._follow(())
 
-    def _follow(self, addresses: Sequence[str]) -> None:
-        for address in self._links.keys() - set(addresses):
+    def _follow(self, lines: Sequence[str]) -> None:
+        places = {endpoint.address: endpoint.place for endpoint in map(Endpoint.parse, lines)}
+        addresses = places.keys()
+        for address in self._links.keys() - addresses:
             self._tasks.pop(address).cancel()
             del self._links[address]
-        for address in set(addresses) - self._links.keys():
-            link = DraftLink(address, self._tokenizer_fingerprint, self._events.put)
+        for address in addresses - self._links.keys():
+            expected = self._place.round_trip_to(places[address])
+            link = DraftLink(address, self._tokenizer_fingerprint, self._events.put, expected)
             self._links[address] = link
             self._tasks[address] = asyncio.create_task(link.run())
 

@@ -27,9 +27,14 @@ class Probing:
         self._is_on = True  # somebody gets drafts
 
     @property
+    def handicap(self) -> float:
+        """By how much less came of plans with drafts than of plans without, in proportion to what they promised."""
+        return self._calibration.handicap
+
+    @property
     def min_gain(self) -> float:
         """What a plan with drafts must promise, over one without."""
-        return (1.0 if self._is_on else _DOUBT) * self._calibration.handicap
+        return (1.0 if self._is_on else _DOUBT) * self.handicap
 
     def planned(self, *, has_drafts: bool, rate: float, num_rows: int) -> None:
         """A plan for `num_rows` sequences promises `rate` tokens a second, and holds until the next."""

@@ -61,6 +61,7 @@ class SpeculativeSequence:
     num_levels: int = 0  # draft tokens in a row of the proposal that was asked for
     awaited_since: float | None = None  # when the proposal that is awaited was asked for
     is_late: bool = False  # a step has stopped waiting for it
+    has_answered: bool = False  # its drafter, since it was opened there: it has computed all its tokens
     proposal: Proposal | None = None
 
     @property
@@ -78,6 +79,10 @@ class SpeculativeSequence:
         """It runs from now on, and may be drafted for."""
         self.acceptance, self.window = acceptance, window
 
+    def drafted_by(self, acceptance: SequenceAcceptance) -> None:
+        """Its drafts come, or are going to come, of a model whose drafts are accepted like that."""
+        self.acceptance = acceptance
+
     def planned(self, depth: int, template: Template | None, expected_tokens: float = 1.0) -> None:
         self.depth, self.template, self.expected_tokens = depth, template, expected_tokens
 
@@ -89,6 +94,7 @@ class SpeculativeSequence:
     def opened(self, link: ActiveLink, wire_id: int) -> None:
         """It is drafted for on `link`, whose worker gets all its tokens."""
         self.link, self.wire_id, self.num_acknowledged = link, wire_id, len(self.token_ids)
+        self.has_answered = False
         link.sequences[wire_id] = self
 
     def detached(self) -> None:
@@ -135,6 +141,7 @@ class SpeculativeSequence:
     def answered(self, proposal: Proposal, now: float, stats: CoordinatorStats) -> None:
         """Takes `proposal` in, as far as it is of use after the tokens committed since its base."""
         base, num_tokens = proposal.base, len(self.token_ids)
+        self.has_answered = True
         if not self.num_acknowledged <= base <= num_tokens:
             stats.num_stale_proposals += 1
             return
@@ -185,6 +192,8 @@ class ActiveLink:
 
     link: DraftLink
     costs: LinkCosts
+    model: str = ""  # that drafts there
+    expected_round_trip: float | None = None  # seconds, by its place; None: nobody knows
     sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
     credit: int | None = None  # tokens of new sequences there is room for, as far as is known
@@ -193,10 +202,12 @@ class ActiveLink:
     depth_owed: int = 0  # of the deepest of them
     num_ejections: int = 0
     ejected_until: float = 0.0
+    tried_at: int = 0  # the number of its last trial
 
-    def proposal_seconds(self, depth: int, num_more: int = 0) -> float:
-        """What a proposal takes here when it has `num_more` sequences more. Something must be known."""
-        return self.costs.proposal_seconds(depth, max(1, len(self.sequences) + num_more))
+    @property
+    def is_guessed(self) -> bool:
+        """Whether its place says how far it is, and nothing was measured yet."""
+        return self.expected_round_trip is not None and not self.costs.is_known and not self.sequences
 
     def send(self) -> None:
         """Hands over what is waiting, if anything is."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cluster.config import SimulationConfig
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.limits import StepLimits
 from cluster.simulation.acceptance import AcceptanceSchedule
-from cluster.simulation.steps import StepCurve, sleep_until
+from cluster.simulation.steps import REAL_TIME, StepCurve, Timekeeper
 from cluster.simulation.tokens import token_at, uniform_at
 
 
@@ -29,11 +28,12 @@ class SimulatedDrafter(Drafter):
         simulation: SimulationConfig,
         vocab_size: int,
         limits: StepLimits,
-        clock: Callable[[], float] = time.monotonic,
+        time: Timekeeper = REAL_TIME,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
-        self.acceptance = AcceptanceSchedule(simulation, clock)
+        self.acceptance = AcceptanceSchedule(simulation, time.now)
+        self._time = time
         self.num_steps = 0
         self._curve = StepCurve(simulation.draft_step_ms)
         self._limits = limits
@@ -47,13 +47,13 @@ class SimulatedDrafter(Drafter):
         return True
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        started_at = time.perf_counter()
+        started_at = self._time.now()
         budget = self._limits.max_num_batched_tokens
         for sequence in sequences:
             if budget == 0:
                 break
             budget -= self._extend(sequence, budget)
-        sleep_until(started_at + self._curve.at(self._limits.max_num_batched_tokens - budget))
+        self._time.sleep_until(started_at + self._curve.at(self._limits.max_num_batched_tokens - budget))
         self.num_steps += 1
         return []
 

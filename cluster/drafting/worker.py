@@ -21,6 +21,7 @@ _ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may cha
 
 logger = logging.getLogger(__name__)
 
+_MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes somebody must open sequences too
 _BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
 
 Deliver = Callable[[SpeculateReply], None]
@@ -36,8 +37,8 @@ class _Link:
     step_seconds: float = 0.0  # the last step that had a sequence of it
     batch: int = 0  # its sequences in that step
 
-    def timing(self) -> Timing:
-        return Timing(time.perf_counter() - self.received_at, self.step_seconds, self.batch)
+    def timing(self, now: float) -> Timing:
+        return Timing(now - self.received_at, self.step_seconds, self.batch)
 
 
 @dataclass(eq=False, slots=True)
@@ -75,20 +76,28 @@ class DraftWorker:
     became complete, one message a link. With nothing to do the thread sleeps.
     """
 
-    def __init__(self, drafter: Drafter, run_ahead_branches: int = 0, *, tunes_temperature: bool = False) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        run_ahead_branches: int = 0,
+        *,
+        tunes_temperature: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
+        self._clock = clock
         self._is_tuning = tunes_temperature
         self._temperatures: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # by the targets'
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._links: dict[int, _Link] = {}
         self._num_links_ever = 0
+        self._num_steps_without_new = 0  # that new sequences were left out of
         self._inbox: list[tuple[int, SpeculateRequest | None]] = []  # None: the link is gone
         self._wake = threading.Condition()
         self._stopping = False
-        self._idle_seconds: float | None = (
-            0.0  # how long there is nothing to do unless something arrives; None: for ever
-        )
+        # How long there is nothing to do unless something arrives; None: for ever.
+        self.idle_seconds: float | None = 0.0
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
         self.step_time = StepTime()
         self.error: BaseException | None = None
@@ -126,7 +135,7 @@ class DraftWorker:
     def receive(self, link: int, request: SpeculateRequest) -> None:
         with self._wake:
             if link in self._links:
-                self._links[link].received_at = time.perf_counter()
+                self._links[link].received_at = self._clock()
             self._inbox.append((link, request))
             self._wake.notify()
 
@@ -142,13 +151,20 @@ class DraftWorker:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._step()
+                self._sleep_until_asked()
+                self.step()
         except BaseException as error:
             # The process must not look healthy with a dead loop; its main program watches `error`.
             self.error = error
             logger.exception("the drafting loop ended")
 
-    def _step(self) -> None:
+    def _sleep_until_asked(self) -> None:
+        with self._wake:
+            if self.idle_seconds != 0.0:
+                self._wake.wait_for(lambda: self._inbox or self._stopping, self.idle_seconds)
+
+    def step(self) -> None:
+        """One turn of the loop."""
         replies: dict[int, SpeculateReply] = {}
         for link, request in self._take_inbox():
             reply = replies.setdefault(link, SpeculateReply())
@@ -165,9 +181,9 @@ class DraftWorker:
             batch = self._batch_ahead()
         if batch:
             replies = {}
-            started_at = time.perf_counter()
+            started_at = self._clock()
             stuck = self._drafter.draft([entry.sequence for entry in batch])
-            seconds = time.perf_counter() - started_at
+            seconds = self._clock() - started_at
             self._record_step(batch, seconds)
             if is_ahead:
                 self.run_ahead.time_step(seconds)
@@ -183,7 +199,7 @@ class DraftWorker:
         for number, reply in replies.items():
             link = self._links.get(number)
             if reply and link is not None:
-                reply.timing = link.timing()
+                reply.timing = link.timing(self._clock())
                 reply.credit = self._drafter.free_tokens
                 link.deliver(reply)
 
@@ -196,18 +212,26 @@ class DraftWorker:
 
     def _take_inbox(self) -> list[tuple[int, SpeculateRequest | None]]:
         with self._wake:
-            if self._idle_seconds != 0.0:
-                self._wake.wait_for(lambda: self._inbox or self._stopping, self._idle_seconds)
             inbox, self._inbox = self._inbox, []
         return inbox
 
     def _urgent_batch(self) -> list[_Entry]:
-        """The sequences whose proposal is owed."""
+        """The sequences whose proposal is owed.
+
+        The first of a sequence has its prompt before it. A step with that is long, and everybody in it waits; nobody
+        waits for the prompt, while the target computes it too. So it takes its turn when no others are owed.
+        """
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
+        known = [entry for entry in urgent if entry.sent_at]
+        if known and self._num_steps_without_new < _MAX_STEPS_WITHOUT_NEW:
+            self._num_steps_without_new += len(known) < len(urgent)
+            urgent = known
+        else:
+            self._num_steps_without_new = 0
         for entry in urgent:
             entry.sequence.to_extend = entry.lacks or []
-        self._idle_seconds = 0.0
+        self.idle_seconds = 0.0
         return urgent
 
     def _batch_ahead(self) -> list[_Entry]:
@@ -216,11 +240,11 @@ class DraftWorker:
         sequences, limit = [entry.sequence for entry in entries], self._drafter.max_model_len
         nodes = self.run_ahead.nodes(sequences, limit, may_branch=self._may_branch)
         if not nodes:
-            self._idle_seconds = None
+            self.idle_seconds = None
             return []
         rounds = [Verification(e.sequence, e.sent_at, e.turnaround) for e in entries if e.turnaround is not None]
-        self._idle_seconds = self.run_ahead.closed_seconds(time.perf_counter(), rounds)
-        if self._idle_seconds > 0.0:
+        self.idle_seconds = self.run_ahead.closed_seconds(self._clock(), rounds)
+        if self.idle_seconds > 0.0:
             return []
         for sequence, to_extend in nodes.items():
             sequence.to_extend = to_extend
@@ -236,7 +260,7 @@ class DraftWorker:
         for entry in self._entries.values():
             if entry.owes_proposal and entry.has_proposal(limit):
                 entry.owes_proposal = False
-                entry.sent_at = time.perf_counter()
+                entry.sent_at = self._clock()
                 replies.setdefault(entry.link, SpeculateReply()).proposals[entry.wire_id] = entry.proposal()
 
     def _apply(self, link: int, request: SpeculateRequest, reply: SpeculateReply) -> None:
@@ -303,7 +327,7 @@ class DraftWorker:
         news = advance.token_ids[sequence.num_committed - advance.base :]
         if not news or not runs_ahead(sequence):
             return None
-        entry.turnaround = average(entry.turnaround, time.perf_counter() - entry.sent_at)
+        entry.turnaround = average(entry.turnaround, self._clock() - entry.sent_at)
         return self.run_ahead.observe(sequence, news)
 
     def _tune(self, entry: _Entry, advance: Advance) -> None:

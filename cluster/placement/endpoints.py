@@ -2,7 +2,8 @@
 
     host:port       one worker
     dns:name:port   one worker at every address (A and AAAA) of the name
-    file:path       the workers that a file lists, one host:port a line; blank lines and what follows a # are ignored
+    file:path       the workers that a file lists, one host:port a line; blank lines and what follows a # are ignored;
+                    labels of its place may follow an address: host:port host=h2 zone=b region=r
 
 Names and files are looked at again and again: neither can tell that it has changed on every system. What cannot be read
 leaves the last list as it was, since workers do not go away with the directory that lists them.
@@ -19,6 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 from cluster.config import WorkerConfig, is_host_port
+from cluster.place import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,16 @@ _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 _FileState = tuple[int, int, int]
 
 
+async def follow_addresses(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
+    """As `follow`, without the labels."""
+    async for lines in follow(addresses):
+        yield list(dict.fromkeys(Endpoint.parse(line).address for line in lines))
+
+
 async def follow(addresses: Sequence[str]) -> AsyncIterator[Sequence[str]]:
-    """Yields all that `addresses` stand for, each once and in their order: now, and whenever it changes."""
+    """Yields all that `addresses` stand for, each once and in their order: now, and whenever it changes. They are lines
+    as `Endpoint` has them: an address, and labels of its place where a file gives some.
+    """
     sources = [_source(address) for address in addresses]
     changed = asyncio.Event()
     watching = [asyncio.create_task(source.watch(changed)) for source in sources]
@@ -63,14 +73,16 @@ def advertised_address(worker: WorkerConfig) -> str:
 
 
 def parse_list(text: str) -> list[str]:
-    """The addresses in the text of a file. Raises ValueError, naming the line, when one is not host:port."""
+    """The workers in the text of a file. Raises ValueError, naming the line, when one is not as `Endpoint` has it."""
     addresses = []
     for number, line in enumerate(text.splitlines(), start=1):
-        address = line.partition("#")[0].strip()
-        if address and not is_host_port(address):
-            raise ValueError(f"line {number}: {address[:60]!r} is not host:port")
-        if address:
-            addresses.append(address)
+        worker = line.partition("#")[0].strip()
+        if not worker:
+            continue
+        try:
+            addresses.append(str(Endpoint.parse(worker)))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
     return addresses
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 _PR_SET_TIMERSLACK = 29
 _TIMER_SLACK_NS = 1
@@ -31,8 +32,29 @@ class StepCurve:
         return seconds[right - 1] + slope * (count - counts[right - 1])
 
 
-def sleep_until(deadline: float) -> None:
-    """Sleeps until `time.perf_counter()` reads `deadline`; on Linux some 10 µs longer, without spinning."""
+class Timekeeper(Protocol):
+    """What simulated engines have for time; seconds."""
+
+    def now(self) -> float: ...
+
+    def sleep_until(self, deadline: float) -> None: ...
+
+
+class RealTime:
+    """`time.perf_counter()`."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep_until(self, deadline: float) -> None:
+        _sleep_until(deadline)
+
+
+REAL_TIME = RealTime()
+
+
+def _sleep_until(deadline: float) -> None:
+    """On Linux some 10 µs longer, without spinning."""
     if not getattr(_prepared, "is_done", False):
         _prepared.is_done = True
         if sys.platform == "linux":

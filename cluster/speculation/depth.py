@@ -13,8 +13,9 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cluster.speculation.acceptance_model import SequenceAcceptance, own_rates
-from cluster.speculation.costs import LearnedCurve, LinkCosts
+from cluster.speculation.acceptance_model import SequenceAcceptance, own_rates, survivals
+from cluster.speculation.costs import LinkCosts
+from cluster.speculation.prompts import StepSeconds
 from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 
 ControllerName = Literal["goodput", "threshold", "fixed"]
@@ -55,9 +56,10 @@ class Choice:
     """What the candidates get."""
 
     num_drafts: list[int]
-    expected_tokens: list[float]  # that a round of each commits; 1 where that is not known
+    expected_tokens: list[float]  # that a round of each commits
     template: Template | None = None  # from which trees of those numbers of nodes are cut; None: chains
-    rate: float = 0.0  # tokens a second that this promises; 0 where it was not all the controller's choice
+    # Tokens a second that this promises in steps without prompts; 0 where it was not all the controller's choice.
+    rate: float = 0.0
 
 
 class DepthController(Protocol):
@@ -138,8 +140,8 @@ class GoodputController:
 
     needs = Needs(measurements=True, probing=True)
 
-    def __init__(self, verify: LearnedCurve, max_wait_seconds: float) -> None:
-        self._verify = verify
+    def __init__(self, steps: StepSeconds, max_wait_seconds: float) -> None:
+        self._steps = steps
         self._max_wait_seconds = max_wait_seconds
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
@@ -195,27 +197,31 @@ class GoodputController:
             reached = np.maximum.accumulate(np.where(on_link, depth_of, 0), axis=1)
             batch = np.cumsum(on_link & (place == 1), axis=1)
             wait = np.maximum(wait, link_costs.wait_seconds(reached, batch))
-        step_seconds = self._verify.at(num_rows + np.arange(len(order) + 1))
-        token_rates = (num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)) / (step_seconds[num_taken] + wait)
+        tokens = num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)
+        token_rates = tokens / (self._steps.at(num_rows + num_taken, tokens) + wait)
         token_rates = np.where(wait <= self._max_wait_seconds, token_rates, 0.0)
         limit, last = np.unravel_index(token_rates.argmax(), token_rates.shape)
-        plain_rate = num_rows / float(step_seconds[0])
-        if token_rates[limit, last] <= min_gain * plain_rate:
-            return Choice([0] * len(candidates), [1.0] * len(candidates), None, plain_rate)
+        plain_seconds = float(self._steps.at(np.array([num_rows]), np.array([float(num_rows)]))[0])
+        if token_rates[limit, last] <= min_gain * num_rows / plain_seconds:
+            rate = num_rows / self._steps.verify.seconds(num_rows)
+            return Choice([0] * len(candidates), [1.0] * len(candidates), None, rate)
+        seconds = self._steps.verify.seconds(num_rows + int(num_taken[limit, last])) + float(wait[limit, last])
         is_best = taken[limit, : last + 1]
         best = sequence_of[: last + 1][is_best]
-        tokens = np.bincount(best, worth[: last + 1][is_best], len(candidates))
+        own_tokens = np.bincount(best, worth[: last + 1][is_best], len(candidates))
         return Choice(
             np.bincount(best, minlength=len(candidates)).tolist(),
-            (1.0 + tokens).tolist(),
+            (1.0 + own_tokens).tolist(),
             template,
-            float(token_rates[limit, last]),
+            float(tokens[limit, last]) / seconds,
         )
 
 
 def _same_for_all(num_drafts: int, candidates: Sequence[Candidate]) -> Choice:
     depths = [min(num_drafts if c.fixed_depth is None else c.fixed_depth, c.max_depth) for c in candidates]
-    return Choice(depths, [1.0] * len(candidates))
+    survival = survivals([candidate.acceptance for candidate in candidates]) if candidates else ()
+    expected = [1.0 + float(own[:depth].sum()) for own, depth in zip(survival, depths, strict=True)]
+    return Choice(depths, expected)
 
 
 def make_controller(
@@ -223,12 +229,12 @@ def make_controller(
     *,
     num_speculative_tokens: int,
     max_speculative_tokens: int,
-    verify: LearnedCurve,
+    steps: StepSeconds,
     max_wait_seconds: float,
 ) -> DepthController:
-    """The controller of that name; `verify` and `max_wait_seconds` are what `goodput` reckons with."""
+    """The controller of that name; `steps` and `max_wait_seconds` are what `goodput` reckons with."""
     if name == "fixed":
         return FixedController(num_speculative_tokens)
     if name == "threshold":
         return ThresholdController(num_speculative_tokens, max_speculative_tokens)
-    return GoodputController(verify, max_wait_seconds)
+    return GoodputController(steps, max_wait_seconds)

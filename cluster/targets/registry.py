@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import ModelRunner, kv_cache_budget
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
+from cluster.place import Place
 from cluster.targets.base import Target
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.simulated import SimulatedTarget
@@ -47,7 +49,11 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
         check_invariance(runner)
     rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
     limits = StepLimits.of(target, runner.model.config.resolve_max_model_len(target.max_model_len))
-    return TorchTarget(target.model, runner, limits, DraftPool(fingerprint), config.speculation, rejection)
+    return TorchTarget(target.model, runner, limits, _pool(config, fingerprint), config.speculation, rejection)
+
+
+def _pool(config: Config, fingerprint: str) -> DraftPool:
+    return DraftPool(fingerprint, Place.own(config.placement, os.environ), config.placement.trial_share)
 
 
 def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
@@ -83,7 +89,7 @@ def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> T
         config.simulation.vocab_size or model.vocab_size,
         StepLimits.of(target, target.max_model_len or model.max_position_embeddings),
         BlockManager(num_blocks, target.block_size, enable_prefix_caching=target.enable_prefix_caching),
-        DraftPool(fingerprint),
+        _pool(config, fingerprint),
         config.speculation,
     )
 

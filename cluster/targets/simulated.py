@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from cluster.config import SimulationConfig, SpeculationConfig
 from cluster.coordination.pool import DraftPool
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
-from cluster.simulation.steps import StepCurve, sleep_until
+from cluster.simulation.steps import REAL_TIME, StepCurve, Timekeeper
 from cluster.simulation.tokens import token_at
 from cluster.speculation.drafts import depths_of
 from cluster.targets.base import TargetModel
@@ -31,14 +30,16 @@ class SimulatedTarget(StepLoop):
         blocks: BlockManager,
         pool: DraftPool,
         speculation: SpeculationConfig,
+        time: Timekeeper = REAL_TIME,
     ) -> None:
         model = TargetModel("simulated", dtype="simulated", vocab_size=vocab_size, eos_token_ids=())
-        super().__init__(model, limits, blocks, pool, speculation)
+        super().__init__(model, limits, blocks, pool, speculation, time.now)
+        self._keeper = time
         self._curve = StepCurve(simulation.target_step_ms)
         self._sequence_seconds = simulation.target_sequence_ms / 1e3
 
     def _choose(self, step: Sequence[Scheduled]) -> list[int]:
-        started_at = time.perf_counter()
+        started_at = self._keeper.now()
         choices = [
             token_at(scheduled.sequence.request.noise_key, position, self.model.vocab_size)
             for scheduled in step
@@ -46,7 +47,7 @@ class SimulatedTarget(StepLoop):
             for position in _positions(scheduled)
         ]
         num_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
-        sleep_until(started_at + self._curve.at(num_rows) + self._sequence_seconds * len(step))
+        self._keeper.sleep_until(started_at + self._curve.at(num_rows) + self._sequence_seconds * len(step))
         return choices
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:

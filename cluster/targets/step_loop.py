@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.coordinator import Coordinator, StepTiming
@@ -39,6 +39,7 @@ class StepLoop(Target):
         blocks: BlockManager,
         pool: DraftPool,
         speculation: SpeculationConfig,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self.limits = limits
@@ -46,7 +47,8 @@ class StepLoop(Target):
         self._blocks = blocks
         self._pool = pool
         self._speculation = speculation
-        self._coordinator = Coordinator(pool, speculation, model.vocab_size, limits)
+        self._clock = clock
+        self._coordinator = Coordinator(pool, speculation, model.vocab_size, limits, clock)
         self._scheduler: Scheduler[Generation] = Scheduler(blocks, limits)
         self._generations: dict[str, Generation] = {}  # by request
         self._submitted: list[GenerationRequest] = []
@@ -139,9 +141,7 @@ class StepLoop(Target):
 
     def _run(self, publish: Publish) -> None:
         try:
-            if self._speculation.num_speculative_tokens:
-                times = profile_steps(self._time_step, self.limits.max_num_batched_tokens)
-                self._coordinator.know_step_times(times)
+            self.profile()
             while not self._stopping:
                 if not self._generations:
                     self._sleep_until_asked()
@@ -154,6 +154,21 @@ class StepLoop(Target):
             self.error = error
             logger.exception("the target's step loop ended")
 
+    def profile(self) -> None:
+        """What steps take, before the first request."""
+        if self._speculation.num_speculative_tokens:
+            times = profile_steps(self._time_step, self.limits.max_num_batched_tokens)
+            self._coordinator.know_step_times(times)
+
+    def run_step(self, publish: Publish) -> bool:
+        """One step of a target that was not started, in the caller's thread; False when there is nothing to do."""
+        if not self._generations:
+            self._take_commands()
+        if not self._generations:
+            return False
+        self._step(publish)
+        return True
+
     def _step(self, publish: Publish) -> None:
         decoding = [g.speculative for g in self._scheduler.running if not g.is_prefilling]
         drafts = self._coordinator.begin(decoding, self._joining())
@@ -162,10 +177,10 @@ class StepLoop(Target):
         outputs: list[GenerationOutput] = []
         timing = None
         if step:
-            started_at = time.perf_counter()
+            started_at = self._clock()
             choices = self._choose(step)
             rounds, outputs = self._commit(step, choices)
-            timing = self._time(step, len(choices), time.perf_counter() - started_at)
+            timing = self._time(step, len(choices), self._clock() - started_at)
         # Before the drafters are told: they hear of what is admitted in the same message, and so draft its prompt
         # beside the target's prefill.
         self._take_commands()
@@ -180,7 +195,10 @@ class StepLoop(Target):
         """Counts a step that took `seconds`, of which `num_rows` rows yielded a choice."""
         kind = _kind(step)
         self._step_times[kind].add(seconds)
-        return StepTiming(num_rows, seconds, is_pure=kind != "prefill")
+        chunks = [scheduled.num_new_tokens for scheduled in step if scheduled.num_new_tokens > 1]
+        return StepTiming(
+            num_rows, seconds, is_pure=kind != "prefill", num_prompts=len(chunks), num_prompt_tokens=sum(chunks)
+        )
 
     def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:
         """Accepts, commits and rolls back every sequence of the step; finished ones are freed, and have no round."""

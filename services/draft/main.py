@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from cluster.config import Config
 from cluster.drafters.base import Drafter
+from cluster.drafters.identity import draft_fingerprint
 from cluster.drafters.registry import make_drafter
 from cluster.drafting.worker import DraftWorker
 from cluster.model_folder import resolve_model_folder
@@ -31,6 +32,7 @@ def run(config: Config) -> int:
         vocab_size=drafter.vocab_size,
         max_model_len=drafter.max_model_len,
         dtype=drafter.dtype,
+        fingerprint=draft_fingerprint(config),
     )
     return asyncio.run(_serve(config, drafter, description))
 

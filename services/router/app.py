@@ -19,7 +19,7 @@ from starlette.routing import Route
 from cluster.config import Config
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
-from cluster.placement.endpoints import follow
+from cluster.placement.endpoints import follow_addresses
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import Tokenizer
 from services.router.chat import ChatCompletions
@@ -48,7 +48,7 @@ def create_app(config: Config) -> Starlette:
         model_id=model_id,
         tokenizer=tokenizer,
         pool=ReplicaPool(
-            follow(config.target.addresses),
+            follow_addresses(config.target.addresses),
             tokenizer.fingerprint(),
             allow_different=config.router.allow_different_targets,
         ),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/speculation/v1/types.proto\x12\x0especulation.v1\"\xdc\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x1c\n\x14logit_bias_token_ids\x18\x08 \x03(\r\x12\x19\n\x11logit_bias_values\x18\t \x03(\x01\"%\n\x08NoiseKey\x12\x0b\n\x03low\x18\x01 \x01(\x06\x12\x0c\n\x04high\x18\x02 \x01(\x06\"\x11\n\x0f\x44\x65scribeRequest\"y\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"]\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!protos/speculation/v1/types.proto\x12\x0especulation.v1\"\xdc\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x1c\n\x14logit_bias_token_ids\x18\x08 \x03(\r\x12\x19\n\x11logit_bias_values\x18\t \x03(\x01\"%\n\x08NoiseKey\x12\x0b\n\x03low\x18\x01 \x01(\x06\x12\x0c\n\x04high\x18\x02 \x01(\x06\"\x11\n\x0f\x44\x65scribeRequest\"\x8e\x01\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\"]\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NOISEKEY']._serialized_end=313
   _globals['_DESCRIBEREQUEST']._serialized_start=315
   _globals['_DESCRIBEREQUEST']._serialized_end=332
-  _globals['_MODELDESCRIPTION']._serialized_start=334
-  _globals['_MODELDESCRIPTION']._serialized_end=455
-  _globals['_LOAD']._serialized_start=457
-  _globals['_LOAD']._serialized_end=550
+  _globals['_MODELDESCRIPTION']._serialized_start=335
+  _globals['_MODELDESCRIPTION']._serialized_end=477
+  _globals['_LOAD']._serialized_start=479
+  _globals['_LOAD']._serialized_end=572
 # @@protoc_insertion_point(module_scope)

@@ -126,12 +126,15 @@ class ModelDescription(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tokenizer_fingerprint: _builtins.str
     """hexadecimal SHA-256; a pair whose fingerprints differ is refused"""
     vocab_size: _builtins.int
     max_model_len: _builtins.int
     dtype: _builtins.str
+    fingerprint: _builtins.str
+    """Hexadecimal SHA-256 over what its proposals depend on; empty: it does not say, and the name tells models apart."""
     def __init__(
         self,
         *,
@@ -140,10 +143,11 @@ class ModelDescription(_message.Message):
         vocab_size: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         dtype: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

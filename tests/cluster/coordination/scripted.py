@@ -25,6 +25,8 @@ class ScriptedLink:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.model = "draft"
+        self.expected_round_trip: float | None = None
         self.sent: list[SpeculateRequest] = []
 
     def send(self, request: SpeculateRequest) -> None:
@@ -40,6 +42,7 @@ class ScriptedPool:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.trial_share = 0.02
         self._numbers = itertools.count()
         self._coming: list[tuple[float, int, LinkEvent]] = []
 

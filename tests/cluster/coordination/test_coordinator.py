@@ -182,6 +182,10 @@ class TestLateProposals:
     ) -> None:
         other = new_sequence()
         coordinator.begin((), [other])
+        both = (rounds.sequence, other)
+        pool.happens(rounds.link, SpeculateReply(proposals={s.wire_id: Proposal(s.wire_id, 3, []) for s in both}))
+        coordinator.begin(both)
+        coordinator.end([Round(sequence) for sequence in both])
         pool.happens(
             rounds.link, SpeculateReply(proposals={other.wire_id: Proposal(other.wire_id, 3, [7])}), after=0.01
         )
@@ -309,3 +313,19 @@ class TestMessages:
             for sequence in sequences:
                 coordinator.close(sequence)
         assert len(set(wire_ids)) == len(wire_ids) == 12
+
+
+def test_others_do_not_wait_for_a_drafter_that_computes_a_prompt(
+    coordinator: Coordinator, pool: ScriptedPool, rounds: Rounds
+) -> None:
+    rounds.proposes(3, 4, 5, 6, 7)
+    assert rounds.drafts() == [4, 5, 6, 7]
+    newcomer = new_sequence()
+    coordinator.begin((), [newcomer])
+    wire_id, started_at = newcomer.wire_id, pool.now
+    drafts = coordinator.begin([rounds.sequence, newcomer])
+    assert pool.now == started_at
+    assert [list(drafts[sequence].token_ids) for sequence in (rounds.sequence, newcomer)] == [[4, 5, 6, 7], []]
+    pool.happens(rounds.link, SpeculateReply(proposals={wire_id: Proposal(wire_id, 3, [7, 8])}))
+    assert coordinator.begin([rounds.sequence, newcomer])[newcomer] == Drafts([7, 8])
+    assert coordinator.stats.num_late_rounds == 0

@@ -10,6 +10,7 @@ from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
+from cluster.coordination.worth import Worth
 
 from .scripted import new_sequence
 
@@ -21,7 +22,9 @@ def waits(seconds_a_row: float, controller: str = "goodput") -> Waits:
     for _ in range(50):
         for rows in (1, 4, 16, 32):
             planner.step_seconds.observe(rows, STEP_S + seconds_a_row * rows)
-    return Waits(planner, LinkBalancer(64, 0.05), CoordinatorStats(), 0.05, lambda: 0.0, lambda _: None)
+    return Waits(
+        planner, LinkBalancer(64, 0.05, Worth(planner), 0.0), CoordinatorStats(), 0.05, lambda: 0.0, lambda _: None
+    )
 
 
 def sequences(number: int) -> list[SpeculativeSequence]:

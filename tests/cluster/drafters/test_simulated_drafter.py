@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench.virtual import VirtualTime
 from cluster.config import SimulationConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
@@ -9,14 +10,13 @@ from cluster.engine.limits import StepLimits
 from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from tests.clock import Clock
 
 VOCAB_SIZE = 1000
 
 
-def new_drafter(clock: Clock | None = None, max_num_seqs: int = 4, **simulation: object) -> SimulatedDrafter:
+def new_drafter(time: VirtualTime | None = None, max_num_seqs: int = 4, **simulation: object) -> SimulatedDrafter:
     config = SimulationConfig(draft_step_ms=((1, 0.0),), **simulation)
-    return SimulatedDrafter(config, VOCAB_SIZE, StepLimits(4096, max_num_seqs, 64), clock or Clock())
+    return SimulatedDrafter(config, VOCAB_SIZE, StepLimits(4096, max_num_seqs, 64), time or VirtualTime())
 
 
 def new_sequence(seed: int = 0, prompt_len: int = 8) -> DraftSequence:
@@ -57,13 +57,13 @@ def test_acceptance_by_place_goes_on_with_the_last(place, acceptance):
 
 
 def test_a_schedule_starts_with_the_first_sequence():
-    clock = Clock()
+    clock = VirtualTime()
     drafter = new_drafter(clock, acceptance=0.9, acceptance_schedule=((20, 0.3), (40, 0.8)))
-    clock.now = 100.0
+    clock.seconds = 100.0
     assert drafter.acceptance.at(0) == 0.9
     drafter.admit(new_sequence())
     for seconds, acceptance in ((100, 0.9), (119, 0.9), (121, 0.3), (139, 0.3), (141, 0.8), (1000, 0.8)):
-        clock.now = seconds
+        clock.seconds = seconds
         assert drafter.acceptance.at(0) == acceptance
 
 

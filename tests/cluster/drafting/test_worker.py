@@ -228,3 +228,33 @@ class TestEnds:
         drafter.step()
         wait_until(lambda: worker.error is not None, WAIT_S)
         assert worker.error is drafter.failure
+
+
+class TestNewSequences:
+    def test_their_prompts_are_in_no_step_that_others_wait_for(self, drafter: ScriptedDrafter, link: Link) -> None:
+        link.open(1)
+        for _ in range(K):
+            drafter.step()
+        assert link.reply() == proposal(1, base=2)
+        drafter.next_step()
+        link.advance(1, 2, 999)
+        link.open(2)
+        drafter.let()
+        assert [drafter.step() for _ in range(K)] == [[1]] * K
+        assert link.reply() == proposal(1, base=3)
+        assert drafter.step() == [2]
+
+    def test_they_have_their_turn_where_others_are_always_waited_for(
+        self, drafter: ScriptedDrafter, link: Link
+    ) -> None:
+        link.open(1)
+        for _ in range(K):
+            drafter.step()
+        link.reply()
+        drafter.next_step()
+        link.advance(1, 2, 999, k=100)
+        link.open(2)
+        drafter.let()
+        steps = [drafter.step() for _ in range(20)]
+        assert steps[:16] == [[1]] * 16
+        assert steps[16] == [1, 2]

@@ -17,7 +17,7 @@ from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.errors import ConfigurationError
 from cluster.placement import endpoints
-from cluster.placement.endpoints import advertised_address, follow, parse_list
+from cluster.placement.endpoints import advertised_address, follow, follow_addresses, parse_list
 
 A, B, C = "10.0.0.1:7000", "10.0.0.2:7000", "[fd00::3]:7000"
 
@@ -49,6 +49,22 @@ class Names:
 
 async def following(lists: AsyncIterator[Sequence[str]]) -> Sequence[str]:
     return list(await asyncio.wait_for(anext(lists), timeout=10))
+
+
+def test_labels_of_a_place_may_follow_an_address():
+    assert parse_list("a:1 zone=b  host=h2 # new\na:2\n") == ["a:1 host=h2 zone=b", "a:2"]
+    with pytest.raises(ValueError, match=r"line 2: 'rack=4' is not one of"):
+        parse_list("a:1\na:2 rack=4\n")
+
+
+def test_routers_do_without_the_labels(tmp_path: Path):
+    path = tmp_path / "targets"
+    path.write_text(f"{A} zone=b\n{B}\n")
+
+    async def run() -> None:
+        assert await following(follow_addresses([f"file:{path}"])) == [A, B]
+
+    asyncio.run(run())
 
 
 async def nothing_comes(lists: AsyncIterator[Sequence[str]], seconds: float = 0.3) -> asyncio.Task:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from cluster.simulation.steps import StepCurve, sleep_until
+from cluster.simulation.steps import REAL_TIME, StepCurve
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,6 @@ def test_a_curve_is_linear_between_points_and_goes_on_beyond(points, count, ms):
 def test_sleeping_takes_the_time_and_not_the_processor():
     cpu, started_at = time.thread_time(), time.perf_counter()
     for _ in range(20):
-        sleep_until(time.perf_counter() + 0.005)
+        REAL_TIME.sleep_until(time.perf_counter() + 0.005)
     assert time.perf_counter() - started_at >= 0.1
     assert time.thread_time() - cpu < 0.02

@@ -19,6 +19,7 @@ from cluster.speculation.depth import (
     ThresholdController,
 )
 from cluster.speculation.drafts import depths_of as levels_of
+from cluster.speculation.prompts import PromptLoad, StepSeconds
 from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, token_rate
 from cluster.speculation.tree_policy import Template
 
@@ -57,7 +58,7 @@ def candidates(rate: float, count: int, costs: LinkCosts | None = None) -> list[
 
 
 def goodput(points: dict[int, float]) -> GoodputController:
-    return GoodputController(curve(points), TIMEOUT_S)
+    return GoodputController(StepSeconds(curve(points), PromptLoad()), TIMEOUT_S)
 
 
 def depths_of(controller: DepthController, own: Sequence[Candidate], num_rows: int) -> list[int]:
@@ -128,7 +129,7 @@ class TestGoodput:
             seconds = float(verify.at(3 + sum(depths))) + wait
             return (3 + sum(worth[i][d] for i, d in enumerate(depths))) / seconds
 
-        chosen = rate(tuple(depths_of(GoodputController(verify, 1.0), own, 3)))
+        chosen = rate(tuple(depths_of(GoodputController(StepSeconds(verify, PromptLoad()), 1.0), own, 3)))
         best = max(rate(depths) for depths in itertools.product(range(5), repeat=3))
         assert chosen >= 0.98 * best
 

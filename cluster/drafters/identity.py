@@ -1,0 +1,22 @@
+"""Which draft model a worker runs, so that coordinators learn the acceptance of each apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from cluster.config import Config
+from cluster.engine.fingerprint import architecture_fingerprint, weights_fingerprint
+from cluster.model_folder import resolve_model_folder
+
+
+def draft_fingerprint(config: Config) -> str:
+    """Hexadecimal SHA-256 over what proposals depend on, the processor's last bits apart. Raises ConfigurationError."""
+    draft = config.draft
+    settings = draft.model_dump(mode="json", include={"drafter", "dtype", "quantization", "layers", "ngram_max"})
+    if draft.drafter == "simulated":
+        settings |= config.simulation.model_dump(mode="json", include={"acceptance", "acceptance_schedule"})
+    elif draft.drafter != "ngram":
+        folder = resolve_model_folder(config.draft_model)
+        settings |= {"weights": weights_fingerprint(folder), "architecture": architecture_fingerprint(folder)}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()

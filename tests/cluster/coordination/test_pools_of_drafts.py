@@ -1,0 +1,112 @@
+"""Pools whose draft workers differ, by model and by place: a simulated cluster in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.gain import GAIN, GOODPUT
+from bench.virtual import Draft, VirtualCluster
+from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.simulation.tokens import token_at
+from cluster.speculation.noise import NoiseKey
+from cluster.targets.base import GenerationOutput
+
+NEAR, FAR = 0.0005, 0.015  # seconds
+FOREVER = 50_000
+
+
+def config(*settings: str) -> Config:
+    fixed = ("target.engine=simulated", "draft.drafter=simulated", "target.max_model_len=100000")
+    return load_config(None, [*fixed, "target.max_num_batched_tokens=2048", *settings])
+
+
+def draft(acceptance: float, name: str = "draft", way: float = NEAR, expected: float | None = None) -> Draft:
+    return Draft(config(f"simulation.acceptance={acceptance}").simulation, name, way, expected)
+
+
+def cluster(*drafts: Draft, streams: int = 4, trial_share: float = 0.02) -> VirtualCluster:
+    running = VirtualCluster(config(f"placement.trial_share={trial_share}"), drafts)
+    for _ in range(streams):
+        running.submit(FOREVER)
+    return running
+
+
+def loads(running: VirtualCluster) -> list[int]:
+    """Sequences on each draft worker, by `VirtualPool.drafts`."""
+    return [draft.worker.num_sequences for draft in running.pool.drafts]
+
+
+class TestModels:
+    def test_the_better_draft_gets_the_traffic(self) -> None:
+        running = cluster(draft(0.5, "worse"), draft(0.9, "better"), trial_share=0.0)
+        running.run(10.0)
+        assert loads(running) == [0, 4]
+        alone = cluster(draft(0.9))
+        alone.run(10.0)
+        assert running.run(20.0) == pytest.approx(alone.run(20.0), rel=0.05)
+
+    def test_what_each_would_give_is_told_apart(self) -> None:
+        running = cluster(draft(0.5, "worse"), draft(0.9, "better"), trial_share=0.1)
+        running.run(40.0)
+        goodputs = running.readings(GOODPUT)
+        assert goodputs["better",] == pytest.approx(1.45, rel=0.1)  # 0.9 alone: 227 tokens/s of 154
+        assert goodputs["worse",] == pytest.approx(0.97, rel=0.1)
+
+    def test_of_both_while_nothing_is_speculated_on(self) -> None:
+        running = cluster(draft(0.6, "better"), draft(0.3, "worse"), streams=32)
+        running.run(60.0)
+        assert set(running.readings(GAIN).values()) == {1.0}
+        goodputs = running.readings(GOODPUT)
+        assert goodputs["better",] == pytest.approx(0.87, rel=0.1)  # as forced: `bench.gain`
+        assert goodputs["worse",] == pytest.approx(0.71, rel=0.1)
+
+    def test_no_token_changes(self) -> None:
+        running = VirtualCluster(config("placement.trial_share=0.5"), [draft(0.5, "worse"), draft(0.9, "better")])
+        tokens: dict[str, list[int]] = {}
+
+        def take(outputs: list[GenerationOutput]) -> None:
+            for output in outputs:
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+
+        running.on_step = take
+        for _ in range(40):
+            running.submit(60)
+        running.run(60.0)
+        assert len(tokens) == 40
+        for name, own in tokens.items():
+            key = NoiseKey.derive(int(name), 0)
+            assert own == [token_at(key, 8 + place, 1000) for place in range(60)]
+
+
+class TestPlaces:
+    """Two hosts in each of two zones."""
+
+    def pool(self, *, labels_are_right: bool = True) -> VirtualCluster:
+        said_near, said_far = (NEAR, 0.005) if labels_are_right else (0.005, NEAR)
+        near, far = draft(0.8, way=NEAR, expected=said_near), draft(0.8, way=FAR, expected=said_far)
+        return cluster(near, near, far, far)
+
+    @pytest.mark.parametrize("labels_are_right", [True, False])
+    def test_the_near_ones_draft(self, *, labels_are_right: bool) -> None:
+        running = self.pool(labels_are_right=labels_are_right)
+        running.run(10.0)
+        assert sum(loads(running)[:2]) == 4
+
+    def test_when_they_die_the_far_ones_do_and_when_they_are_back_they_do_again_and_stay(self) -> None:
+        running = self.pool()
+        running.run(10.0)
+        depth = running.num_draft_tokens / running.num_rounds
+        for near in running.pool.drafts[:2]:
+            near.kill()
+        drafts, rounds = running.num_draft_tokens, running.num_rounds
+        running.run(10.0)
+        assert loads(running) == [0, 0, 2, 2]
+        assert (running.num_draft_tokens - drafts) / (running.num_rounds - rounds) < depth  # k has adapted
+        for near in running.pool.drafts[:2]:
+            near.start()
+        running.run(5.0)
+        assert sum(loads(running)[:2]) == 4
+        (moves,) = running.readings("outrider_sequences_moved").values()
+        running.run(60.0)
+        assert running.readings("outrider_sequences_moved") == {(): moves}  # no flapping

@@ -1,0 +1,53 @@
+"""Steps are reckoned with the prompts that their tokens bring along."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cluster.speculation.costs import LearnedCurve
+from cluster.speculation.prompts import PromptLoad, StepSeconds
+
+
+def with_a_knee() -> LearnedCurve:
+    """20 ms up to 96 rows, and 0.2 ms for each beyond."""
+    curve = LearnedCurve(512)
+    for rows in (1, 8, 32, 64, 96, 128, 192, 256, 384, 512):
+        curve.observe(rows, 0.020 + 0.0002 * max(0, rows - 96))
+    return curve
+
+
+def load(prompt_len: int, answer_len: int, tokens_a_step: int = 40) -> PromptLoad:
+    prompts, rng = PromptLoad(), np.random.default_rng(1)
+    for _ in range(400):
+        number = int(rng.poisson(tokens_a_step / answer_len))
+        prompts.observe(number * prompt_len, number, tokens_a_step)
+    return prompts
+
+
+def test_without_prompts_a_step_is_one_without_prompts() -> None:
+    curve = with_a_knee()
+    rows = np.array([1, 48, 200])
+    assert StepSeconds(curve, PromptLoad()).at(rows, rows * 2.0) == pytest.approx(curve.at(rows))
+
+
+@pytest.mark.parametrize("tokens", [20.0, 48.0, 100.0])
+def test_with_them_it_is_the_mean_over_their_numbers(tokens: float) -> None:
+    curve, rng = with_a_knee(), np.random.default_rng(2)
+    numbers = rng.poisson(tokens / 64, 20_000)
+    expected = float(curve.at(48 + 128 * numbers).mean())
+    (seconds,) = StepSeconds(curve, load(128, 64)).at(np.array([48]), np.array([tokens]))
+    assert seconds == pytest.approx(expected, rel=0.1)
+
+
+def test_rows_that_are_free_without_prompts_are_not_beside_them() -> None:
+    steps = StepSeconds(with_a_knee(), load(128, 64))
+    few, many = steps.at(np.array([48, 96]), np.array([48.0, 48.0]))
+    assert many > 1.1 * few
+
+
+def test_prompts_that_are_over_are_forgotten() -> None:
+    prompts = load(128, 64)
+    for _ in range(2000):
+        prompts.observe(0, 0, 40)
+    assert not prompts.is_any
