@@ -41,13 +41,17 @@ class OwnedFolder:
             os.close(self._lock)
 
 
-def sweep() -> None:
-    """Removes the folders on this machine that nobody owns any more."""
+def sweep() -> bool:
+    """Removes the folders on this machine that nobody owns any more; returns whether there are others."""
+    are_owned = False
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another's, or another was faster
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # another was faster; it is another user's
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
+            except BlockingIOError:
+                are_owned = True
             finally:
                 os.close(lock)
+    return are_owned

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _LINKS_SECONDS = 30.0  # for the programs to find each other, when all are there
 _END_SECONDS = 20.0  # beyond what programs may drain
+_LEFTOVER_SECONDS = 15.0
 
 
 class RayApplication:
@@ -165,7 +166,10 @@ def down(config: Config) -> int:
         application.stop()
         ray.shutdown()
         print(f"The application {application.name!r} has ended.")
-    sweep()
+    # What a killed launcher had started itself may still be ending, with the cluster that went with it.
+    deadline = time.monotonic() + _LEFTOVER_SECONDS
+    while sweep() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
     return 0
 
 

@@ -51,6 +51,11 @@ class Launcher:
         return "Outrider is ready at" in self.said or self.process.poll() is not None
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """Temporary files are in `folder`, Ray's too, so that no other Ray of this machine is found."""
+    return os.environ | {"RAY_ADDRESS": "", "RAY_TMPDIR": str(folder), "TMPDIR": str(folder)}
+
+
 @contextmanager
 def launched(folder: Path, *arguments: str) -> Iterator[Launcher]:
     (port,) = free_ports(1)
@@ -62,7 +67,7 @@ def launched(folder: Path, *arguments: str) -> Iterator[Launcher]:
             stdout=file,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"RAY_ADDRESS": "", "TMPDIR": str(folder)},
+            env=environment(folder),
         )
     try:
         yield Launcher(process, log, f"http://127.0.0.1:{port}")
@@ -134,7 +139,7 @@ def test_what_a_killed_launcher_leaves_is_ended_by_down(folder: Path) -> None:
         subprocess.run(
             [sys.executable, "-m", "services.cli", "down"],
             check=True,
-            env=os.environ | {"RAY_ADDRESS": "", "TMPDIR": str(folder)},
+            env=environment(folder),
             timeout=END_SECONDS,
         )
         assert_nothing_left(launcher, descendants, folder)

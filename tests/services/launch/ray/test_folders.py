@@ -29,7 +29,7 @@ def test_a_file_is_replaced_and_the_folder_removed() -> None:
 
 def test_the_folder_of_a_living_process_stays(tmp_path: Path) -> None:
     folder = OwnedFolder()
-    sweep()
+    assert sweep()
     subprocess.run([sys.executable, "-c", "from services.launch.ray.folders import sweep; sweep()"], check=True)
     assert folder.path.exists()
     folder.remove()
@@ -39,5 +39,5 @@ def test_the_folder_of_a_dead_process_goes(tmp_path: Path) -> None:
     script = "from services.launch.ray.folders import OwnedFolder; print(OwnedFolder().path)"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert Path(done.stdout.strip()).exists()
-    sweep()
+    assert not sweep()
     assert list(tmp_path.iterdir()) == []
