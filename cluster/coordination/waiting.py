@@ -41,7 +41,7 @@ class Waits:
         Returns those that the next step had better leave out: the others are worth more than the wait.
         """
         awaited = [s for s in decoding if s.awaited_since is not None and not s.is_late and s.depth > 0]
-        if len(decoding) > 1:
+        if not all(s.awaited_since is not None and not s.has_answered for s in decoding):
             awaited = [sequence for sequence in awaited if not self._is_new(sequence)]
         if not awaited:
             self._learn((), 0.0)

@@ -18,6 +18,8 @@ logger = logging.getLogger("ray.serve.outrider")
 
 _LONG_POLL_SECONDS = 10.0
 _CALL_SECONDS = 3.0
+# As Serve's controller is: other nodes come and go.
+_ON_THE_HEAD = "node:__internal_head__"
 _NAMESPACE = "outrider"
 _TICK_SECONDS = 0.5
 _UNUSED_SECONDS = 30.0  # then it ends: its application has
@@ -137,5 +139,6 @@ def _get_or_make(name: str, config: PlacementConfig) -> Any:
         "get_if_exists": True,
         "max_restarts": -1,
         "num_cpus": 0,
+        "resources": {_ON_THE_HEAD: 0.001},
     }
     return ray.remote(RegistryActor).options(**options).remote(config)
