@@ -8,6 +8,9 @@ import pytest
 from bench.fault_client import Question
 from bench.fault_load import Answers, under_load
 from bench.fault_ray import FAULTS, RayFaultCluster, measure_fault, programs
+from tests.waiting import eventually
+
+MENDED_SECONDS = 30.0
 
 
 def test_pools_are_where_they_belong_and_known(cluster: RayFaultCluster) -> None:
@@ -51,8 +54,8 @@ def test_no_request_fails_and_no_token_differs(
     print(row)
     assert row.num_sent > len(questions), "the load ended before the fault"
     assert (row.num_failed, row.num_different_tokens) == (0, 0), row
-    assert (len(cluster.members("target")), len(cluster.members("draft"))) == (2, 2)
-    assert len(programs()) == 6
+    assert eventually(lambda: (len(cluster.members("target")), len(cluster.members("draft"))) == (2, 2), MENDED_SECONDS)
+    assert eventually(lambda: len(programs()) == 6, MENDED_SECONDS)
 
 
 def test_a_lost_registry_fills_again(cluster: RayFaultCluster, questions: list[Question], expected: Answers) -> None:
