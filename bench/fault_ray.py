@@ -379,6 +379,7 @@ def measure_on_ray(settings: Sequence[str], questions: Sequence[Question], names
 
 def measure_fault(cluster: RayFaultCluster, name: str, questions: Sequence[Question], expected: Answers) -> Row:
     fault = (FAULTS | LONG_FAULTS)[name]
+    cluster.wait_ready()
     # A rolling update replaces the routers too, each with another port: only Serve's proxy stays where it is.
     urls = [cluster.nodes.proxy_url] if fault is roll else cluster.urls
     tally, note = under_load(
