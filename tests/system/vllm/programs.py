@@ -57,7 +57,11 @@ class Programs:
         """From now on targets are drafted for by these, and by no others."""
         self._write("drafts", *(self.draft_addresses[name] for name in drafts))
         if wait:
+            addresses = {self.draft_addresses[name] for name in drafts}
             assert eventually(lambda: self.links() == [len(drafts)] * len(self.targets), READY_S, _PAUSE_S)
+            assert eventually(
+                lambda: all(self._drafts_of(name) == addresses for name in self.targets), READY_S, _PAUSE_S
+            )
 
     def links(self) -> list[int]:
         """How many are up, of each target that answers, when all that are listed are up."""
@@ -82,6 +86,11 @@ class Programs:
         page = httpx.get(f"http://127.0.0.1:{self._metrics_ports[name]}/metrics", timeout=10).text
         lines = (line for line in page.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+    def _drafts_of(self, name: str) -> set[str]:
+        """The addresses of the draft workers that a target has links to, as its last report says."""
+        links = [key for key in self.counters(name) if key.startswith("outrider_link_bytes_total{")]
+        return {key.split('draft="')[1].split('"')[0] for key in links}
 
     def assert_nothing_in_use(self) -> None:
         for name in [*self.targets, *self.drafts]:
