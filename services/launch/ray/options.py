@@ -104,6 +104,10 @@ def _refuse_what_cannot_work(config: Config) -> None:
             "simulation.round_trip_ms and simulation.loss need the launcher's proxy, which there is not under Ray: "
             "set both to 0, or use --launcher local"
         )
+    if config.draft.placement == "sidecar":
+        raise ConfigurationError(
+            "draft.placement sidecar is not supported under Ray yet: set it to pool, or use --launcher local"
+        )
     workers = {"target": (config.target, config.ray.target), "draft": (config.draft, config.ray.draft)}
     for name, (worker, pool) in workers.items():
         if worker.engine_args.get("distributed_executor_backend") == "ray" or worker.engine_args.get("nnodes", 1) != 1:

@@ -57,6 +57,7 @@ def test_without_speculation_there_is_no_draft_pool(override: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["draft.placement=sidecar"], ["draft.placement sidecar", "--launcher local"]),
         (["simulation.round_trip_ms=5"], ["simulation.round_trip_ms", "--launcher local"]),
         (
             ["target.engine=vllm", "target.engine_args={distributed_executor_backend: ray}"],
