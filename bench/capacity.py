@@ -34,6 +34,7 @@ from pathlib import Path
 
 from bench.in_process import SIMULATED, SimulatedCluster
 from bench.machine import describe_machine
+from bench.workload import p99
 from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.engine.memory_plan import PlannedModel
@@ -279,10 +280,10 @@ class Run:
         return Figures(
             tokens_per_second=scale * self._num_tokens / self._seconds,
             first_token=statistics.median(first),
-            first_token_p99=_p99(first),
+            first_token_p99=p99(first),
             between_tokens=statistics.median(between),
-            between_tokens_p99=_p99(between),
-            pause_p99=_p99(gaps),
+            between_tokens_p99=p99(between),
+            pause_p99=p99(gaps),
             depth=sum(client.num_drafts for client in self._done) / num_rounds,
             num_answers=len(self._done),
             cores=self._cores,
@@ -383,10 +384,6 @@ def _crossing(pools: Sequence[float], other: float) -> str:
 
 def _load(num_clients: int, arguments: argparse.Namespace) -> Load:
     return Load(num_clients, arguments.prompt_tokens, arguments.answer_tokens)
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
 def _processor_seconds() -> float:

@@ -20,7 +20,7 @@ from typing import Any
 from bench.machine import describe_machine
 from bench.models import make_pair
 from bench.peer_client import Burst, ask_all
-from bench.workload import held_out_prompts
+from bench.workload import held_out_prompts, p99
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster
 
@@ -103,11 +103,7 @@ def _latency(burst: Burst) -> Latency:
     first = [answer.first_token_seconds for answer in burst.answers]
     gaps = [gap for answer in burst.answers for gap in answer.token_gaps]
     each = [(a.last_token_seconds - a.first_token_seconds) / (a.num_tokens - 1) for a in burst.answers]
-    return Latency(statistics.median(first), _p99(first), statistics.median(gaps), _p99(gaps), _p99(each))
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+    return Latency(statistics.median(first), p99(first), statistics.median(gaps), p99(gaps), p99(each))
 
 
 def table(document: dict[str, Any]) -> str:

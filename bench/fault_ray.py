@@ -112,16 +112,8 @@ class RayNodes:
     def drain(self, host: str) -> None:
         """As before a spot machine is taken away."""
         command = [
-            *(
-                sys.executable,
-                "-m",
-                "ray.scripts.scripts",
-                "drain-node",
-                "--address",
-                self._cluster.address,
-                "--node-id",
-                self._nodes[host].node_id,
-            ),
+            *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
+            *("--address", self._cluster.address, "--node-id", self._nodes[host].node_id),
             *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the test takes it away"),
             *("--deadline-remaining-seconds", str(_DRAIN_DEADLINE_SECONDS)),
         ]
@@ -278,24 +270,17 @@ Fault = Callable[[RayFaultCluster], str]
 """Does something to a cluster and waits until that is mended; returns what is worth noting."""
 
 
-def kill_target(cluster: RayFaultCluster) -> str:
-    cluster.wait_replaced(cluster.kill("target"))
-    return ""
+def signalled(pool: Pool, signum: signal.Signals = signal.SIGKILL) -> Fault:
+    """One of its programs gets `signum`."""
+
+    def act(cluster: RayFaultCluster) -> str:
+        cluster.wait_replaced(cluster.kill(pool, signum))
+        return ""
+
+    return act
 
 
-def freeze_target(cluster: RayFaultCluster) -> str:
-    cluster.wait_replaced(cluster.kill("target", signal.SIGSTOP))
-    return ""
-
-
-def kill_draft(cluster: RayFaultCluster) -> str:
-    cluster.wait_replaced(cluster.kill("draft"))
-    return ""
-
-
-def kill_router(cluster: RayFaultCluster) -> str:
-    cluster.wait_replaced(cluster.kill("router"))
-    return ""
+kill_router = signalled("router")
 
 
 def lose_target_node(cluster: RayFaultCluster) -> str:
@@ -345,9 +330,9 @@ def restart_head(cluster: RayFaultCluster) -> str:
 
 
 FAULTS: dict[str, Fault] = {
-    "kill a target": kill_target,
-    "freeze a target": freeze_target,
-    "kill a draft": kill_draft,
+    "kill a target": signalled("target"),
+    "freeze a target": signalled("target", signal.SIGSTOP),
+    "kill a draft": signalled("draft"),
     "kill a router": kill_router,
     "lose a target's node": lose_target_node,
     "drain a target's node": drain_target_node,

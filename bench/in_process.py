@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
-import sys
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ from cluster.config import Config
 from cluster.drafters.registry import make_drafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafting.worker import DraftWorker
+from cluster.interpreter import switch_threads_soon
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -38,7 +38,6 @@ from services.launch.local import free_ports
 
 SIMULATED = ("target.engine=simulated", "draft.drafter=simulated")  # settings
 TIMEOUT_SECONDS = 30.0  # for what takes no time
-_SWITCH_INTERVAL_SECONDS = 0.0005  # as in the worker programs: three threads share the interpreter
 _numbers = itertools.count()
 
 ResultT = TypeVar("ResultT")
@@ -68,6 +67,22 @@ class Way:
 
     round_trip_ms: float
     labels: str = ""
+
+
+def simulated_request(
+    seed: int, vocab_size: int, prompt_len: int, max_tokens: int, num_speculative_tokens: int | None
+) -> GenerationRequest:
+    """For a simulated target, whose answer is a matter of the seed alone."""
+    return GenerationRequest(
+        request_id=f"request {seed}",
+        token_ids=[(seed * 31 + place) % vocab_size for place in range(prompt_len)],
+        num_prompt_tokens=prompt_len,
+        params=SamplingParams(),
+        noise_key=NoiseKey.derive(seed, 0),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        num_speculative_tokens=num_speculative_tokens,
+    )
 
 
 class SimulatedCluster:
@@ -107,7 +122,7 @@ class SimulatedCluster:
         return children
 
     def __enter__(self) -> SimulatedCluster:
-        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        switch_threads_soon()  # as in the worker programs: three threads share the interpreter
         keep_collections_short()
         for worker in self.workers:
             worker.start()
@@ -150,23 +165,11 @@ class SimulatedCluster:
 
     def submit(self, max_tokens: int, *, num_speculative_tokens: int | None = None, prompt_len: int = 32) -> str:
         """Starts a request; its number among all of this process's is its seed. Returns its name."""
-        seed = next(_numbers)
-        name = f"request {seed}"
-        prompt = [(seed * 31 + place) % self.target.model.vocab_size for place in range(prompt_len)]
-        self.answers[name] = Answer()
-        self.target.submit(
-            GenerationRequest(
-                request_id=name,
-                token_ids=prompt,
-                num_prompt_tokens=prompt_len,
-                params=SamplingParams(),
-                noise_key=NoiseKey.derive(seed, 0),
-                max_tokens=max_tokens,
-                ignore_eos=True,
-                num_speculative_tokens=num_speculative_tokens,
-            )
-        )
-        return name
+        vocab_size = self.target.model.vocab_size
+        request = simulated_request(next(_numbers), vocab_size, prompt_len, max_tokens, num_speculative_tokens)
+        self.answers[request.request_id] = Answer()
+        self.target.submit(request)
+        return request.request_id
 
     def abort(self, name: str) -> None:
         self.target.abort(name)

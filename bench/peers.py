@@ -30,7 +30,7 @@ from bench.machine import describe_machine
 from bench.models import make_pair
 from bench.peer_client import Burst, answer_all
 from bench.plot_peers import plot
-from bench.workload import held_out_prompts, read_counters
+from bench.workload import held_out_prompts, p99, read_counters
 from cluster.vllm.engine_args import recommended_libraries
 from services.launch.child import Child
 from services.launch.local import free_ports
@@ -255,8 +255,8 @@ def _measure(system: System, temperature: float, num_streams: int, arguments: ar
 
 
 def _result(burst: Burst, before: dict[str, float], after: dict[str, float]) -> Result:
-    first = sorted(answer.first_token_seconds for answer in burst.answers)
-    gaps = sorted(gap for answer in burst.answers for gap in answer.token_gaps)
+    first = [answer.first_token_seconds for answer in burst.answers]
+    gaps = [gap for answer in burst.answers for gap in answer.token_gaps]
     per_token = [
         (answer.last_token_seconds - answer.first_token_seconds) / (answer.num_tokens - 1) for answer in burst.answers
     ]
@@ -267,15 +267,11 @@ def _result(burst: Burst, before: dict[str, float], after: dict[str, float]) -> 
     return Result(
         burst.tokens_per_second,
         statistics.median(first),
-        _p99(first),
+        p99(first),
         statistics.median(per_token),
-        _p99(gaps),
+        p99(gaps),
         1 + accepted / rounds if rounds else None,
     )
-
-
-def _p99(ascending: Sequence[float]) -> float:
-    return ascending[min(len(ascending) - 1, int(0.99 * len(ascending)))]
 
 
 def _tree(pid: int) -> Iterator[int]:

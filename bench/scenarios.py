@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.machine import describe_machine
 from bench.peer_client import Burst, ask_all
-from bench.workload import held_out_prompts, read_counters
+from bench.workload import held_out_prompts, p99, read_counters
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster
 
@@ -116,9 +116,9 @@ def measure(cluster: LocalCluster, work: Work, k: int | str) -> Result:
 
 
 def _result(burst: Burst, acceptance_rate: float | None) -> Result:
-    gaps = sorted(gap for answer in burst.answers for gap in answer.token_gaps)
+    gaps = [gap for answer in burst.answers for gap in answer.token_gaps]
     first = statistics.median(answer.first_token_seconds for answer in burst.answers)
-    return Result(burst.tokens_per_second, first, gaps[int(0.99 * len(gaps))] if gaps else 0.0, acceptance_rate)
+    return Result(burst.tokens_per_second, first, p99(gaps) if gaps else 0.0, acceptance_rate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from bench.in_process import simulated_request
 from cluster.config import Config, SimulationConfig
 from cluster.coordination.link import DraftLink, LinkEvent, LinkState
 from cluster.coordination.pool import DraftPool
@@ -24,9 +25,7 @@ from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafting.worker import DraftWorker
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
-from cluster.speculation.noise import NoiseKey
-from cluster.speculation.params import SamplingParams
-from cluster.targets.base import GenerationOutput, GenerationRequest
+from cluster.targets.base import GenerationOutput
 from cluster.targets.simulated import SimulatedTarget
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
@@ -208,16 +207,7 @@ class VirtualCluster:
 
     def submit(self, max_tokens: int, *, prompt_len: int = 8, num_speculative_tokens: int | None = None) -> str:
         seed = next(self._numbers)
-        request = GenerationRequest(
-            request_id=str(seed),
-            token_ids=[(seed * 31 + place) % _VOCAB_SIZE for place in range(prompt_len)],
-            num_prompt_tokens=prompt_len,
-            params=SamplingParams(),
-            noise_key=NoiseKey.derive(seed, 0),
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            num_speculative_tokens=num_speculative_tokens,
-        )
+        request = simulated_request(seed, _VOCAB_SIZE, prompt_len, max_tokens, num_speculative_tokens)
         self.target.submit(request)
         return request.request_id
 

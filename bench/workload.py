@@ -37,6 +37,11 @@ def held_out_prompts(count: int, seed: int) -> list[list[int]]:
     return prompts
 
 
+def p99(values: Sequence[float]) -> float:
+    """Of at least one value."""
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What one burst of requests gave."""

@@ -1,6 +1,6 @@
 """The configuration: one YAML tree for every program, read once, unknown keys refused.
 
-It is read by `cluster.config_file`. Nothing is read from the environment. What can be derived is a property.
+It is read by `cluster.config_file`, which asks nothing of the environment. What can be derived is a property.
 """
 
 from __future__ import annotations

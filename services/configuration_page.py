@@ -42,8 +42,9 @@ this list wins:
 
 `outrider serve`, the launcher (`--launcher local`, or [`ray`](RAY.md)), and `outrider router`, `outrider target` and
 `outrider draft` all take `--config` and `--set`. An unknown key and a value of another type are errors, in one line
-that names the key; for an unknown key it offers the nearest known one. Nothing is read from the environment. Example
-files are in [`configs/`](../configs).
+that names the key; for an unknown key it offers the nearest known one. The environment is only
+asked where a program is (`OUTRIDER_HOST`, `OUTRIDER_ZONE`, `OUTRIDER_REGION`; see `placement`). Example files are in
+[`configs/`](../configs).
 """
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from cluster.config import SpeculationConfig
 from cluster.coordination.probing import Probing
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
@@ -12,7 +14,7 @@ from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptan
 from cluster.speculation.costs import LearnedCurve
 from cluster.speculation.depth import Candidate, NextStep, make_controller
 from cluster.speculation.drafts import is_chain
-from cluster.speculation.goodput import StepCosts
+from cluster.speculation.goodput import FloatArray, StepCosts
 from cluster.speculation.prompts import PromptLoad, StepSeconds
 from cluster.speculation.tree import RoundTime, Shape, num_levels
 from cluster.speculation.tree_policy import Template, TreePolicy
@@ -69,6 +71,10 @@ class DepthPlanner:
         if known is None:
             known = self._rates[kind] = PositionRates(self._max_depth)
         return known
+
+    def survival(self, model: str, temperature: float) -> FloatArray:
+        """How likely a draft of `model` at depth 1, 2, ... is committed."""
+        return np.asarray(np.cumprod(self.rates(model, temperature).rates), np.float64)
 
     def drafted_by(self, sequence: SpeculativeSequence, model: str) -> None:
         """`sequence`, which has joined, is or would be drafted for by `model`: another model begins anew with it."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
-from cluster.speculation.goodput import FloatArray
 from cluster.telemetry.metrics import Reading
 
 _SECONDS = 1.0  # between two estimates
@@ -78,7 +77,7 @@ class Gains:
             if not known:
                 continue
             survival = sum(
-                (count * self._survival(model, temperature) for temperature, count in temperatures.items()),
+                (count * self._planner.survival(model, temperature) for temperature, count in temperatures.items()),
                 np.zeros(1),
             ) / sum(temperatures.values())
             depths = np.arange(1, len(survival) + 1)
@@ -86,9 +85,6 @@ class Gains:
             waits = np.min([link.costs.wait_seconds(depths, batches) for link in known], axis=0)
             goodputs[model] = float(costs.rates(survival, waits).max()) / costs.plain_rate / handicap
         return goodputs
-
-    def _survival(self, model: str, temperature: float) -> FloatArray:
-        return np.asarray(np.cumprod(self._planner.rates(model, temperature).rates), np.float64)
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""

@@ -41,8 +41,12 @@ class Waits:
         Returns those that the next step had better leave out: the others are worth more than the wait.
         """
         awaited = [s for s in decoding if s.awaited_since is not None and not s.is_late and s.depth > 0]
-        if not all(s.awaited_since is not None and not s.has_answered for s in decoding):
-            awaited = [sequence for sequence in awaited if not self._is_new(sequence)]
+        if any(s.awaited_since is None or s.has_answered for s in decoding):
+            # Drafters of new sequences still compute the tokens that these were opened with: others do not wait.
+            for sequence in awaited:
+                if not sequence.has_answered:
+                    sequence.gave_up()
+            awaited = [s for s in awaited if s.has_answered]
         if not awaited:
             self._learn((), 0.0)
             return ()
@@ -66,13 +70,6 @@ class Waits:
             self._learn({s.link for s in awaited}, now - started_at)
         self._stats.wait_seconds += now - started_at
         return ()
-
-    @staticmethod
-    def _is_new(sequence: SpeculativeSequence) -> bool:
-        """Whether its drafter still computes the tokens that it was opened with: others do not wait for that."""
-        if not sequence.has_answered:
-            sequence.gave_up()
-        return not sequence.has_answered
 
     def should_not_wait(self, num_plain: int, awaited: Sequence[SpeculativeSequence], seconds_to_wait: float) -> bool:
         """Whether the next step should be of all, with the proposals that are here, as most would wait for nothing.

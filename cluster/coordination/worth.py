@@ -22,10 +22,9 @@ class Worth:
         Of one that nothing was measured of, the way is guessed by its place, and all else taken to be as with the
         others of `links`, those of the same model first.
         """
-        rates, needs = self._planner.rates(link.model, temperature).rates, self._planner.needs
+        survival, needs = self._planner.survival(link.model, temperature), self._planner.needs
         costs = self._planner.step_costs(self._planner.num_planned_rows)
-        survival = np.asarray(np.cumprod(rates), np.float64)
-        depths = np.arange(1, len(rates) + 1)
+        depths = np.arange(1, len(survival) + 1)
         batches = np.full(len(depths), max(1, len(link.sequences) + num_more))
         waits = np.zeros(len(depths))
         known = link if link.costs.is_known else _like(link, links)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster.config import PlacementConfig
+from cluster.place import Place
 
 Pool = Literal["router", "target", "draft"]
 
@@ -19,12 +20,9 @@ _FENCE_SECONDS = 120.0  # an announcement that is later than this is not on its 
 
 
 @dataclass(frozen=True, slots=True)
-class NodeLabels:
-    """Where a worker is; None: the node does not say."""
+class NodeLabels(Place):
+    """Where a worker is, and on what; None: the node does not say."""
 
-    host: str | None = None
-    zone: str | None = None
-    region: str | None = None
     accelerator: str | None = None
 
 

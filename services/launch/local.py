@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import signal
 import socket
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +20,7 @@ from cluster.errors import ConfigurationError, UnavailableError
 from services.launch.checks import check_models
 from services.launch.child import Child, end_all
 from services.launch.cores import CoreShares, divide_cores
+from services.launch.foreground import StopSignals, announce, read_health
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +110,7 @@ class LocalCluster:
 
     def health(self) -> dict[str, Any] | None:
         """What the router says at /health; None unless the whole path can answer."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
-                body: dict[str, Any] = json.load(response)
-                return body
-        except (urllib.error.URLError, OSError):
-            return None
+        return read_health(self.url)
 
     def is_ready(self) -> bool:
         """Whether every target answers and every one of its links is up."""
@@ -171,43 +163,22 @@ class LocalCluster:
 
 def serve(config: Config) -> int:
     """Runs a cluster until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
-    num_signals = 0
-
-    def stop(*_: object) -> None:
-        nonlocal num_signals
-        num_signals += 1
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, stop)
+    signals = StopSignals()
     started_at = time.monotonic()
     is_announced = False
     cluster = LocalCluster(config)
     try:
         cluster.start()
-        while not num_signals:
+        while not signals.count:
             cluster.watch()
             if not is_announced and cluster.is_ready():
                 is_announced = True
-                _announce(cluster, time.monotonic() - started_at)
+                announce(cluster.config, [cluster.url], time.monotonic() - started_at)
             time.sleep(_POLL_SECONDS if not is_announced else 0.2)
         logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
     finally:
-        cluster.stop(is_hurried=lambda: num_signals > 1)
+        cluster.stop(signals.is_hurried)
     return 0
-
-
-def _announce(cluster: LocalCluster, seconds: float) -> None:
-    if cluster.config.target.engine == "simulated":
-        print("\nTarget and draft are simulated: what they generate means nothing.", flush=True)
-    print(
-        f"""
-Outrider is ready at {cluster.url} after {seconds:.1f} s. Try:
-
-  curl {cluster.url}/v1/completions -H 'Content-Type: application/json' \\
-    -d '{{"prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
-""",
-        flush=True,
-    )
 
 
 def _local_url(host: str, port: int) -> str:

@@ -12,7 +12,7 @@ from cluster.config_file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, parse_gpus, parse_price
-from cluster.planning.options import ClusterRequest, options
+from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS, NGRAM_ACCEPTANCE, ClusterRequest, options
 from cluster.planning.planner import Load, Option, most_sequences, plan
 from cluster.planning.published import checked_table
 from cluster.planning.report import notes, plans_table, published_table, to_json
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds = parser.add_argument_group("speculation")
     rounds.add_argument("--acceptance", type=float, default=0.78, metavar="RATE", help="of the draft; default .78")
     rounds.add_argument("--int4-acceptance", type=float, metavar="RATE", help="default: .724/.78 of --acceptance")
-    rounds.add_argument("--ngram-acceptance", type=float, default=0.3, metavar="RATE", help="default .3")
+    rounds.add_argument("--ngram-acceptance", type=float, default=NGRAM_ACCEPTANCE, metavar="RATE", help="default .3")
     rounds.add_argument(
         "--num-speculative-tokens", type=int, choices=range(0, 65), metavar="K", help="default: what pays best"
     )
@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument(
         "--local-round-trip-ms",
         type=_not_below_zero,
-        default=0.9,
+        default=1e3 * LOCAL_ROUND_TRIP_SECONDS,
         metavar="MS",
         help="between target and draft on this machine, not timed here; default 0.9, of `bench.coordination`",
     )

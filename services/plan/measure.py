@@ -23,6 +23,7 @@ from cluster.drafters.registry import make_drafter
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
+from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from cluster.planning.planner import Load, Option
 from cluster.planning.rounds import Drafting
 from cluster.planning.steps import MeasuredSteps
@@ -31,9 +32,6 @@ from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest
 from services.launch.cores import divide_cores
 from services.worker import prepare_process
-
-# Coordination that target or draft waits for, and transport, of one sequence: `bench.coordination`, 2 cores of Zen 5.
-ROUND_TRIP_SECONDS = 0.9e-3
 
 _DEPTHS = (0, 1, 2, 4, 8, 16)
 _WARM_UP, _REPEATS = 2, 9
@@ -57,7 +55,7 @@ def measured_options(
     acceptance_rate: float,
     temperature: float,
     num_speculative_tokens: int | None,
-    round_trip_seconds: float = ROUND_TRIP_SECONDS,
+    round_trip_seconds: float = LOCAL_ROUND_TRIP_SECONDS,
 ) -> list[Option]:
     """Without speculation, and with the draft on the target's cores. Raises ConfigurationError."""
     times = measure_steps(config, load, temperature)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 
 import ray
@@ -18,6 +14,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
+from services.launch.foreground import StopSignals, announce, read_health
 from services.launch.ray.app import build_configured_app
 from services.launch.ray.folders import sweep
 from services.launch.ray.registry import end_registry, find_view
@@ -124,14 +121,7 @@ def serve(config: Config) -> int:
     """Runs the application until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
     started_at = time.monotonic()
     _join(config, start=True)
-    num_signals = 0
-
-    def stop(*_: object) -> None:
-        nonlocal num_signals
-        num_signals += 1
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, stop)
+    signals = StopSignals()
     application = RayApplication(config)
     is_announced = False
     running_since: float | None = None
@@ -139,17 +129,18 @@ def serve(config: Config) -> int:
     try:
         application.start()
         has_begun = True
-        while not num_signals:
+        while not signals.count:
             if application.is_running() and not is_announced:
                 running_since = running_since or time.monotonic()
                 if application.is_joined() or time.monotonic() > running_since + _LINKS_SECONDS:
                     is_announced = True
-                    _announce(application, time.monotonic() - started_at)
+                    urls = application.urls() or ["http://(see `serve status`)"]
+                    announce(config, urls, time.monotonic() - started_at)
             time.sleep(_POLL_SECONDS)
         logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
     finally:
         if has_begun:
-            application.stop(lambda: num_signals > 1)
+            application.stop(signals.is_hurried)
         ray.shutdown()
         sweep()
     return 0
@@ -195,11 +186,10 @@ def _serve_runs() -> bool:
 
 
 def _is_joined(url: str, num_targets: int, num_drafts: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-            targets = json.load(response)["targets"]
-    except (urllib.error.URLError, OSError):
+    health = read_health(url)
+    if health is None:
         return False
+    targets = health["targets"]
     return len(targets) == num_targets and all(
         target["problem"] is None and target["num_draft_links"] == num_drafts for target in targets
     )
@@ -209,18 +199,3 @@ def _last_line(message: str) -> str:
     """Serve's messages end with a traceback, whose last line is the reason."""
     lines = message.strip().splitlines()
     return lines[-1].strip() if lines else ""
-
-
-def _announce(application: RayApplication, seconds: float) -> None:
-    if application.config.target.engine == "simulated":
-        print("\nTarget and draft are simulated: what they generate means nothing.", flush=True)
-    urls = application.urls() or ["http://(see `serve status`)"]
-    print(
-        f"""
-Outrider is ready at {", ".join(urls)} after {seconds:.1f} s. Try:
-
-  curl {urls[0]}/v1/completions -H 'Content-Type: application/json' \\
-    -d '{{"prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
-""",
-        flush=True,
-    )
