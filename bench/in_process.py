@@ -74,7 +74,7 @@ def simulated_request(
 ) -> GenerationRequest:
     """For a simulated target, whose answer is a matter of the seed alone."""
     return GenerationRequest(
-        request_id=f"request {seed}",
+        request_id=str(seed),
         token_ids=[(seed * 31 + place) % vocab_size for place in range(prompt_len)],
         num_prompt_tokens=prompt_len,
         params=SamplingParams(),
