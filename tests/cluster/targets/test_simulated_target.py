@@ -28,7 +28,7 @@ def generate(running: SimulatedCluster, depths: Sequence[int | None], max_tokens
     """One request for each of `depths`, together; the answers by seed."""
     names = [running.submit(max_tokens, num_speculative_tokens=k, prompt_len=PROMPT_LEN) for k in depths]
     running.wait(names, timeout=60)
-    return {int(name.split()[1]): running.answers[name] for name in names}
+    return {int(name): running.answers[name] for name in names}
 
 
 @pytest.mark.parametrize("settings", [(), ("speculation.tree_width=3",), ("simulation.round_trip_ms=2",)])
