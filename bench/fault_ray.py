@@ -32,7 +32,7 @@ from services.launch.local import free_ports
 from services.launch.ray.folders import sweep
 from services.launch.ray.launcher import RayApplication
 from services.launch.ray.registry import end_registry, find_view
-from services.launch.ray.scaling import scale_drafts
+from services.launch.ray.scaling import scale
 
 READY_SECONDS = 120.0
 _POLL_SECONDS = 0.1
@@ -235,7 +235,7 @@ class RayFaultCluster:
 
     def scale(self, num_drafts: int) -> None:
         """And waits until so many are there and in use."""
-        self._overrides.append(f"draft.replicas={scale_drafts(self.config, num_drafts)}")
+        self._overrides.append(f"draft.replicas={scale(self.config, 'draft', num_drafts)}")
         self.application.config = self.config
         self.wait_ready()
 

@@ -348,12 +348,40 @@ class RayRouterConfig(RayPoolConfig):
     )
 
 
+class RayTargetConfig(RayPoolConfig):
+    min_replicas: PositiveInt = Field(1, description="fewer target workers are not scaled to")
+    max_replicas: PositiveInt | None = Field(None, description="more target workers are not scaled to; null: no limit")
+
+
 class RayDraftConfig(RayPoolConfig):
     num_cpus: _NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
     min_replicas: Annotated[int, Field(ge=0)] = Field(1, description="fewer draft workers are not scaled to")
-    max_replicas: PositiveInt | None = Field(
-        None, description="more draft workers are not scaled to; null: no limit but `draft.replicas` at the start"
+    max_replicas: PositiveInt | None = Field(None, description="more draft workers are not scaled to; null: no limit")
+
+
+class RayScalingConfig(_Section):
+    """Scaling of the target pool and of the draft pool, by one policy."""
+
+    mode: Literal["off", "advise", "act"] = Field(
+        "off",
+        description="advise: decisions are logged and are metrics, and nothing else; act: Serve carries them out, "
+        "within the `min_replicas` and `max_replicas` of both pools",
     )
+    interval_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="how often the policy looks")
+    target_use: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.8,
+        description="how full targets should be: of KV blocks or of `target.max_num_seqs`, whichever is fuller",
+    )
+    queued_tokens: PositiveInt = Field(
+        4096, description="so many tokens of sequences that wait for a target are worth a target more"
+    )
+    draft_gain: Annotated[float, Field(gt=0)] = Field(
+        0.05,
+        description="what a draft worker must bring by the targets' own measures, in tokens a second of one target "
+        "without drafts: about what it costs beside a target. One that brings less than half of that is taken away",
+    )
+    upscale_delay_seconds: _NotNegative = Field(15.0, description="how long more must have been wanted")
+    downscale_delay_seconds: _NotNegative = Field(120.0, description="how long fewer must have been wanted")
 
 
 class RayConfig(_Section):
@@ -371,8 +399,9 @@ class RayConfig(_Section):
         "null: no proxy, clients call the routers",
     )
     router: RayRouterConfig = Field(RayRouterConfig(), description="Each router.")
-    target: RayPoolConfig = Field(RayPoolConfig(), description="Each target worker.")
+    target: RayTargetConfig = Field(RayTargetConfig(), description="Each target worker.")
     draft: RayDraftConfig = Field(RayDraftConfig(), description="Each draft worker.")
+    scaling: RayScalingConfig = Field(RayScalingConfig(), description="How many of both there are.")
 
 
 class PlacementConfig(_Section):
@@ -430,12 +459,20 @@ class Config(_Section):
     )
 
     @model_validator(mode="after")
-    def _drafts_within_bounds(self) -> Config:
-        least, most = self.ray.draft.min_replicas, self.ray.draft.max_replicas
-        if most is not None and most < least:
-            raise ValueError(f"ray.draft.max_replicas {most} is less than ray.draft.min_replicas {least}")
-        if most is not None and self.draft.replicas > most:
-            raise ValueError(f"draft.replicas {self.draft.replicas} is more than ray.draft.max_replicas {most}")
+    def _replicas_within_bounds(self) -> Config:
+        for pool, replicas, bounds in (
+            ("target", self.target.replicas, self.ray.target),
+            ("draft", self.draft.replicas, self.ray.draft),
+        ):
+            least, most = bounds.min_replicas, bounds.max_replicas
+            if most is None:
+                if self.ray.scaling.mode == "act":
+                    raise ValueError(f"ray.scaling.mode act needs a bound: set ray.{pool}.max_replicas")
+                continue
+            if most < least:
+                raise ValueError(f"ray.{pool}.max_replicas {most} is less than ray.{pool}.min_replicas {least}")
+            if replicas > most:
+                raise ValueError(f"{pool}.replicas {replicas} is more than ray.{pool}.max_replicas {most}")
         return self
 
     @model_validator(mode="after")
@@ -492,9 +529,14 @@ class Config(_Section):
         return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
 
     @property
-    def drafts_in_pool(self) -> bool:
+    def has_draft_workers(self) -> bool:
         """Whether there are draft workers at all."""
         return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
+
+    @property
+    def has_sidecars(self) -> bool:
+        """Whether they belong to one target each."""
+        return self.has_draft_workers and self.draft.placement == "sidecar" and self.draft.replicas > 0
 
 
 def _refuse_vllm_settings(section: str, worker: WorkerConfig, because: str) -> None:

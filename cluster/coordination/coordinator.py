@@ -33,6 +33,7 @@ from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
 from cluster.coordination.worth import Worth
 from cluster.engine.limits import StepLimits
+from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply
@@ -143,6 +144,10 @@ class Coordinator:
     def close(self, sequence: SpeculativeSequence) -> None:
         """`sequence` has ended; its drafter is told with the next message."""
         self._openings.remove(sequence)
+
+    def demand(self) -> DraftDemand | None:
+        """What drafts would give; None: not known. Any thread."""
+        return self._gains.demand()
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""

@@ -227,6 +227,10 @@ class ActiveLink:
             self.costs.observe_wait(seconds, self.depth_owed, self.num_owed)
             self.num_owed = self.depth_owed = 0
 
+    def went_without(self) -> None:
+        """A step did not wait for what was owed, and has not got it, which says nothing of what a wait would be."""
+        self.num_owed = self.depth_owed = 0
+
     def was_late(self, now: float) -> None:
         """A step gave up waiting for one of its proposals."""
         self.late_since = self.late_since or now

@@ -48,6 +48,8 @@ class Waits:
                     sequence.gave_up()
             awaited = [s for s in awaited if s.has_answered]
         if not awaited:
+            for link in {s.link for s in decoding if s.is_late and s.link is not None}:
+                link.went_without()
             self._learn((), 0.0)
             return ()
         now = started_at = self._clock()

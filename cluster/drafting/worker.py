@@ -22,6 +22,7 @@ _ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may cha
 logger = logging.getLogger(__name__)
 
 _MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes somebody must open sequences too
+_SILENT_SECONDS = 0.5  # after which a coordinator hears how long steps take, if nothing else
 _BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
 
 Deliver = Callable[[SpeculateReply], None]
@@ -33,6 +34,7 @@ class _Link:
     """Where replies go, and what its coordinator is told of the time they took."""
 
     deliver: Deliver
+    answered_at: float  # the last time
     received_at: float = 0.0  # the last request
     step_seconds: float = 0.0  # the last step that had a sequence of it
     batch: int = 0  # its sequences in that step
@@ -129,7 +131,7 @@ class DraftWorker:
         """A new link, whose replies go to `deliver`. Returns its number."""
         with self._wake:
             self._num_links_ever += 1
-            self._links[self._num_links_ever] = _Link(deliver)
+            self._links[self._num_links_ever] = _Link(deliver, self._clock())
             return self._num_links_ever
 
     def receive(self, link: int, request: SpeculateRequest) -> None:
@@ -193,13 +195,18 @@ class DraftWorker:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.wire_id)
             self._collect_proposals(replies)
+            # A draft that is slower than the target has each proposal outdated before it is complete.
+            for number in {entry.link for entry in batch} - replies.keys():
+                replies[number] = SpeculateReply()
             self._send(replies)
 
     def _send(self, replies: dict[int, SpeculateReply]) -> None:
+        now = self._clock()
         for number, reply in replies.items():
             link = self._links.get(number)
-            if reply and link is not None:
-                reply.timing = link.timing(self._clock())
+            if link is not None and (reply or now > link.answered_at + _SILENT_SECONDS):
+                link.answered_at = now
+                reply.timing = link.timing(now)
                 reply.credit = self._drafter.free_tokens
                 link.deliver(reply)
 

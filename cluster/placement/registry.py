@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cluster.config import PlacementConfig
-from cluster.place import Place
+from cluster.place import Endpoint, Place
+from cluster.speculation.demand import DraftDemand
 
 Pool = Literal["router", "target", "draft"]
 
@@ -30,6 +31,9 @@ class NodeLabels(Place):
 class Load:
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0  # of the sequences that wait
+    kv_use: float = 0.0  # share of the KV blocks
+    demand: DraftDemand | None = None  # of a target that has measured what drafts give
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,11 @@ class View:
         return self.incarnation, self.version
 
 
-def addresses_after(last: Sequence[str], view: View) -> tuple[str, ...]:
+def endpoints_after(last: Sequence[Endpoint], view: View) -> tuple[Endpoint, ...]:
     """The list of a caller that had `last`."""
-    current = tuple(member.address for member in view.members)
-    return current if view.is_settled else tuple(dict.fromkeys((*last, *current)))
+    current = {member.address: Endpoint(member.address, member.node) for member in view.members}
+    known = {endpoint.address: endpoint for endpoint in last}
+    return tuple((current if view.is_settled else known | current).values())
 
 
 class Registry:

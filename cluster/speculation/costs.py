@@ -154,6 +154,7 @@ class LinkCosts:
     """What one draft worker's proposals take."""
 
     def __init__(self, max_batch: int) -> None:
+        self.largest_batch = 0  # whose step was observed
         self._draft_step = LearnedCurve(max_batch)
         self._overhead: float | None = None  # network, and waiting behind others' work
         self._waited_share = 1.0  # of the time that a proposal takes, what the target really waited
@@ -188,6 +189,7 @@ class LinkCosts:
         for overhead, step_seconds, batch in replies:
             if step_seconds > 0.0:
                 self._draft_step.observe(max(1, batch), step_seconds)
+                self.largest_batch = max(self.largest_batch, batch)
             overhead = max(0.0, overhead)
             if self._overhead is None:
                 self._overhead = overhead

@@ -37,6 +37,8 @@ class StepCosts:
     def rates(self, survival: FloatArray, wait_seconds: FloatArray) -> FloatArray:
         """Tokens a second of one sequence, by depth from 1 on; 0 where no step waits so long.
 
+        The last axis of `wait_seconds` is the depth; others are alternatives.
+
         Before any step's time is known it is left out: what remains compares draft workers all the same.
         """
         depths = np.arange(1, len(survival) + 1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import OutriderError
+from cluster.speculation.demand import DraftDemand
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.telemetry.metrics import Reading
@@ -48,6 +49,8 @@ class TargetLoad:
     num_blocks: int
     num_draft_links: int
     num_draft_endpoints: int = 0  # draft workers that are listed now
+    num_waiting_tokens: int = 0  # of the sequences that wait
+    demand: DraftDemand | None = None  # None: nothing is known of what drafts give
 
 
 @dataclass(frozen=True, slots=True)

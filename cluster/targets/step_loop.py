@@ -113,9 +113,13 @@ class StepLoop(Target):
             self._wake.notify()
 
     def load(self) -> TargetLoad:
+        waiting = [sequence.token_ids for sequence in list(self._scheduler.waiting)]  # copied: it changes meanwhile
+        waiting += [request.token_ids for request in self._submitted]
         return TargetLoad(
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting) + len(self._submitted),
+            num_waiting=len(waiting),
+            num_waiting_tokens=sum(map(len, waiting)),
+            demand=self._coordinator.demand(),
             num_used_blocks=self._blocks.num_used_blocks,
             num_blocks=self._blocks.num_blocks,
             num_draft_links=self._pool.num_links_up,

@@ -70,6 +70,7 @@ class Rounds(Protocol):
 class EngineLoad:
     num_running: int
     num_waiting: int
+    num_waiting_tokens: int
     num_used_blocks: int
     num_blocks: int
 
@@ -94,7 +95,9 @@ class RoundScheduler(Scheduler):
         num_running, num_waiting = self.get_request_counts()
         pool = self.kv_cache_manager.block_pool
         num_blocks = pool.num_gpu_blocks - 1  # one is never used
-        return EngineLoad(num_running, num_waiting, num_blocks - pool.get_num_free_blocks(), num_blocks)
+        num_waiting_tokens = sum(request.num_tokens for request in [*self.waiting, *self.kv_holding_waiting])
+        num_used_blocks = num_blocks - pool.get_num_free_blocks()
+        return EngineLoad(num_running, num_waiting, num_waiting_tokens, num_used_blocks, num_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         held_back = self._begin()

@@ -209,7 +209,7 @@ def _drafts_share_cores(config: Config) -> bool:
 
 def _resolve(config: Config) -> Config:
     """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
-    if not config.drafts_in_pool:
+    if not config.has_draft_workers:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
     elif config.draft.placement == "sidecar":
         number = config.draft.replicas * config.target.replicas

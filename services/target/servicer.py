@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cluster.config import Config
+from cluster.speculation.demand import DraftDemand
 from cluster.targets.base import Target
 from cluster.wire.replies import EPOCH_KEY, encode_replies
 from cluster.wire.version import WIRE_VERSION
@@ -85,6 +86,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                 num_waiting=load.num_waiting,
                 num_used_blocks=load.num_used_blocks,
                 num_blocks=load.num_blocks,
+                num_waiting_tokens=load.num_waiting_tokens,
+                draft_demand=_demand(load.demand),
             ),
             epoch=self._epoch,
             num_speculative_tokens=speculation.num_speculative_tokens,
@@ -98,3 +101,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             advertised_address=self._advertised_address,
             wire_version=WIRE_VERSION,
         )
+
+
+def _demand(demand: DraftDemand | None) -> types_pb2.DraftDemand | None:
+    if demand is None:
+        return None
+    return types_pb2.DraftDemand(num_sequences=demand.num_sequences, goodputs=demand.goodputs)

@@ -159,6 +159,8 @@ class CoordinatedScheduler(RoundScheduler):
             load.num_blocks,
             pool.num_links_up,
             pool.num_endpoints,
+            load.num_waiting_tokens,
+            self.rounds.demand() if isinstance(self.rounds, CoordinatedRounds) else None,
         )
         self._channel.send(Status(target_load, self._heartbeat.is_stuck, list(self._readings(target_load))))
 

@@ -20,6 +20,7 @@ from cluster.coordination.coordinator import Coordinator, StepTiming
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.engine.limits import StepLimits
+from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.coupling import Coupling
@@ -58,7 +59,7 @@ def _contained(
 
 
 class CoordinatedRounds:
-    """`cluster.vllm.scheduler.Rounds` with a coordinator; belongs to the engine core's thread but for `readings`."""
+    """`cluster.vllm.scheduler.Rounds` with a coordinator; for the engine core's thread, but for what says otherwise."""
 
     def __init__(
         self,
@@ -137,6 +138,10 @@ class CoordinatedRounds:
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is not None:
             self._coordinator.close(sequence)
+
+    def demand(self) -> DraftDemand | None:
+        """As the coordinator's; any thread."""
+        return self._coordinator.demand()
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""

@@ -70,7 +70,7 @@ class VllmTarget(Target):
             raise ConfigurationError(f"vLLM cannot run {target.model!r}: {first_line(error)}") from error
         finally:
             listener.close()
-        if config.drafts_in_pool:
+        if config.has_draft_workers:
             self._call(self._profile())
         model = self._llm.model_config
         self.model = TargetModel(
@@ -87,7 +87,7 @@ class VllmTarget(Target):
         args.additional_config = CoreSettings(
             channel,
             speculation,
-            self._config.drafts_in_pool,
+            self._config.has_draft_workers,
             tokenizer_fingerprint,
             Place.own(placement, os.environ),
             placement.trial_share,

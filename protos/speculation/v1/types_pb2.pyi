@@ -163,12 +163,20 @@ class Load(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     NUM_USED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_DEMAND_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """sequences that hold KV blocks"""
     num_waiting: _builtins.int
     """sequences that wait for blocks"""
     num_used_blocks: _builtins.int
     num_blocks: _builtins.int
+    num_waiting_tokens: _builtins.int
+    """of the sequences that wait"""
+    @_builtins.property
+    def draft_demand(self) -> Global___DraftDemand:
+        """of a target that has measured what drafts give"""
+
     def __init__(
         self,
         *,
@@ -176,11 +184,41 @@ class Load(_message.Message):
         num_waiting: _builtins.int = ...,
         num_used_blocks: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        num_waiting_tokens: _builtins.int = ...,
+        draft_demand: Global___DraftDemand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_demand", b"draft_demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_demand", b"draft_demand", "num_blocks", b"num_blocks", "num_running", b"num_running", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class DraftDemand(_message.Message):
+    """What drafts would give a target, by its controller's own measures."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    GOODPUTS_FIELD_NUMBER: _builtins.int
+    num_sequences: _builtins.int
+    """that may be drafted for"""
+    @_builtins.property
+    def goodputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """tokens a second over plain decoding, with 1, 2, 4, ... sequences a draft worker"""
+
+    def __init__(
+        self,
+        *,
+        num_sequences: _builtins.int = ...,
+        goodputs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodputs", b"goodputs", "num_sequences", b"num_sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftDemand: _TypeAlias = DraftDemand  # noqa: Y015

@@ -17,7 +17,8 @@ from cluster.errors import ConfigurationError
 from services.launch.foreground import StopSignals, announce, read_health
 from services.launch.ray.app import build_configured_app
 from services.launch.ray.folders import sweep
-from services.launch.ray.registry import end_registry, find_view
+from services.launch.ray.registry import end_registry, find_decisions, find_view
+from services.launch.ray.scaling import sentence
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +69,21 @@ class RayApplication:
             )
             status_word, reason = deployment.status.value.lower(), _last_line(deployment.message)
             said = f"{pool}: {status_word} ({states or 'no replicas'}) {reason}".strip()
-            if said != self._said.get(pool):
-                self._said[pool] = said
-                logger.info("%s", said)
+            self._say(pool, said, said)
+        if self.config.ray.scaling.mode != "off":
+            for decision in find_decisions(self.name):
+                what = f"{decision.current} to {decision.settled}"
+                self._say(f"scaling of {decision.pool}", what, sentence(decision))
         if status.status == ApplicationStatus.DEPLOY_FAILED:
             reasons = [_last_line(deployment.message) for deployment in status.deployments.values()]
             raise ConfigurationError(f"cannot start: {'; '.join(filter(None, reasons)) or _last_line(status.message)}")
         return bool(status.status == ApplicationStatus.RUNNING)
+
+    def _say(self, subject: str, what: str, sentence: str) -> None:
+        """Unless `what` was the last that was said of it."""
+        if what != self._said.get(subject):
+            self._said[subject] = what
+            logger.info("%s", sentence)
 
     def urls(self) -> list[str]:
         """Of the routers."""
@@ -84,13 +93,14 @@ class RayApplication:
     def is_joined(self) -> bool:
         """Whether every router can use every target, and these have all their links."""
         urls = self.urls()
-        return len(urls) == self.config.ray.router.replicas and all(
-            _is_joined(url, self.config.target.replicas, self._num_drafts) for url in urls
-        )
+        return len(urls) == self.config.ray.router.replicas and all(_is_joined(url, *self._num_workers) for url in urls)
 
     @property
-    def _num_drafts(self) -> int:
-        return self.config.draft.replicas if self.config.drafts_in_pool else 0
+    def _num_workers(self) -> tuple[int | None, int | None]:
+        """Targets, and draft workers of each; None where that changes by itself."""
+        if self.config.ray.scaling.mode == "act":
+            return None, None
+        return self.config.target.replicas, self.config.draft.replicas if self.config.has_draft_workers else 0
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Lets what runs finish, each program within its time, unless `is_hurried`; then nothing of it is left."""
@@ -185,13 +195,16 @@ def _serve_runs() -> bool:
     return True
 
 
-def _is_joined(url: str, num_targets: int, num_drafts: int) -> bool:
+def _is_joined(url: str, num_targets: int | None, num_drafts: int | None) -> bool:
     health = read_health(url)
     if health is None:
         return False
     targets = health["targets"]
-    return len(targets) == num_targets and all(
-        target["problem"] is None and target["num_draft_links"] == num_drafts for target in targets
+    return len(targets) == (num_targets or len(targets)) and all(
+        target["problem"] is None
+        and target["num_draft_links"] == target["num_draft_links_configured"]
+        and num_drafts in (None, target["num_draft_links"])
+        for target in targets
     )
 
 

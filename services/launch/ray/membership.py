@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.config import PlacementConfig
-from cluster.placement.registry import Announcement, Pool, addresses_after
+from cluster.config import Config
+from cluster.place import Endpoint
+from cluster.placement.registry import Announcement, Pool, endpoints_after
 from services.launch.ray.folders import OwnedFolder
 from services.launch.ray.registry import RegistryClient
 
@@ -24,7 +25,7 @@ class Announcer:
     def __init__(
         self,
         application: str,
-        config: PlacementConfig,
+        config: Config,
         describe: Callable[[], Announcement | None],
         has_ended: Callable[[], bool],
     ) -> None:
@@ -32,7 +33,7 @@ class Announcer:
         self._registry = RegistryClient(application, config)
         self._describe = describe
         self._has_ended = has_ended
-        self._heartbeat_seconds = config.heartbeat_seconds
+        self._heartbeat_seconds = config.placement.heartbeat_seconds
         self._listed: Announcement | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
@@ -65,13 +66,13 @@ class Announcer:
 
 
 class Follower:
-    """Keeps a file that lists the addresses of a pool, for a program that follows `file:` addresses."""
+    """Keeps a file that lists the workers of a pool and their places, for a program that follows `file:` addresses."""
 
-    def __init__(self, application: str, config: PlacementConfig, pool: Pool, folder: OwnedFolder) -> None:
+    def __init__(self, application: str, config: Config, pool: Pool, folder: OwnedFolder) -> None:
         self._registry = RegistryClient(application, config)
         self._pool = pool
         self._folder = folder
-        self._addresses: tuple[str, ...] = ()
+        self._endpoints: tuple[Endpoint, ...] = ()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"follower of {pool}", daemon=True)
 
@@ -93,11 +94,12 @@ class Follower:
                 self._stopping.wait(_PAUSE_SECONDS)
                 continue
             stamp = view.stamp
-            addresses = addresses_after(self._addresses, view)
-            if addresses != self._addresses and not self._stopping.is_set():
-                self._addresses = addresses
+            endpoints = endpoints_after(self._endpoints, view)
+            if endpoints != self._endpoints and not self._stopping.is_set():
+                self._endpoints = endpoints
                 self._write()
-                logger.info("%s workers now: %s", self._pool, ", ".join(addresses) or "none")
+                listed = ", ".join(endpoint.address for endpoint in endpoints)
+                logger.info("%s workers now: %s", self._pool, listed or "none")
 
     def _write(self) -> Path:
-        return self._folder.replace(f"{self._pool}s", "".join(f"{address}\n" for address in self._addresses))
+        return self._folder.replace(f"{self._pool}s", "".join(f"{endpoint}\n" for endpoint in self._endpoints))

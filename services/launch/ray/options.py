@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import Config, RayPoolConfig, WorkerConfig
 from cluster.errors import ConfigurationError
 from cluster.placement.registry import Pool
+from cluster.placement.scaling import Bounds, ScaledPool
 
 _END_SECONDS = 15.0  # beyond what a program may drain, for the replica to see its end and to be gone
 _HEALTH_PERIOD_SECONDS = 1.0
@@ -32,6 +34,9 @@ class DeploymentOptions:
     graceful_shutdown_wait_loop_s: float = 0.1
     max_constructor_retry_count: int = _MAX_STARTS
     max_surge_percent: int = 0  # a replica more than the pool has GPUs for would wait for ever
+    placement_group_bundles: list[dict[str, float]] | None = None  # the replica's, then those of its sidecars
+    placement_group_strategy: str | None = None
+    placement_group_bundle_label_selector: list[dict[str, str]] | None = None
 
     def keywords(self) -> dict[str, Any]:
         """Arguments of `Deployment.options`."""
@@ -55,30 +60,59 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
             max_replicas_per_node=1 if is_port_fixed and ray.router.replicas > 1 else None,
             max_surge_percent=0 if is_port_fixed else 100,
         ),
-        DeploymentOptions(
-            "target",
-            config.target.replicas,
-            _actor_options(ray.target, _default_gpus(config.target, ray.target)),
-            config.target.drain_seconds + _END_SECONDS,
-        ),
+        _target_options(config),
     ]
-    if config.drafts_in_pool and config.draft.replicas > 0:
+    if config.has_draft_workers and not config.has_sidecars and config.draft.replicas > 0:
         pools.append(
             DeploymentOptions(
                 "draft",
                 config.draft.replicas,
-                _actor_options(ray.draft, _default_gpus(config.draft, ray.draft)),
+                _draft_actor_options(config),
                 config.draft.drain_seconds + _END_SECONDS,
             )
         )
     return tuple(pools)
 
 
-def drafts_within_bounds(config: Config, num_replicas: int) -> int:
-    """`num_replicas`, or the nearest that `ray.draft` allows."""
-    bounds = config.ray.draft
-    wanted = max(num_replicas, bounds.min_replicas)
-    return wanted if bounds.max_replicas is None else min(wanted, bounds.max_replicas)
+def sidecar_options(config: Config) -> dict[str, Any]:
+    """Of a draft worker's actor in its target's placement group."""
+    return {name: value for name, value in _draft_actor_options(config).items() if name != "label_selector"}
+
+
+def replicas_within_bounds(config: Config, pool: ScaledPool, num_replicas: int) -> int:
+    """`num_replicas`, or the nearest that `ray.target` or `ray.draft` allows."""
+    bounds = config.ray.target if pool == "target" else config.ray.draft
+    return Bounds(bounds.min_replicas, bounds.max_replicas).limit(num_replicas)
+
+
+def _target_options(config: Config) -> DeploymentOptions:
+    actor = _actor_options(config.ray.target, _default_gpus(config.target, config.ray.target))
+    drain_seconds = config.target.drain_seconds + _END_SECONDS
+    if not config.has_sidecars:
+        return DeploymentOptions("target", config.target.replicas, actor, drain_seconds)
+    members = [actor, *[_draft_actor_options(config)] * config.draft.replicas]
+    selectors = [member.get("label_selector", {}) for member in members]
+    return DeploymentOptions(
+        "target",
+        config.target.replicas,
+        {name: value for name, value in actor.items() if name != "label_selector"},
+        drain_seconds + config.draft.drain_seconds,  # the sidecars end when nobody calls them any more
+        placement_group_bundles=[_bundle(member) for member in members],
+        placement_group_strategy="STRICT_PACK",
+        placement_group_bundle_label_selector=selectors if any(selectors) else None,
+    )
+
+
+def _draft_actor_options(config: Config) -> dict[str, Any]:
+    return _actor_options(config.ray.draft, _default_gpus(config.draft, config.ray.draft))
+
+
+def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
+    """What an actor of such options takes of its node."""
+    bundle = {"CPU": actor["num_cpus"], "GPU": actor["num_gpus"], **actor.get("resources", {})}
+    if "accelerator_type" in actor:
+        bundle[f"accelerator_type:{actor['accelerator_type']}"] = 0.001  # as Ray itself asks for it
+    return {name: amount for name, amount in bundle.items() if amount}
 
 
 def _actor_options(pool: RayPoolConfig, default_gpus: float) -> dict[str, Any]:
@@ -103,10 +137,6 @@ def _refuse_what_cannot_work(config: Config) -> None:
         raise ConfigurationError(
             "simulation.round_trip_ms and simulation.loss need the launcher's proxy, which there is not under Ray: "
             "set both to 0, or use --launcher local"
-        )
-    if config.draft.placement == "sidecar":
-        raise ConfigurationError(
-            "draft.placement sidecar is not supported under Ray yet: set it to pool, or use --launcher local"
         )
     workers = {"target": (config.target, config.ray.target), "draft": (config.draft, config.ray.draft)}
     for name, (worker, pool) in workers.items():

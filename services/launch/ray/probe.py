@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.placement.registry import Load
+from cluster.speculation.demand import DraftDemand
 from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
 
 _SECONDS = 3.0
@@ -67,8 +68,7 @@ class WorkerProbe:
             description = self._describe(types_pb2.DescribeRequest(), timeout=_SECONDS)
         except grpc.RpcError:
             return Facts()
-        load = Load(description.load.num_running, description.load.num_waiting)
-        return Facts(description.model.tokenizer_fingerprint or None, load)
+        return Facts(description.model.tokenizer_fingerprint or None, _load(description.load))
 
 
 class RouterProbe:
@@ -91,3 +91,11 @@ class RouterProbe:
 
     def facts(self) -> Facts:
         return Facts()
+
+
+def _load(load: types_pb2.Load) -> Load:
+    demand = None
+    if load.HasField("draft_demand") and len(load.draft_demand.goodputs) > 1:
+        demand = DraftDemand(load.draft_demand.num_sequences, tuple(load.draft_demand.goodputs))
+    kv_use = load.num_used_blocks / load.num_blocks if load.num_blocks else 0.0
+    return Load(load.num_running, load.num_waiting, load.num_waiting_tokens, kv_use, demand)

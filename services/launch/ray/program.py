@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+import services
 from services.launch.child import EXIT_CONFIGURATION, Child, end_all
 
 logger = logging.getLogger("ray.serve.outrider")  # below Serve's own, so that it comes where a replica's log goes
@@ -18,6 +21,12 @@ _LAST_WORDS_SECONDS = 0.5
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")  # of `cluster.telemetry.logs`
 # The last line of a traceback, and what the command line says of a setting that cannot work.
 _COMPLAINT = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b.*|outrider \w+: .*")
+
+
+def python_path() -> str:
+    """What lets a program import what this process runs: Ray may have put it into `sys.path` only."""
+    root = str(Path(services.__file__).parent.parent)
+    return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
 
 
 class Program:

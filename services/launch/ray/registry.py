@@ -7,12 +7,15 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
-from cluster.config import PlacementConfig
+from cluster.config import Config
 from cluster.placement.registry import Announcement, Pool, Registry, View
+from cluster.placement.scaling import Decision
+from services.launch.ray.scaling import Autoscaler
 
 logger = logging.getLogger("ray.serve.outrider")
 
@@ -26,16 +29,23 @@ _UNUSED_SECONDS = 30.0  # then it ends: its application has
 
 
 class RegistryActor:
-    """A `Registry` that ticks. Ray makes an actor of it; its calls run in one event loop."""
+    """A `Registry` that ticks, and the autoscaler, which sees all workers there. Ray makes an actor of it; its calls
+    run in one event loop."""
 
-    def __init__(self, config: PlacementConfig) -> None:
-        self._registry = Registry(secrets.randbits(62), config, time.monotonic())
+    def __init__(self, application: str, config: Config) -> None:
+        self._registry = Registry(secrets.randbits(62), config.placement, time.monotonic())
+        self._autoscaler = Autoscaler(application)
+        self._configured_by = 0  # epoch of a worker
         self._told_version = self._registry.version
         self._changed = asyncio.Event()  # replaced whenever it is set
         self._heard_at = time.monotonic()
         self._ticking = asyncio.get_event_loop().create_task(self._tick())
 
-    async def announce(self, announcement: Announcement) -> bool:
+    async def announce(self, announcement: Announcement, config: Config) -> bool:
+        """`config`: that worker's. Of all workers that are heard of, the one that started last has the newest."""
+        if announcement.epoch >= self._configured_by:
+            self._configured_by = announcement.epoch
+            self._autoscaler.configure(config)
         self._heard_at = time.monotonic()
         is_listed = self._registry.announce(announcement, self._heard_at)
         self._tell()
@@ -47,6 +57,10 @@ class RegistryActor:
 
     async def view(self, pool: Pool) -> View:
         return self._registry.view(pool)
+
+    async def decisions(self) -> Sequence[Decision]:
+        """The autoscaler's last."""
+        return self._autoscaler.decisions
 
     async def changed_view(self, pool: Pool, stamp: tuple[int, int] | None) -> View:
         """The view as soon as it is another than the caller's, or after a while."""
@@ -66,6 +80,9 @@ class RegistryActor:
             await asyncio.sleep(_TICK_SECONDS)
             self._registry.tick(time.monotonic())
             self._tell()
+            targets, drafts = self._registry.view("target"), self._registry.view("draft")
+            if targets.is_settled:
+                await self._autoscaler.look(targets.members, drafts.members, time.monotonic())
             if self._registry.is_empty and time.monotonic() - self._heard_at > _UNUSED_SECONDS:
                 ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
@@ -73,15 +90,15 @@ class RegistryActor:
 class RegistryClient:
     """Calls the registry of an application, wherever it is. Any thread, one at a time."""
 
-    def __init__(self, application: str, config: PlacementConfig) -> None:
-        self._name = _name(application)
+    def __init__(self, application: str, config: Config) -> None:
+        self._application = application
         self._config = config
         self._actor: Any = None
         self._problem: str | None = None
 
     def announce(self, announcement: Announcement) -> bool | None:
         """None: it cannot be asked now."""
-        answer: bool | None = self._ask(_CALL_SECONDS, "announce", announcement)
+        answer: bool | None = self._ask(_CALL_SECONDS, "announce", announcement, self._config)
         return answer
 
     def withdraw(self, address: str, epoch: int) -> None:
@@ -95,7 +112,7 @@ class RegistryClient:
     def _ask(self, patience: float, method: str, *arguments: object) -> Any:
         try:
             if self._actor is None:
-                self._actor = _get_or_make(self._name, self._config)
+                self._actor = _get_or_make(self._application, self._config)
             answer = ray.get(getattr(self._actor, method).remote(*arguments), timeout=patience)
         except (ray.exceptions.RayError, ValueError) as error:
             if not isinstance(error, ray.exceptions.GetTimeoutError):
@@ -113,12 +130,21 @@ class RegistryClient:
 
 def find_view(application: str, pool: Pool) -> View | None:
     """What the registry knows; None when there is no registry that can be asked."""
+    view: View | None = _ask(application, "view", pool)
+    return view
+
+
+def find_decisions(application: str) -> Sequence[Decision]:
+    """The autoscaler's last; none when there is no registry that can be asked."""
+    return _ask(application, "decisions") or ()
+
+
+def _ask(application: str, method: str, *arguments: object) -> Any:
     try:
         actor = ray.get_actor(_name(application), namespace=_NAMESPACE)
-        view: View = ray.get(actor.view.remote(pool), timeout=_CALL_SECONDS)
+        return ray.get(getattr(actor, method).remote(*arguments), timeout=_CALL_SECONDS)
     except (ray.exceptions.RayError, ValueError):
         return None
-    return view
 
 
 def end_registry(application: str) -> None:
@@ -131,9 +157,9 @@ def _name(application: str) -> str:
     return f"registry of {application}"
 
 
-def _get_or_make(name: str, config: PlacementConfig) -> Any:
+def _get_or_make(application: str, config: Config) -> Any:
     options = {
-        "name": name,
+        "name": _name(application),
         "namespace": _NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,
@@ -141,4 +167,4 @@ def _get_or_make(name: str, config: PlacementConfig) -> Any:
         "num_cpus": 0,
         "resources": {_ON_THE_HEAD: 0.001},
     }
-    return ray.remote(RegistryActor).options(**options).remote(config)
+    return ray.remote(RegistryActor).options(**options).remote(application, config)

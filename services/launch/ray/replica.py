@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import time
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import ray
 import yaml
 from ray import serve
 
-import services
 from cluster.config import Config
 from cluster.errors import ConfigurationError
+from cluster.place import Place
 from cluster.placement.registry import Announcement, NodeLabels, Pool
 from services.launch.local import free_ports
 from services.launch.ray.folders import OwnedFolder
 from services.launch.ray.membership import Announcer, Follower
+from services.launch.ray.ports import free_address, host_port, is_free, listening_at
 from services.launch.ray.probe import Probe, RouterProbe, WorkerProbe
-from services.launch.ray.program import Program
+from services.launch.ray.program import Program, python_path
 from services.launch.ray.registry import find_view
+from services.launch.ray.sidecar import Sidecars
 
 _END_SECONDS = 5.0  # beyond what a program may drain
 _PORT_SECONDS = 10.0  # for who had the router's port to let go of it, after it has left the registry
@@ -54,20 +54,25 @@ class ProgramReplica:
         folder = OwnedFolder()
         self._ending.callback(folder.remove)
         settings: dict[str, Any] = {}
-        if (called := _CALLED[self._pool]) is not None:
-            follower = Follower(context.app_name, self._config.placement, called, folder)
+        if self._pool == "target" and self._config.has_sidecars:
+            sidecars = Sidecars(self._config)
+            self._ending.callback(sidecars.stop)
+            settings["draft"] = {"addresses": tuple(sidecars.addresses)}
+        elif (called := _CALLED[self._pool]) is not None:
+            follower = Follower(context.app_name, self._config, called, folder)
             self._ending.callback(follower.stop)
             settings[called] = {"addresses": (f"file:{follower.start()}",)}
         self._address, own_settings = await self._choose_address()
         settings[self._pool] = own_settings
         self._labels = self._node_labels()
+        settings["placement"] = self._place()
         self._probe: Probe = (
             RouterProbe(self._address) if self._pool == "router" else WorkerProbe(self._pool, self._address)
         )
         self._program = Program(
             self._pool,
             [self._pool, "--config", str(folder.replace("cluster.yaml", self._tree_with(settings)))],
-            {"PYTHONPATH": _python_path()},
+            {"PYTHONPATH": python_path()},
         )
         await asyncio.to_thread(self._program.start)
         drain_seconds: float = getattr(self._config, self._pool).drain_seconds
@@ -77,7 +82,7 @@ class ProgramReplica:
                 raise RuntimeError(end)
             await asyncio.sleep(_POLL_SECONDS)
         self._replica = context.replica_tag
-        self._announcer = Announcer(context.app_name, self._config.placement, self._describe, self._has_ended)
+        self._announcer = Announcer(context.app_name, self._config, self._describe, self._has_ended)
         self._announcer.start()
         self._ending.callback(self._announcer.leave)
         await self._become_known()
@@ -131,23 +136,14 @@ class ProgramReplica:
 
     async def _choose_address(self) -> tuple[str, dict[str, Any]]:
         """Where others reach the program, and the settings that make it listen there."""
-        node = ray.util.get_node_ip_address()
         if self._pool != "router":
-            address = _host_port(node, free_ports(1, node)[0])
+            address = free_address()
             worker = self._config.target if self._pool == "target" else self._config.draft
-            metrics_port = worker.metrics_port or 0
-            if not _is_free(worker.metrics_host, metrics_port):  # another of the pool is on this node
-                metrics_port = 0
-            return address, {
-                "addresses": (address,),
-                "listen": address,
-                "advertise": None,
-                "metrics_port": metrics_port,
-            }
+            return address, listening_at(worker, address)
         host, port = self._config.router.host, self._config.router.port
         if port == 0:
             port = free_ports(1, host)[0]
-        address = _host_port(node if host in ("0.0.0.0", "::") else host, port)
+        address = host_port(ray.util.get_node_ip_address() if host in ("0.0.0.0", "::") else host, port)
         if port == self._config.router.port:
             await self._wait_for_port(host, port, address)
         return address, {"port": port}
@@ -156,7 +152,7 @@ class ProgramReplica:
         """While the router that this one replaces still has it."""
         application = serve.get_replica_context().app_name
         deadline = time.monotonic() + _PORT_SECONDS
-        while not _is_free(host, port):
+        while not is_free(host, port):
             view = await asyncio.to_thread(find_view, application, "router")
             if view is not None and address in [member.address for member in view.members]:
                 deadline = time.monotonic() + _PORT_SECONDS
@@ -177,26 +173,11 @@ class ProgramReplica:
             labels.get(_ACCELERATOR_LABEL),
         )
 
+    def _place(self) -> dict[str, Any]:
+        """Settings by which the program knows where it is; what labels say nothing of is as configured."""
+        labels = {field.name: getattr(self._labels, field.name) for field in fields(Place)}
+        return {name: label for name, label in labels.items() if label is not None}
+
     def _tree_with(self, settings: dict[str, dict[str, Any]]) -> str:
         sections = {name: getattr(self._config, name).model_copy(update=update) for name, update in settings.items()}
         return yaml.safe_dump(self._config.model_copy(update=sections).model_dump(mode="json"))
-
-
-def _python_path() -> str:
-    """What lets the program import what this process runs: Ray may have put it into `sys.path` only."""
-    root = str(Path(services.__file__).parent.parent)
-    return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-
-
-def _host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True

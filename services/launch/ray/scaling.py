@@ -1,22 +1,102 @@
-"""How many draft workers there are, changed while all runs. Who decides how many it should be calls `scale_drafts`."""
+"""How many workers there are, changed while all runs."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from typing import Any
+
 import ray
 from ray.serve._private.common import DeploymentID
+from ray.util.metrics import Gauge
 
 from cluster.config import Config
-from services.launch.ray.options import drafts_within_bounds
+from cluster.placement.registry import Announcement
+from cluster.placement.scaling import Decision, ScaledPool, Scaler
+from services.launch.ray.options import replicas_within_bounds
+
+logger = logging.getLogger("ray.serve.outrider")
+
+_POOL = ("application", "pool")
 
 
-def scale_drafts(config: Config, num_replicas: int) -> int:
-    """Makes it as many, within `ray.draft.min_replicas` and `max_replicas`; returns how many that is.
+def scale(config: Config, pool: ScaledPool, num_replicas: int) -> int:
+    """Makes it as many, within `min_replicas` and `max_replicas` of `ray.target` or `ray.draft`; returns how many.
 
-    As Serve's own scaling API does (`POST /api/v1/applications/NAME/deployments/draft/scale`), without its dashboard.
+    As Serve's own scaling API does (`POST /api/v1/applications/NAME/deployments/POOL/scale`), without its dashboard.
     The application must have been deployed with `external_scaler_enabled`, as the launcher does.
     """
-    wanted = drafts_within_bounds(config, num_replicas)
-    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    draft = DeploymentID(name="draft", app_name=config.ray.application)
-    ray.get(controller.update_deployment_replicas.remote(draft, wanted))
+    wanted = replicas_within_bounds(config, pool, num_replicas)
+    ray.get(_told(config.ray.application, pool, wanted))
     return wanted
+
+
+class Autoscaler:
+    """Has decisions made, says them, and lets Serve carry them out if it is to. For one event loop."""
+
+    def __init__(self, application: str) -> None:
+        self.decisions: Sequence[Decision] = ()
+        self._application = application
+        self._config: Config | None = None
+        self._scaler: Scaler | None = None
+        self._decide_at = 0.0
+        self._said: dict[str, tuple[int, int]] = {}
+        self._problem: str | None = None
+        self._replicas = Gauge("outrider_scaling_replicas", "Workers that serve.", _POOL)
+        self._wanted = Gauge("outrider_scaling_wanted_replicas", "Workers that the policy would have now.", _POOL)
+        self._settled = Gauge("outrider_scaling_settled_replicas", "As wanted for as long as the delays say.", _POOL)
+        self._input = Gauge("outrider_scaling_input", "What the policy decides by.", (*_POOL, "input"))
+
+    def configure(self, config: Config) -> None:
+        """From now on; delays begin anew where it is another than before."""
+        if config != self._config:
+            self._config = config
+            self._scaler = Scaler(config) if config.ray.scaling.mode != "off" else None
+            self.decisions = ()
+
+    async def look(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> None:
+        """Decides, when it is time to."""
+        if self._scaler is None or self._config is None or now < self._decide_at:
+            return
+        scaling = self._config.ray.scaling
+        self._decide_at = now + scaling.interval_seconds
+        self.decisions = self._scaler.decide(targets, drafts, now)
+        for decision in self.decisions:
+            self._publish(decision)
+            if scaling.mode == "act" and decision.settled != decision.current:
+                await self._carry_out(decision)
+
+    def _publish(self, decision: Decision) -> None:
+        tags = {"application": self._application, "pool": decision.pool}
+        self._replicas.set(decision.current, tags)
+        self._wanted.set(decision.wanted, tags)
+        self._settled.set(decision.settled, tags)
+        for name, value in decision.inputs.items():
+            self._input.set(value, tags | {"input": name})
+        if self._said.get(decision.pool) != (said := (decision.current, decision.settled)):
+            self._said[decision.pool] = said
+            logger.info("%s", sentence(decision))
+
+    async def _carry_out(self, decision: Decision) -> None:
+        try:
+            await _told(self._application, decision.pool, decision.settled)
+            problem = None
+        except (ray.exceptions.RayError, ValueError) as error:
+            cause = getattr(error, "cause", error)
+            problem = f"cannot scale: {(str(cause).splitlines() or [type(cause).__name__])[0]}"
+        if problem not in (None, self._problem):
+            logger.error("%s", problem)
+        self._problem = problem
+
+
+def sentence(decision: Decision) -> str:
+    """For a log."""
+    change = "stays" if decision.settled == decision.current else f"should be {decision.settled}"
+    return f"scaling: {decision.pool} {decision.current}, {change}: {decision.reason}"
+
+
+def _told(application: str, pool: ScaledPool, num_replicas: int) -> Any:
+    """Serve's controller is; the answer to wait for."""
+    controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    deployment = DeploymentID(name=pool, app_name=application)
+    return controller.update_deployment_replicas.remote(deployment, num_replicas)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from cluster.config import PlacementConfig
-from cluster.placement.registry import Announcement, Load, NodeLabels, Registry, addresses_after
+from cluster.place import Endpoint
+from cluster.placement.registry import Announcement, Load, NodeLabels, Registry, View, endpoints_after
 
 CONFIG = PlacementConfig(heartbeat_seconds=1, expiry_seconds=5, settling_seconds=4)
 
@@ -36,6 +38,10 @@ class Clock:
     @property
     def listed(self) -> list[str]:
         return [member.address for member in self.registry.view("target").members]
+
+
+def listed_after(last: Sequence[str], view: View) -> tuple[str, ...]:
+    return tuple(endpoint.address for endpoint in endpoints_after([Endpoint(address) for address in last], view))
 
 
 @pytest.fixture
@@ -115,20 +121,26 @@ def test_a_program_does_not_withdraw_its_successor(clock: Clock) -> None:
 def test_a_new_registry_only_adds_to_the_lists_until_it_has_settled() -> None:
     clock = Clock()
     last = ("a:1", "b:1")
-    assert addresses_after(last, clock.registry.view("target")) == last
+    assert listed_after(last, clock.registry.view("target")) == last
     clock.announce(target("b"))
     clock.announce(target("c"))
-    assert addresses_after(last, clock.registry.view("target")) == ("a:1", "b:1", "c:1")
+    assert listed_after(last, clock.registry.view("target")) == ("a:1", "b:1", "c:1")
     unsettled = clock.registry.view("target").stamp
     clock.passes(4, target("b"), target("c"))
     settled = clock.registry.view("target")
     assert settled.stamp != unsettled
-    assert addresses_after(last, settled) == ("b:1", "c:1")
+    assert listed_after(last, settled) == ("b:1", "c:1")
 
 
 def test_an_empty_list_of_a_settled_registry_is_one(clock: Clock) -> None:
-    assert addresses_after(("a:1",), clock.registry.view("target")) == ()
+    assert listed_after(("a:1",), clock.registry.view("target")) == ()
 
 
 def test_two_registries_never_have_the_same_stamp(clock: Clock) -> None:
     assert Registry(8, CONFIG, 0.0).view("target").stamp != Registry(9, CONFIG, 0.0).view("target").stamp
+
+
+def test_a_caller_hears_where_a_worker_is(clock: Clock) -> None:
+    clock.announce(replace(target("a"), node=NodeLabels(host="h1", zone="z", accelerator="A100")))
+    (endpoint,) = endpoints_after((), clock.registry.view("target"))
+    assert str(endpoint) == "a:1 host=h1 zone=z"

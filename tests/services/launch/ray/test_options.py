@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config_file import load_config
 from cluster.errors import ConfigurationError
-from services.launch.ray.options import DeploymentOptions, deployment_options, drafts_within_bounds
+from services.launch.ray.options import DeploymentOptions, deployment_options, replicas_within_bounds
 
 
 def pools(*overrides: str) -> dict[str, DeploymentOptions]:
@@ -46,7 +46,22 @@ def test_routers_with_a_fixed_port_are_on_different_nodes() -> None:
 
 @pytest.mark.parametrize(("wanted", "allowed"), [(0, 1), (1, 1), (3, 3), (9, 4)])
 def test_drafts_stay_within_their_bounds(wanted: int, allowed: int) -> None:
-    assert drafts_within_bounds(load_config(None, ["ray.draft.max_replicas=4"]), wanted) == allowed
+    assert replicas_within_bounds(load_config(None, ["ray.draft.max_replicas=4"]), "draft", wanted) == allowed
+
+
+def test_sidecars_are_in_their_targets_placement_group() -> None:
+    draft = (
+        "draft.placement=sidecar",
+        "draft.replicas=2",
+        "ray.draft={accelerator_type: A10G, label_selector: {gen: '2'}}",
+    )
+    options = pools("ray.target={resources: {slot: 1}, num_gpus: 4, num_cpus: 8}", *draft)
+    assert options.keys() == {"router", "target"}
+    beside = {"CPU": 0.5, "GPU": 1, "accelerator_type:A10G": 0.001}
+    assert options["target"].placement_group_bundles == [{"CPU": 8, "GPU": 4, "slot": 1}, beside, beside]
+    assert options["target"].placement_group_strategy == "STRICT_PACK"
+    assert options["target"].placement_group_bundle_label_selector == [{}, {"gen": "2"}, {"gen": "2"}]
+    assert options["target"].graceful_shutdown_timeout_s > pools()["target"].graceful_shutdown_timeout_s
 
 
 @pytest.mark.parametrize("override", ["speculation.num_speculative_tokens=0", "draft.replicas=0"])
@@ -57,7 +72,6 @@ def test_without_speculation_there_is_no_draft_pool(override: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["draft.placement=sidecar"], ["draft.placement sidecar", "--launcher local"]),
         (["simulation.round_trip_ms=5"], ["simulation.round_trip_ms", "--launcher local"]),
         (
             ["target.engine=vllm", "target.engine_args={distributed_executor_backend: ray}"],
@@ -80,6 +94,7 @@ def test_what_cannot_work_is_refused(overrides: list[str], said: list[str]) -> N
     [
         ("ray.draft={max_replicas: 1, min_replicas: 2}", "ray.draft.max_replicas 1"),
         ("ray.draft.max_replicas=0", "ray.draft.max_replicas"),
+        ("ray.scaling.mode=act", "ray.target.max_replicas"),
         ("placement.expiry_seconds=1", "expiry_seconds 1"),
         ("ray.drafts.num_gpus=1", "unknown key 'ray.drafts'"),
         ("ray.draft.num_gpu=1", "'num_gpus'"),

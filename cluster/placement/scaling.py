@@ -1,0 +1,157 @@
+"""How many targets and draft workers there should be: one policy for both. No I/O; whoever calls says the time.
+
+Targets follow what they have to do: how full they are, and the tokens that wait for them.
+
+Draft workers follow what they bring. Every target says what drafts would give it, by its controller's own measures,
+with 1, 2, 4, ... sequences a draft worker (`DraftDemand`): slow, late or refused proposals are in these measures, and
+so is a load at which nothing that is drafted would pay. With D workers for S sequences the targets yield
+
+    sum over targets of goodput(S / D)
+
+in units of what one target yields without drafts, and a worker costs `draft_gain` in these units: D is where the
+difference is greatest. A pool that no target profits from shrinks to its minimum, which may be none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.config import Config
+from cluster.placement.registry import Announcement, Load
+
+ScaledPool = Literal["target", "draft"]
+
+_MUCH_KV = 0.5  # of a draft worker: from then on what its sequences take says how many it has room for
+_SLACK = 0.9  # of `target_use`: targets are not taken away where the others would then be fuller than that
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    least: int
+    most: int | None
+
+    def limit(self, number: int) -> int:
+        number = max(number, self.least)
+        return number if self.most is None else min(number, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Of one pool. `inputs` are what it rests on, by name."""
+
+    pool: ScaledPool
+    current: int
+    wanted: int  # now
+    settled: int  # what was wanted for long enough, else `current`
+    inputs: dict[str, float]
+    reason: str
+
+
+class Scaler:
+    """Belongs to one thread. Times are seconds of one clock."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        bounds = config.ray.target, config.ray.draft
+        self._targets, self._drafts = (Bounds(pool.min_replicas, pool.max_replicas) for pool in bounds)
+        self._delays = {"target": self._new_delay(), "draft": self._new_delay()}
+
+    def decide(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> Sequence[Decision]:
+        """What the workers' loads ask for; nothing while no target is there to say something."""
+        loads = [member.load for member in targets if member.load is not None]
+        if not loads:
+            return ()
+        decisions = [self._settle("target", len(targets), *self._wanted_targets(loads), now)]
+        if self._config.has_draft_workers and not self._config.has_sidecars:
+            draft_loads = [member.load for member in drafts if member.load is not None]
+            decisions.append(self._settle("draft", len(drafts), *self._wanted_drafts(loads, draft_loads, drafts), now))
+        return decisions
+
+    def _settle(
+        self, pool: ScaledPool, current: int, wanted: int, inputs: dict[str, float], reason: str, now: float
+    ) -> Decision:
+        return Decision(pool, current, wanted, self._delays[pool].settle(current, wanted, now), inputs, reason)
+
+    def _wanted_targets(self, loads: Sequence[Load]) -> tuple[int, dict[str, float], str]:
+        scaling, most = self._config.ray.scaling, self._config.target.max_num_seqs
+        full = sum(max(load.kv_use, load.num_running / most) for load in loads)
+        queued = sum(load.num_waiting_tokens for load in loads)
+        needed = full + queued / scaling.queued_tokens * scaling.target_use
+        more, fewer = math.ceil(needed / scaling.target_use), math.ceil(needed / scaling.target_use / _SLACK)
+        wanted = more if more > len(loads) else min(fewer, len(loads))
+        reason = f"{full / len(loads):.0%} full, {queued} tokens waiting"
+        return self._targets.limit(wanted), {"use": full / len(loads), "queued_tokens": float(queued)}, reason
+
+    def _wanted_drafts(
+        self, loads: Sequence[Load], draft_loads: Sequence[Load], drafts: Sequence[Announcement]
+    ) -> tuple[int, dict[str, float], str]:
+        demands = [load.demand for load in loads if load.demand is not None]
+        current, num_sequences = len(drafts), sum(demand.num_sequences for demand in demands)
+        inputs = {"sequences": float(num_sequences)}
+        if not demands:
+            return self._drafts.limit(current), inputs, "nothing is measured yet"
+        if not num_sequences:
+            return self._drafts.least, inputs, "no sequences to draft for"
+        room = self._room(draft_loads)
+
+        def rate(num_workers: int) -> float:
+            """Of all targets with something to do, in units of one without drafts."""
+            if not num_workers:
+                return float(sum(demand.num_sequences > 0 for demand in demands))
+            batch = num_sequences / num_workers
+            served = min(1.0, room / batch)
+            return sum(
+                1.0 + served * (demand.goodput(min(batch, room)) - 1.0) for demand in demands if demand.num_sequences
+            )
+
+        def best(cost: float) -> int:
+            numbers = range(self._drafts.least, self._most_drafts(current, num_sequences) + 1)
+            return max(numbers, key=lambda number: rate(number) - number * cost)
+
+        gain = self._config.ray.scaling.draft_gain
+        more, fewer = best(gain), best(gain / 2)  # so that a small change of the measures changes nothing
+        # Half of them at most: nobody has measured what workers do with many times what they have now.
+        wanted = self._drafts.limit(more if more > current else max(min(fewer, current), current // 2))
+        inputs |= {"rate": rate(current), "wanted_rate": rate(wanted), "room": float(room)}
+        reason = (
+            f"{num_sequences} sequences of {len(demands)} targets, which yield {rate(wanted):.2f} times one without "
+            f"drafts with {wanted} draft workers, {rate(current):.2f} with {current}"
+        )
+        return wanted, inputs, reason
+
+    def _most_drafts(self, current: int, num_sequences: int) -> int:
+        """More than a worker for each sequence bring nothing."""
+        most = max(num_sequences, current, self._drafts.least)
+        return most if self._drafts.most is None else min(most, self._drafts.most)
+
+    def _room(self, loads: Sequence[Load]) -> float:
+        """Sequences that a draft worker has room for."""
+        room = float(self._config.draft.max_num_seqs)
+        by_kv = [load.num_running / load.kv_use for load in loads if load.kv_use > _MUCH_KV and load.num_running]
+        return max(1.0, min([room, *by_kv]))
+
+    def _new_delay(self) -> _Delay:
+        scaling = self._config.ray.scaling
+        return _Delay(scaling.upscale_delay_seconds, scaling.downscale_delay_seconds)
+
+
+class _Delay:
+    """Lets a change through when it was wanted all the time for so long: the smallest change of that time."""
+
+    def __init__(self, up_seconds: float, down_seconds: float) -> None:
+        self._seconds = {True: up_seconds, False: down_seconds}
+        self._is_up = True
+        self._since: float | None = None
+        self._least_change = 0
+
+    def settle(self, current: int, wanted: int, now: float) -> int:
+        if wanted == current:
+            self._since = None
+            return current
+        if self._since is None or self._is_up != (wanted > current):
+            self._since, self._is_up, self._least_change = now, wanted > current, wanted
+        self._least_change = min(self._least_change, wanted) if self._is_up else max(self._least_change, wanted)
+        return self._least_change if now - self._since >= self._seconds[self._is_up] else current

@@ -1,0 +1,23 @@
+"""What drafts would give a target, for whoever decides how many draft workers there are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NUM_BATCHES = 10  # 1, 2, 4, ... 512 sequences a draft worker
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDemand:
+    """Of one target, by its controller's own measures."""
+
+    num_sequences: int  # that may be drafted for
+    goodputs: tuple[float, ...]  # tokens a second over plain decoding, with 1, 2, 4, ... sequences a draft worker
+
+    def goodput(self, batch: float) -> float:
+        """With `batch` sequences a draft worker, those of other targets included; 1 where no drafts are better."""
+        place = min(max(math.log2(max(batch, 1.0)), 0.0), len(self.goodputs) - 1.0)
+        index = min(int(place), len(self.goodputs) - 2)
+        share = place - index
+        return max(1.0, (1.0 - share) * self.goodputs[index] + share * self.goodputs[index + 1])

@@ -1,0 +1,90 @@
+"""Draft workers of one target, on its host and for it alone: in the further bundles of its placement group."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import yaml
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import Config
+from services.launch.ray.folders import OwnedFolder
+from services.launch.ray.options import sidecar_options
+from services.launch.ray.ports import free_address, listening_at
+from services.launch.ray.program import Program, python_path
+
+logger = logging.getLogger("ray.serve.outrider")
+
+_END_SECONDS = 5.0  # beyond what a program may drain
+_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # before a program that has ended starts again
+_LONG_SECONDS = 60.0  # a program that ran for so long does not end at once again
+
+
+class SidecarActor:
+    """Keeps a draft program running. Ray makes an actor of it, and another, at the same address, when it is lost."""
+
+    def __init__(self, tree: dict[str, Any], address: str) -> None:
+        config = Config.model_validate(tree)
+        draft = config.draft.model_copy(update=listening_at(config.draft, address))
+        self._drain_seconds = config.draft.drain_seconds
+        self._folder = OwnedFolder()
+        text = yaml.safe_dump(config.model_copy(update={"draft": draft}).model_dump(mode="json"))
+        self._file = self._folder.replace("cluster.yaml", text)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sidecar", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the program has drained."""
+        self._stopping.set()
+        self._thread.join()
+        self._folder.remove()
+
+    def _run(self) -> None:
+        num_ends = 0
+        while not self._stopping.is_set():
+            program = Program("draft", ["draft", "--config", str(self._file)], {"PYTHONPATH": python_path()})
+            program.start()
+            seconds = 0
+            while program.end() is None and not self._stopping.wait(1.0):
+                seconds += 1
+            if self._stopping.is_set():
+                program.stop(self._drain_seconds + _END_SECONDS)
+                return
+            num_ends = 0 if seconds >= _LONG_SECONDS else num_ends + 1
+            pause = _PAUSE_SECONDS[min(num_ends, len(_PAUSE_SECONDS) - 1)]
+            logger.error("%s; it starts again in %.0f s", program.end(), pause)
+            self._stopping.wait(pause)
+
+
+class Sidecars:
+    """Of the replica that makes it, which goes on without them when they are lost."""
+
+    def __init__(self, config: Config) -> None:
+        group = ray.util.get_current_placement_group()
+        assert group is not None, "a replica with sidecars has a placement group"
+        self.addresses: Sequence[str] = [free_address() for _ in range(config.draft.replicas)]
+        self._seconds = config.draft.drain_seconds + 2 * _END_SECONDS
+        options = sidecar_options(config)
+        actor, tree = ray.remote(SidecarActor), config.model_dump(mode="json")
+        self._actors = [
+            actor.options(
+                **options,
+                max_restarts=-1,
+                max_concurrency=2,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            ).remote(tree, address)
+            for index, address in enumerate(self.addresses, start=1)
+        ]
+
+    def stop(self) -> None:
+        try:
+            ray.get([actor.stop.remote() for actor in self._actors], timeout=self._seconds)
+        except ray.exceptions.RayError as error:
+            logger.warning("a sidecar did not end by itself (%s)", type(error).__name__)
+        for actor in self._actors:
+            ray.kill(actor)
