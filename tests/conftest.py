@@ -19,7 +19,13 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # Tests of what an extra brings, by the package that they need.
 _OF_EXTRAS = {
-    "vllm": ("system/vllm", "cluster/vllm", "cluster/drafters/test_vllm.py", "cluster/targets/test_vllm_rounds.py"),
+    "vllm": (
+        "system/vllm",
+        "system/ray/test_vllm.py",
+        "cluster/vllm",
+        "cluster/drafters/test_vllm.py",
+        "cluster/targets/test_vllm_rounds.py",
+    ),
     "ray": ("system/ray", "services/launch/ray/test_app.py"),
 }
 _MISSING = [package for package in _OF_EXTRAS if importlib.util.find_spec(package) is None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +44,10 @@ def cluster(expected: Answers) -> Iterator[RayFaultCluster]:
             yield running
     finally:
         nodes.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """For temporary files, whose path is short enough for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="or-") as name:
+        yield Path(name)

@@ -1,0 +1,57 @@
+"""The autoscaler under load: draft workers come where they pay, and go when nobody needs them; no token differs."""
+
+from __future__ import annotations
+
+import time
+
+from bench.fault_client import Question
+from bench.fault_load import Answers, under_load
+from bench.fault_ray import READY_SECONDS, RayFaultCluster
+from services.launch.ray.registry import find_decisions
+from tests.waiting import eventually
+
+SCALED = (
+    "ray.scaling.mode=act",
+    "ray.scaling.interval_seconds=1",
+    "ray.scaling.upscale_delay_seconds=2",
+    "ray.scaling.downscale_delay_seconds=4",
+    "ray.target.min_replicas=2",
+    "ray.target.max_replicas=2",
+    # A worker with half of the sequences is worth much more to each.
+    "simulation.draft_step_ms=[[1, 1], [2, 3], [4, 8], [8, 16], [2048, 60]]",
+    "simulation.acceptance=0.85",
+)
+UNSCALED = ("ray.scaling.mode=off", "draft.replicas=2")
+
+
+def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list[Question], expected: Answers) -> None:
+    replaced = [member for pool in ("target", "draft", "router") for member in cluster.members(pool)]
+    cluster.update(*SCALED)
+    cluster.wait_replaced(*replaced)
+    try:
+        assert eventually(lambda: len(cluster.members("draft")) == 1, READY_SECONDS), decisions(cluster)
+
+        def wait_for_three() -> str:
+            assert eventually(lambda: len(cluster.members("draft")) == 3, READY_SECONDS), decisions(cluster)
+            time.sleep(4.0)  # they are not taken away again
+            return f"{len(cluster.members('draft'))} draft workers"
+
+        tally, note = under_load(cluster.urls, questions, expected, wait_for_three, 1.0)
+        assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally
+        assert note == "3 draft workers", decisions(cluster)
+        assert eventually(lambda: len(cluster.members("draft")) == 1, READY_SECONDS), decisions(cluster)
+        target, draft = find_decisions(cluster.application.name)
+        assert (target.pool, target.settled, draft.pool, draft.reason) == (
+            "target",
+            2,
+            "draft",
+            "no sequences to draft for",
+        )
+    finally:
+        replaced = [member for pool in ("target", "draft", "router") for member in cluster.members(pool)]
+        cluster.update(*UNSCALED)
+        cluster.wait_replaced(*replaced)
+
+
+def decisions(cluster: RayFaultCluster) -> str:
+    return repr(find_decisions(cluster.application.name))
