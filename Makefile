@@ -86,6 +86,7 @@ protos: $(READY_DEV)
 
 docs: $(READY_DEV)
 	$(BIN)/python -m services.configuration_page
+	$(BIN)/python -m services.helm_values
 
 clean:
 	rm -rf .venv build dist *.egg-info

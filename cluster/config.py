@@ -359,6 +359,14 @@ class RayDraftConfig(RayPoolConfig):
     max_replicas: PositiveInt | None = Field(None, description="more draft workers are not scaled to; null: no limit")
 
 
+class RayFurtherDraftsConfig(RayPoolConfig):
+    """Draft workers beside those of `draft.replicas`, such as those of another zone, or with another model."""
+
+    num_cpus: _NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
+    replicas: PositiveInt = Field(1, description="how many; they are not scaled")
+    draft: dict[str, Any] = Field({}, description="settings of the section `draft` that are others for these")
+
+
 class RayScalingConfig(_Section):
     """Scaling of the target pool and of the draft pool, by one policy."""
 
@@ -401,6 +409,12 @@ class RayConfig(_Section):
     router: RayRouterConfig = Field(RayRouterConfig(), description="Each router.")
     target: RayTargetConfig = Field(RayTargetConfig(), description="Each target worker.")
     draft: RayDraftConfig = Field(RayDraftConfig(), description="Each draft worker.")
+    further_drafts: dict[Annotated[str, Field(pattern="^[a-z0-9-]+$")], RayFurtherDraftsConfig] = Field(
+        {},
+        description="further draft workers by a name of your own, each with the settings of `ray.draft` but for its "
+        "bounds, `replicas`, and `draft`, what differs in that section: `{zone-b: {replicas: 2, label_selector: {zone: "
+        "b}}, bigger: {accelerator_type: L4, draft: {model: ..., quantization: int4}}}`",
+    )
     scaling: RayScalingConfig = Field(RayScalingConfig(), description="How many of both there are.")
 
 
@@ -476,6 +490,14 @@ class Config(_Section):
         return self
 
     @model_validator(mode="after")
+    def _further_drafts_can_work(self) -> Config:
+        if self.ray.further_drafts and (not self.has_draft_workers or self.has_sidecars):
+            raise ValueError("ray.further_drafts need a pool of draft workers: draft.placement pool, and k above 0")
+        for name in self.ray.further_drafts:
+            self.with_further_drafts(name)
+        return self
+
+    @model_validator(mode="after")
     def _rejection_has_probabilities(self) -> Config:
         if self.speculation.acceptance != "rejection":
             return self
@@ -532,6 +554,15 @@ class Config(_Section):
     def has_draft_workers(self) -> bool:
         """Whether there are draft workers at all."""
         return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
+
+    def with_further_drafts(self, name: str) -> Config:
+        """As the draft workers of `ray.further_drafts` have it that are called `name`. Raises ValueError."""
+        draft = DraftConfig.model_validate(self.draft.model_dump() | self.ray.further_drafts[name].draft)
+        return self.model_copy(update={"draft": draft})
+
+    @property
+    def num_further_drafts(self) -> int:
+        return sum(further.replicas for further in self.ray.further_drafts.values())
 
     @property
     def has_sidecars(self) -> bool:

@@ -55,8 +55,10 @@ class Scaler:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        bounds = config.ray.target, config.ray.draft
-        self._targets, self._drafts = (Bounds(pool.min_replicas, pool.max_replicas) for pool in bounds)
+        targets, drafts, further = config.ray.target, config.ray.draft, config.num_further_drafts
+        self._targets = Bounds(targets.min_replicas, targets.max_replicas)
+        most = None if drafts.max_replicas is None else drafts.max_replicas + further
+        self._drafts = Bounds(drafts.min_replicas + further, most)  # of all draft workers
         self._delays = {"target": self._new_delay(), "draft": self._new_delay()}
 
     def decide(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> Sequence[Decision]:
@@ -64,10 +66,11 @@ class Scaler:
         loads = [member.load for member in targets if member.load is not None]
         if not loads:
             return ()
-        decisions = [self._settle("target", len(targets), *self._wanted_targets(loads), now)]
+        decisions = [self._settle("target", len(targets), *self._wanted_targets(loads, len(targets)), now)]
         if self._config.has_draft_workers and not self._config.has_sidecars:
             draft_loads = [member.load for member in drafts if member.load is not None]
-            decisions.append(self._settle("draft", len(drafts), *self._wanted_drafts(loads, draft_loads, drafts), now))
+            wanted = self._wanted_drafts(loads, draft_loads, len(drafts))
+            decisions.append(self._settle("draft", len(drafts), *wanted, now))
         return decisions
 
     def _settle(
@@ -75,21 +78,21 @@ class Scaler:
     ) -> Decision:
         return Decision(pool, current, wanted, self._delays[pool].settle(current, wanted, now), inputs, reason)
 
-    def _wanted_targets(self, loads: Sequence[Load]) -> tuple[int, dict[str, float], str]:
+    def _wanted_targets(self, loads: Sequence[Load], current: int) -> tuple[int, dict[str, float], str]:
         scaling, most = self._config.ray.scaling, self._config.target.max_num_seqs
         full = sum(max(load.kv_use, load.num_running / most) for load in loads)
         queued = sum(load.num_waiting_tokens for load in loads)
-        needed = full + queued / scaling.queued_tokens * scaling.target_use
-        more, fewer = math.ceil(needed / scaling.target_use), math.ceil(needed / scaling.target_use / _SLACK)
-        wanted = more if more > len(loads) else min(fewer, len(loads))
-        reason = f"{full / len(loads):.0%} full, {queued} tokens waiting"
-        return self._targets.limit(wanted), {"use": full / len(loads), "queued_tokens": float(queued)}, reason
+        needed = full / scaling.target_use + queued / scaling.queued_tokens
+        more, fewer = math.ceil(needed), math.ceil(needed / _SLACK)
+        wanted = self._targets.limit(more if more > current else min(fewer, current))
+        inputs = {"use": full / len(loads), "queued_tokens": float(queued)}
+        return wanted, inputs, f"{inputs['use']:.0%} full, {queued} tokens waiting"
 
     def _wanted_drafts(
-        self, loads: Sequence[Load], draft_loads: Sequence[Load], drafts: Sequence[Announcement]
+        self, loads: Sequence[Load], draft_loads: Sequence[Load], current: int
     ) -> tuple[int, dict[str, float], str]:
         demands = [load.demand for load in loads if load.demand is not None]
-        current, num_sequences = len(drafts), sum(demand.num_sequences for demand in demands)
+        num_sequences = sum(demand.num_sequences for demand in demands)
         inputs = {"sequences": float(num_sequences)}
         if not demands:
             return self._drafts.limit(current), inputs, "nothing is measured yet"

@@ -47,8 +47,8 @@ def build_configured_app(config: Config) -> Application:
     """Raises ConfigurationError."""
     router, *workers = deployment_options(config)
     tree = _placed(config).model_dump(mode="json")
-    pools = [_deployment(ProgramReplica, pool).bind(pool.pool, tree) for pool in workers]
-    application: Application = _deployment(RouterReplica, router).bind("router", tree, *pools)
+    pools = [_deployment(ProgramReplica, pool).bind(pool.name, tree) for pool in workers]
+    application: Application = _deployment(RouterReplica, router).bind(router.name, tree, *pools)
     return application
 
 
@@ -57,15 +57,23 @@ def _deployment(replica: type[ProgramReplica], options: DeploymentOptions) -> An
 
 
 def _placed(config: Config) -> Config:
-    """With models that are folders here by their whole paths, as replicas have a working directory of their own; and
-    without drafts where none are started."""
-    update: dict[str, Any] = {}
-    for name in ("target", "draft"):
-        worker = getattr(config, name)
-        folder = Path(worker.model).expanduser()
-        model = str(folder.resolve()) if folder.is_dir() else worker.model
-        update[name] = worker.model_copy(update={"model": model})
-    return config.model_copy(update=update)
+    """With models that are folders here by their whole paths, as replicas have a working directory of their own."""
+    update: dict[str, Any] = {
+        name: getattr(config, name).model_copy(update={"model": _whole_path(getattr(config, name).model)})
+        for name in ("target", "draft")
+    }
+    further = {
+        name: drafts.model_copy(update={"draft": drafts.draft | {"model": _whole_path(drafts.draft["model"])}})
+        if "model" in drafts.draft
+        else drafts
+        for name, drafts in config.ray.further_drafts.items()
+    }
+    return config.model_copy(update=update | {"ray": config.ray.model_copy(update={"further_drafts": further})})
+
+
+def _whole_path(model: str) -> str:
+    folder = Path(model).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else model
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

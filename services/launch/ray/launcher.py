@@ -100,7 +100,8 @@ class RayApplication:
         """Targets, and draft workers of each; None where that changes by itself."""
         if self.config.ray.scaling.mode == "act":
             return None, None
-        return self.config.target.replicas, self.config.draft.replicas if self.config.has_draft_workers else 0
+        num_drafts = self.config.draft.replicas if self.config.has_draft_workers else 0
+        return self.config.target.replicas, num_drafts + self.config.num_further_drafts
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Lets what runs finish, each program within its time, unless `is_hurried`; then nothing of it is left."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from cluster.config import Config, RayPoolConfig, WorkerConfig
 from cluster.errors import ConfigurationError
@@ -21,9 +21,9 @@ _ENVIRONMENT = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 @dataclass(frozen=True, slots=True)
 class DeploymentOptions:
-    """Of a pool, as `serve.deployment` takes them."""
+    """As `serve.deployment` takes them. `name` is the pool's, or `draft-NAME` of `ray.further_drafts`."""
 
-    pool: Pool
+    name: str
     num_replicas: int
     ray_actor_options: dict[str, Any]
     graceful_shutdown_timeout_s: float
@@ -40,12 +40,24 @@ class DeploymentOptions:
 
     def keywords(self) -> dict[str, Any]:
         """Arguments of `Deployment.options`."""
-        values = {name: getattr(self, name) for name in self.__slots__ if name != "pool"}
-        return {"name": self.pool, **values}
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def pool_of(deployment: str) -> Pool:
+    """The pool that the workers of a deployment belong to."""
+    pool, _, _ = deployment.partition("-")
+    assert pool in ("router", "target", "draft"), deployment
+    return cast(Pool, pool)
+
+
+def config_of_deployment(config: Config, deployment: str) -> Config:
+    """As its workers have it."""
+    _, is_further, name = deployment.partition("-")
+    return config.with_further_drafts(name) if is_further else config
 
 
 def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
-    """For each pool, the router first. Raises ConfigurationError when a setting cannot work under Ray."""
+    """For each deployment, the router first. Raises ConfigurationError when a setting cannot work under Ray."""
     _refuse_what_cannot_work(config)
     ray = config.ray
     is_port_fixed = config.router.port != 0
@@ -63,14 +75,10 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
         _target_options(config),
     ]
     if config.has_draft_workers and not config.has_sidecars and config.draft.replicas > 0:
-        pools.append(
-            DeploymentOptions(
-                "draft",
-                config.draft.replicas,
-                _draft_actor_options(config),
-                config.draft.drain_seconds + _END_SECONDS,
-            )
-        )
+        pools.append(_draft_options("draft", config, ray.draft, config.draft.replicas))
+    for name, further in ray.further_drafts.items():
+        own = config.with_further_drafts(name)
+        pools.append(_draft_options(f"draft-{name}", own, further, further.replicas))
     return tuple(pools)
 
 
@@ -101,6 +109,11 @@ def _target_options(config: Config) -> DeploymentOptions:
         placement_group_strategy="STRICT_PACK",
         placement_group_bundle_label_selector=selectors if any(selectors) else None,
     )
+
+
+def _draft_options(name: str, config: Config, pool: RayPoolConfig, num_replicas: int) -> DeploymentOptions:
+    actor = _actor_options(pool, _default_gpus(config.draft, pool))
+    return DeploymentOptions(name, num_replicas, actor, config.draft.drain_seconds + _END_SECONDS)
 
 
 def _draft_actor_options(config: Config) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from cluster.placement.registry import Announcement, NodeLabels, Pool
 from services.launch.local import free_ports
 from services.launch.ray.folders import OwnedFolder
 from services.launch.ray.membership import Announcer, Follower
+from services.launch.ray.options import config_of_deployment, pool_of
 from services.launch.ray.ports import free_address, host_port, is_free, listening_at
 from services.launch.ray.probe import Probe, RouterProbe, WorkerProbe
 from services.launch.ray.program import Program, python_path
@@ -38,10 +39,11 @@ class ProgramReplica:
     """Ready when its program serves. Serve takes it for healthy while `check_health` does not raise, and calls
     `__del__` when it is to end: that drains the program, of whose requests Serve knows nothing."""
 
-    async def __init__(self, pool: Pool, tree: dict[str, Any], *_: object) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, deployment: str, tree: dict[str, Any], *_: object) -> None:  # type: ignore[misc]  # Serve awaits it
         """`tree`: the configuration. What follows are handles of other deployments, which make this depend on them."""
-        self._config = Config.model_validate(tree)
-        self._pool = pool
+        self._shared_config = Config.model_validate(tree)
+        self._config = config_of_deployment(self._shared_config, deployment)
+        self._pool = pool_of(deployment)
         self._ending = contextlib.ExitStack()
         try:
             await self._begin()
@@ -82,7 +84,7 @@ class ProgramReplica:
                 raise RuntimeError(end)
             await asyncio.sleep(_POLL_SECONDS)
         self._replica = context.replica_tag
-        self._announcer = Announcer(context.app_name, self._config, self._describe, self._has_ended)
+        self._announcer = Announcer(context.app_name, self._shared_config, self._describe, self._has_ended)
         self._announcer.start()
         self._ending.callback(self._announcer.leave)
         await self._become_known()

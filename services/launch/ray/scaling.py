@@ -64,7 +64,8 @@ class Autoscaler:
         for decision in self.decisions:
             self._publish(decision)
             if scaling.mode == "act" and decision.settled != decision.current:
-                await self._carry_out(decision)
+                further = self._config.num_further_drafts if decision.pool == "draft" else 0
+                await self._carry_out(decision.pool, decision.settled - further)
 
     def _publish(self, decision: Decision) -> None:
         tags = {"application": self._application, "pool": decision.pool}
@@ -77,9 +78,9 @@ class Autoscaler:
             self._said[decision.pool] = said
             logger.info("%s", sentence(decision))
 
-    async def _carry_out(self, decision: Decision) -> None:
+    async def _carry_out(self, pool: ScaledPool, num_replicas: int) -> None:
         try:
-            await _told(self._application, decision.pool, decision.settled)
+            await _told(self._application, pool, num_replicas)
             problem = None
         except (ray.exceptions.RayError, ValueError) as error:
             cause = getattr(error, "cause", error)

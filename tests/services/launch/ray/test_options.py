@@ -6,11 +6,17 @@ import pytest
 
 from cluster.config_file import load_config
 from cluster.errors import ConfigurationError
-from services.launch.ray.options import DeploymentOptions, deployment_options, replicas_within_bounds
+from services.launch.ray.options import (
+    DeploymentOptions,
+    config_of_deployment,
+    deployment_options,
+    pool_of,
+    replicas_within_bounds,
+)
 
 
 def pools(*overrides: str) -> dict[str, DeploymentOptions]:
-    return {options.pool: options for options in deployment_options(load_config(None, overrides))}
+    return {options.name: options for options in deployment_options(load_config(None, overrides))}
 
 
 def test_the_default_fits_into_two_cores_and_needs_no_gpu() -> None:
@@ -64,6 +70,21 @@ def test_sidecars_are_in_their_targets_placement_group() -> None:
     assert options["target"].graceful_shutdown_timeout_s > pools()["target"].graceful_shutdown_timeout_s
 
 
+def test_further_drafts_are_deployments_of_their_own_with_other_settings() -> None:
+    further = (
+        "ray.further_drafts={zone-b: {replicas: 2, label_selector: {zone: b}, draft: {drafter: ngram, ngram_max: 6}}}"
+    )
+    config = load_config(None, ["draft.max_num_seqs=9", further])
+    options = {options.name: options for options in deployment_options(config)}
+    assert options.keys() == {"router", "target", "draft", "draft-zone-b"}
+    assert options["draft-zone-b"].num_replicas == 2
+    assert options["draft-zone-b"].ray_actor_options["label_selector"] == {"zone": "b"}
+    assert [pool_of(name) for name in options] == ["router", "target", "draft", "draft"]
+    own = config_of_deployment(config, "draft-zone-b").draft
+    assert (own.drafter, own.ngram_max, own.max_num_seqs) == ("ngram", 6, 9)
+    assert config_of_deployment(config, "draft") == config
+
+
 @pytest.mark.parametrize("override", ["speculation.num_speculative_tokens=0", "draft.replicas=0"])
 def test_without_speculation_there_is_no_draft_pool(override: str) -> None:
     assert list(pools(override)) == ["router", "target"]
@@ -95,6 +116,7 @@ def test_what_cannot_work_is_refused(overrides: list[str], said: list[str]) -> N
         ("ray.draft={max_replicas: 1, min_replicas: 2}", "ray.draft.max_replicas 1"),
         ("ray.draft.max_replicas=0", "ray.draft.max_replicas"),
         ("ray.scaling.mode=act", "ray.target.max_replicas"),
+        ("ray.further_drafts={b: {draft: {modle: x}}}", "modle"),
         ("placement.expiry_seconds=1", "expiry_seconds 1"),
         ("ray.drafts.num_gpus=1", "unknown key 'ray.drafts'"),
         ("ray.draft.num_gpu=1", "'num_gpus'"),

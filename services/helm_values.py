@@ -1,0 +1,174 @@
+"""The values of the Helm chart, as declarations: `make docs` writes deploy/helm/outrider/values.schema.json from them.
+
+The schema lets `helm` refuse a wrong key or type by its name, in the configuration tree too. A test compares the file
+with what would be written, and the defaults of values.yaml with those here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from cluster.config import Config
+
+CHART = Path(__file__).resolve().parent.parent / "deploy" / "helm" / "outrider"
+SCHEMA = CHART / "values.schema.json"
+
+_Port = Annotated[int, Field(gt=0, lt=65536)]
+_Free = dict[str, Any]  # Kubernetes' own: what is in it is for Kubernetes to check
+_Quantities = dict[str, str | int | float]
+
+
+class _Values(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Resources(_Values):
+    requests: _Quantities = {}
+    limits: _Quantities = {}
+
+
+class Placement(_Values):
+    resources: Resources = Resources()
+    nodeSelector: dict[str, str] = {}
+    tolerations: list[_Free] = []
+
+
+class Image(_Values):
+    repository: str = "outrider"
+    tag: str = ""
+    pullPolicy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+
+
+class RouterService(_Values):
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    port: _Port = 80
+    annotations: dict[str, str] = {}
+
+
+class RouterAutoscaling(_Values):
+    enabled: bool = False
+    minReplicas: PositiveInt = 2
+    maxReplicas: PositiveInt = 8
+    targetCPUUtilizationPercentage: PositiveInt = 70
+
+
+class Router(Placement):
+    replicas: PositiveInt = 2
+    image: str = "cpu"
+    resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"}, limits={"memory": "4Gi"})
+    service: RouterService = RouterService()
+    autoscaling: RouterAutoscaling = RouterAutoscaling()
+
+
+class Worker(Placement):
+    image: str = "cpu"
+    gpus: NonNegativeInt = 0
+    gpuResource: str = "nvidia.com/gpu"
+
+
+class Target(Worker):
+    resources: Resources = Resources(requests={"cpu": "4", "memory": "8Gi"}, limits={"memory": "16Gi"})
+    startupSeconds: PositiveInt = 1800
+    shmSize: str = "8Gi"
+
+
+class DraftAutoscaling(_Values):
+    enabled: bool = False
+    minReplicas: PositiveInt = 1
+    maxReplicas: PositiveInt = 8
+    metric: str = ""
+    targetAverageValue: str = "1"
+
+
+class Draft(Worker):
+    resources: Resources = Resources(requests={"cpu": "2", "memory": "4Gi"}, limits={"memory": "8Gi"})
+    startupSeconds: PositiveInt = 900
+    near: Literal["topology.kubernetes.io/zone", "kubernetes.io/hostname", ""] = "topology.kubernetes.io/zone"
+    autoscaling: DraftAutoscaling = DraftAutoscaling()
+
+
+class ModelCache(_Values):
+    claim: str = ""
+    size: str = ""
+    storageClass: str = ""
+    accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = ["ReadWriteMany"]
+
+
+class PodDisruptionBudget(_Values):
+    enabled: bool = True
+    maxUnavailable: PositiveInt | Annotated[str, Field(pattern=r"^\d+%$")] = 1
+
+
+class NetworkPolicy(_Values):
+    enabled: bool = True
+    clients: list[_Free] = []
+    monitoring: list[_Free] = [{"namespaceSelector": {}}]
+
+
+class PodMonitor(_Values):
+    enabled: bool = False
+    interval: str = "15s"
+    labels: dict[str, str] = {}
+
+
+class RayHead(_Values):
+    resources: Resources = Resources(requests={"cpu": "2", "memory": "8Gi"}, limits={"memory": "8Gi"})
+
+
+class RayWorkers(Placement):
+    name: Annotated[str, Field(pattern="^[a-z]([-a-z0-9]*[a-z0-9])?$")]
+    replicas: NonNegativeInt = 1
+    minReplicas: NonNegativeInt = 1
+    maxReplicas: NonNegativeInt = 1
+    gpus: NonNegativeInt = 0
+    gpuResource: str = "nvidia.com/gpu"
+
+
+class Redis(_Values):
+    address: str = ""
+    passwordSecret: str = ""
+
+
+class Ray(_Values):
+    version: str = "2.60.0"
+    image: str = "ray"
+    head: RayHead = RayHead()
+    workerGroups: list[RayWorkers] = [
+        RayWorkers(
+            name="targets",
+            resources=Resources(requests={"cpu": "4", "memory": "16Gi"}, limits={"memory": "16Gi"}),
+        )
+    ]
+    redis: Redis = Redis()
+
+
+class Values(_Values):
+    mode: Literal["plain", "ray"] = "plain"
+    image: Image = Image()
+    imagePullSecrets: list[_Free] = []
+    config: Config = Config()
+    router: Router = Router()
+    target: Target = Target()
+    draft: Draft = Draft()
+    modelCache: ModelCache = ModelCache()
+    huggingFaceSecret: str = ""
+    podDisruptionBudget: PodDisruptionBudget = PodDisruptionBudget()
+    networkPolicy: NetworkPolicy = NetworkPolicy()
+    podMonitor: PodMonitor = PodMonitor()
+    ray: Ray = Ray()
+
+
+def make_schema() -> str:
+    schema = Values.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    # Helm passes on what a parent chart calls global, whether a chart has it or not.
+    schema["properties"]["global"] = {"type": "object"}
+    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(make_schema(), encoding="utf-8")

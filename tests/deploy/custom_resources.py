@@ -1,0 +1,104 @@
+"""The fields that the chart uses of custom resources, as their documentation has them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Metadata(_Fields):
+    name: str
+    labels: dict[str, str]
+
+
+class _Selector(_Fields):
+    matchLabels: dict[str, str]
+
+
+class _MetricsEndpoint(_Fields):
+    port: str
+    path: str
+    interval: str
+
+
+class _PodMonitorSpec(_Fields):
+    selector: _Selector
+    podMetricsEndpoints: list[_MetricsEndpoint]
+
+
+class PodMonitor(_Fields):
+    """prometheus-operator.dev/docs/api-reference/api, monitoring.coreos.com/v1."""
+
+    apiVersion: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PodMonitor"]
+    metadata: _Metadata
+    spec: _PodMonitorSpec
+
+
+class _PodTemplate(_Fields):
+    spec: dict[str, Any]  # a PodSpec: checked as Kubernetes' own
+
+
+class _HeadGroup(_Fields):
+    rayStartParams: dict[str, str]
+    template: _PodTemplate
+
+
+class _WorkerGroup(_HeadGroup):
+    groupName: str
+    replicas: int
+    minReplicas: int
+    maxReplicas: int
+
+
+class _SecretKey(_Fields):
+    name: str
+    key: str
+
+
+class _ValueFrom(_Fields):
+    secretKeyRef: _SecretKey
+
+
+class _Password(_Fields):
+    valueFrom: _ValueFrom
+
+
+class _FaultTolerance(_Fields):
+    redisAddress: str
+    redisPassword: _Password | None = None
+
+
+class _RayCluster(_Fields):
+    rayVersion: str
+    gcsFaultToleranceOptions: _FaultTolerance | None = None
+    headGroupSpec: _HeadGroup
+    workerGroupSpecs: list[_WorkerGroup]
+
+
+class _UpgradeStrategy(_Fields):
+    type: Literal["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]
+
+
+class _RayServiceSpec(_Fields):
+    upgradeStrategy: _UpgradeStrategy
+    rayClusterDeletionDelaySeconds: int
+    serveConfigV2: str
+    rayClusterConfig: _RayCluster
+
+
+class RayService(_Fields):
+    """ray-project.github.io/kuberay/reference/api, ray.io/v1."""
+
+    apiVersion: Literal["ray.io/v1"]
+    kind: Literal["RayService"]
+    metadata: _Metadata
+    spec: _RayServiceSpec
+
+
+CUSTOM: dict[str, type[BaseModel]] = {"PodMonitor": PodMonitor, "RayService": RayService}

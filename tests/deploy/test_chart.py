@@ -1,0 +1,220 @@
+"""The Helm chart: what it renders is what Kubernetes, KubeRay and our own programs take; wrong values are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import helm_python
+import kubernetes_validate
+import pytest
+import yaml
+
+from cluster.config_file import parse_config
+from services.cli import main
+from services.helm_values import CHART, SCHEMA, Values, make_schema
+from tests.deploy.custom_resources import CUSTOM
+
+VERSIONS = ("1.33", "1.37")
+GPUS = {
+    "image": "vllm-cuda",
+    "gpus": 4,
+    "nodeSelector": {"gpu": "A100"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+}
+VALUES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "several of each": {"config": {"target": {"replicas": 3}, "draft": {"replicas": 5}}, "router": {"replicas": 4}},
+    "GPUs": {
+        "config": {"target": {"engine": "vllm", "device": "cuda", "tensor_parallel_size": 4, "drain_seconds": 300}},
+        "target": GPUS,
+        "draft": GPUS | {"gpus": 1, "near": "kubernetes.io/hostname"},
+    },
+    "no speculation": {"config": {"speculation": {"num_speculative_tokens": 0}}},
+    "the engine drafts": {
+        "config": {
+            "target": {"engine": "vllm"},
+            "draft": {"drafter": "engine", "speculative_config": {"method": "ngram"}},
+            "speculation": {"acceptance": "coupled"},
+        }
+    },
+    "no draft workers": {"config": {"draft": {"replicas": 0}}},
+    "sidecars": {"config": {"draft": {"placement": "sidecar"}}},
+    "a model cache of its own": {"modelCache": {"size": "200Gi", "storageClass": "fast"}, "huggingFaceSecret": "hf"},
+    "a model cache that is there": {"modelCache": {"claim": "models"}, "imagePullSecrets": [{"name": "registry"}]},
+    "autoscaling": {
+        "router": {"autoscaling": {"enabled": True}},
+        "draft": {"autoscaling": {"enabled": True, "metric": "outrider_draft_workers_wanted"}},
+    },
+    "monitoring": {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "closed to all but one namespace": {
+        "networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {"name": "apps"}}}]},
+        "router": {"service": {"type": "LoadBalancer", "port": 443, "annotations": {"a": "b"}}},
+    },
+    "unprotected": {"networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
+    "Ray": {"mode": "ray", "config": {"target": {"drain_seconds": 100.5, "replicas": 2}}},
+    "Ray with GPUs and Redis": {
+        "mode": "ray",
+        "ray": {
+            "redis": {"address": "redis:6379", "passwordSecret": "redis"},
+            "workerGroups": [{"name": "targets", "gpus": 4, "maxReplicas": 2}, {"name": "drafts", "gpus": 1}],
+        },
+    },
+}
+
+
+def render(values: dict[str, Any]) -> list[dict[str, Any]]:
+    with helm_python.Chart.load(CHART) as chart:
+        chart.validate_schema(values)
+        manifests = chart.render(values, name="demo", namespace="serving")
+    return [document for text in manifests.values() for document in yaml.safe_load_all(text) if document]
+
+
+def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [one for one in documents if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_every_object_is_valid(values: dict[str, Any]) -> None:
+    report = helm_python.lint(CHART, values, strict=True)
+    assert [message for message in report["messages"] if message["severity"] > 1] == report["errors"] == []
+    documents = render(values)
+    for document in documents:
+        if model := CUSTOM.get(document["kind"]):
+            model.model_validate(document)
+        else:
+            for version in VERSIONS:
+                kubernetes_validate.validate(document, version, strict=True)
+    names = [(document["kind"], document["metadata"]["name"]) for document in documents]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_the_configuration_is_one_for_our_programs(values: dict[str, Any]) -> None:
+    documents = render(values)
+    if values.get("mode") == "ray":
+        application = yaml.safe_load(find(documents, "RayService", "demo")["spec"]["serveConfigV2"])["applications"][0]
+        config = parse_config(application["args"], ())
+    else:
+        config = parse_config(yaml.safe_load(find(documents, "ConfigMap", "demo")["data"]["cluster.yaml"]), ())
+        assert config.target.listen_address == "0.0.0.0:7000"
+        assert config.target.addresses == ("dns:demo-target:7000",)
+        assert config.router.host == "0.0.0.0"
+    for section, settings in values.get("config", {}).items():
+        for name, value in settings.items():
+            assert getattr(getattr(config, section), name) == value
+
+
+def test_what_serve_is_given_is_its_schema() -> None:
+    schema = pytest.importorskip("ray.serve.schema")
+    for name in ("Ray", "Ray with GPUs and Redis"):
+        text = find(render(VALUES[name]), "RayService", "demo")["spec"]["serveConfigV2"]
+        schema.ServeDeploySchema.model_validate(yaml.safe_load(text))
+
+
+def test_pods_of_a_ray_cluster_are_valid_pods() -> None:
+    cluster = find(render(VALUES["Ray with GPUs and Redis"]), "RayService", "demo")["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": group["template"]["spec"]}
+        for version in VERSIONS:
+            kubernetes_validate.validate(pod, version, strict=True)
+
+
+def test_draft_workers_are_where_the_configuration_has_them() -> None:
+    def kinds(name: str) -> list[str]:
+        return [document["metadata"]["name"] for document in render(VALUES[name]) if document["kind"] == "Deployment"]
+
+    assert kinds("defaults") == ["demo-router", "demo-draft"]
+    for name in ("no speculation", "the engine drafts", "no draft workers", "sidecars"):
+        assert kinds(name) == ["demo-router"], name
+    target = find(render(VALUES["sidecars"]), "StatefulSet", "demo-target")["spec"]["template"]["spec"]
+    assert [container["name"] for container in target["containers"]] == ["target", "draft"]
+    config = yaml.safe_load(find(render(VALUES["sidecars"]), "ConfigMap", "demo")["data"]["cluster.yaml"])
+    assert config["draft"]["addresses"] == ["127.0.0.1:7001"] == [config["draft"]["listen"]]
+
+
+def test_pods_have_as_long_as_their_programs_drain() -> None:
+    documents = render(VALUES["GPUs"])
+    pod = find(documents, "StatefulSet", "demo-target")["spec"]["template"]["spec"]
+    before_sigterm = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["terminationGracePeriodSeconds"] > 300 + before_sigterm
+    router = find(documents, "Deployment", "demo-router")["spec"]["template"]["spec"]
+    assert 30 < router["terminationGracePeriodSeconds"] < 300
+    service = find(render(VALUES["Ray"]), "RayService", "demo")["spec"]
+    assert service["rayClusterDeletionDelaySeconds"] > 100
+
+
+def test_only_routers_reach_targets_and_only_targets_reach_drafts() -> None:
+    documents = render({})
+    for pool, caller in (("target", "router"), ("draft", "target")):
+        rules = find(documents, "NetworkPolicy", f"demo-{pool}")["spec"]["ingress"]
+        (peers,) = [rule["from"] for rule in rules if rule["ports"][0]["port"] == "grpc"]
+        (peer,) = peers
+        assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == caller
+        pods = find(documents, "StatefulSet" if pool == "target" else "Deployment", f"demo-{pool}")
+        labels = find(documents, "NetworkPolicy", f"demo-{pool}")["spec"]["podSelector"]["matchLabels"]
+        assert labels == pods["spec"]["selector"]["matchLabels"] == pods["spec"]["template"]["metadata"]["labels"]
+
+
+def test_containers_may_do_little() -> None:
+    for document in (*render({}), *render(VALUES["sidecars"])):
+        if document["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        pod = document["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert not pod["automountServiceAccountToken"]
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_programs_know_what_containers_pass_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for document in (*render({}), *render(VALUES["sidecars"])):
+        if document["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        for container in document["spec"]["template"]["spec"]["containers"]:
+            program, *arguments = container["args"]
+            with pytest.raises(SystemExit) as ended:
+                main([program, "--help"])
+            assert ended.value.code == 0
+            help_text = capsys.readouterr().out
+            assert all(argument in help_text for argument in arguments if argument.startswith("--"))
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"config": {"target": {"max_modle_len": 100}}}, "max_modle_len"),
+        ({"config": {"target": {"replicas": "two"}}}, "/config/target/replicas"),
+        ({"config": {"speculation": {"controller": "best"}}}, "/config/speculation/controller"),
+        ({"config": {"ray": {"draft": {"num_gpu": 1}}}}, "num_gpu"),
+        ({"mode": "swarm"}, "/mode"),
+        ({"routers": {}}, "routers"),
+        ({"target": {"gpus": -1}}, "/target/gpus"),
+        ({"router": {"service": {"port": 70000}}}, "/router/service/port"),
+        ({"ray": {"workerGroups": [{"replicas": 1}]}}, "name"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(helm_python.HelmError) as refused:
+        render(values)
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"config": {"draft": {"placement": "sidecar", "replicas": 2}}}, "config.draft.replicas 2"),
+        ({"draft": {"autoscaling": {"enabled": True}}}, "draft.autoscaling.metric"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=named):
+        render(values)
+
+
+def test_the_schema_and_the_defaults_are_those_of_the_declarations() -> None:
+    assert SCHEMA.read_text(encoding="utf-8") == make_schema(), "run `make docs`"
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert Values.model_validate(defaults) == Values()
+    assert defaults | {"config": None} == Values().model_dump(mode="json") | {"config": None}
