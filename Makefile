@@ -87,6 +87,7 @@ protos: $(READY_DEV)
 docs: $(READY_DEV)
 	$(BIN)/python -m services.configuration_page
 	$(BIN)/python -m services.helm_values
+	$(BIN)/python -m deploy.grafana.dashboards
 
 clean:
 	rm -rf .venv build dist *.egg-info

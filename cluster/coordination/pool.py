@@ -76,5 +76,6 @@ class DraftPool:
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
         yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", self.num_links_up)
+        yield Reading("outrider_draft_links_configured", "Draft workers that are listed now.", self.num_endpoints)
         for link in tuple(self._links.values()):
             yield from link.readings()

@@ -1,0 +1,142 @@
+"""Dashboards and alerts: every query is answered by a Prometheus that scrapes a cluster under load, and alerts fire."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from bench.peer_client import ask_all
+from cluster.config_file import load_config
+from deploy.grafana.dashboards import DASHBOARDS, to_json
+from services.launch.local import LocalCluster, free_ports
+from tests.system.conftest import READY_TIMEOUT_SECONDS
+from tests.waiting import eventually
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = DEPLOY / "prometheus" / "rules.yaml"
+RUNBOOKS = Path(__file__).parents[2] / "docs" / "RUNBOOKS.md"
+SCRAPES_SECONDS = 12  # rates need two scrapes
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="Prometheus is not installed: apt-get install prometheus"
+)
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+def test_the_files_are_what_the_code_says(dashboard) -> None:
+    assert dashboard.path.read_text(encoding="utf-8") == to_json(dashboard), "run `make docs`"
+
+
+def test_every_alert_has_a_runbook_and_a_test() -> None:
+    alerts = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    names = [alert["alert"] for alert in alerts]
+    assert len(names) == len(set(names))
+    assert re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE) == names
+    for alert in alerts:
+        assert alert["annotations"]["runbook_url"] == f"docs/RUNBOOKS.md#{alert['alert'].lower()}"
+    tests = yaml.safe_load((RULES.parent / "tests.yaml").read_text())["tests"]
+    fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
+    assert fired == set(names)
+
+
+@needs_prometheus
+def test_the_alerts_fire_when_they_should() -> None:
+    ran = subprocess.run(["promtool", "test", "rules", RULES.parent / "tests.yaml"], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+class Monitored:
+    """A cluster of simulated engines, and a Prometheus that scrapes it every second with our rules."""
+
+    def __init__(self, folder: Path) -> None:
+        targets, drafts, router, self._prometheus_port = free_ports(4)
+        settings = [
+            *("target.engine=simulated", "draft.drafter=simulated", f"router.port={router}"),
+            *(f"target.metrics_port={targets}", f"draft.metrics_port={drafts}"),
+        ]
+        self.cluster = LocalCluster(load_config(None, settings))
+        rules = yaml.safe_load(RULES.read_text())
+        for group in rules["groups"]:
+            for rule in group["rules"]:
+                rule["for"] = "1s"  # as much would fire later
+        (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
+        addresses = [f"127.0.0.1:{port}" for port in (router, targets, drafts)]
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": ["rules.yaml"],
+            "scrape_configs": [{"job_name": "outrider", "static_configs": [{"targets": addresses}]}],
+        }
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        self._folder = folder
+        self._stopping = threading.Event()
+        self._load = threading.Thread(target=self._ask)
+
+    def _ask(self) -> None:
+        body = {"prompt": "def main(", "max_tokens": 64, "temperature": 0.7, "ignore_eos": True}
+        while not self._stopping.is_set():
+            ask_all(self.cluster.url, [body] * 4, num_streams=4)
+
+    def __enter__(self) -> Monitored:
+        self.cluster.start()
+        self.cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        listen = f"127.0.0.1:{self._prometheus_port}"
+        paths = [f"--config.file={self._folder}/prometheus.yaml", f"--storage.tsdb.path={self._folder}/data"]
+        self._prometheus = subprocess.Popen(
+            ["prometheus", *paths, f"--web.listen-address={listen}"], stderr=subprocess.DEVNULL
+        )
+        self._load.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._load.join()
+        self._prometheus.terminate()
+        self._prometheus.wait()
+        self.cluster.stop()
+
+    def get(self, path: str, **parameters: str) -> dict:
+        url = f"http://127.0.0.1:{self._prometheus_port}/api/v1/{path}"
+        answer = httpx.get(url, params=parameters)
+        assert answer.status_code == 200, f"{parameters}: {answer.text}"
+        return answer.json()["data"]
+
+    def query(self, promql: str) -> list:
+        for name, value in {"$job": ".*", "$__rate_interval": "10s", "$target_dollars": "14.7", "$draft_dollars": "1"}.items():
+            promql = promql.replace(name, value)
+        return self.get("query", query=promql)["result"]
+
+    def firing(self) -> set[str]:
+        return {alert["labels"]["alertname"] for alert in self.get("alerts")["alerts"] if alert["state"] == "firing"}
+
+
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
+    with Monitored(tmp_path_factory.mktemp("prometheus")) as running:
+        time.sleep(SCRAPES_SECONDS)
+        yield running
+
+
+@needs_prometheus
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
+def test_every_query_of_every_panel_returns_data(monitored: Monitored, dashboard) -> None:
+    def unanswered() -> list[str]:
+        return [query for query in dashboard.queries() if not monitored.query(query)]
+
+    assert eventually(lambda: not unanswered(), 30), unanswered()
+
+
+@needs_prometheus
+def test_nothing_fires_while_all_is_well_and_a_lost_draft_pool_does(monitored: Monitored) -> None:
+    assert monitored.firing() <= {"OutriderSpeculationCosts"}  # whose ten minutes are a second here
+    (draft,) = monitored.cluster.drafts
+    draft.watch = lambda: None  # it is not started again
+    draft.kill()
+    assert eventually(lambda: "OutriderDraftPoolGone" in monitored.firing(), 30), monitored.firing()
