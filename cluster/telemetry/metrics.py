@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,7 +22,7 @@ from prometheus_client import (
     Gauge,
     Histogram,
     generate_latest,
-    start_http_server,
+    make_wsgi_app,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -233,10 +238,32 @@ class WorkerMetrics(Collector):
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
     """Serves `registry` at `/metrics` from a daemon thread; returns the port (0: a free one)."""
+    app = make_wsgi_app(registry)
+
+    def plain(environ: dict[str, Any], start_response: Any) -> Any:
+        # In OpenMetrics, which a Prometheus asks for first, the client library makes an underscore of vLLM's colon.
+        return app(environ | {"HTTP_ACCEPT": "text/plain"}, start_response)
+
     try:
-        server, _ = start_http_server(port, addr=host, registry=registry)
+        server = make_server(host, port, plain, _server_class(host, port), _SilentHandler)
     except OSError as error:
         raise ConfigurationError(
             f"cannot serve metrics at {host}:{port}: {error.strerror}; set another `metrics_port` or `metrics_host`"
         ) from error
-    return int(server.server_port)
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return server.server_port
+
+
+def _server_class(host: str, port: int) -> type[WSGIServer]:
+    (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+    class Server(ThreadingMixIn, WSGIServer):
+        address_family = family
+        daemon_threads = True
+
+    return Server
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from cluster.telemetry.metrics import RouterMetrics
+import httpx
+
+from cluster.telemetry.metrics import Reading, RouterMetrics, WorkerMetrics, serve_metrics
 
 
 def page_of(metrics: RouterMetrics) -> dict[str, float]:
@@ -26,3 +28,12 @@ def test_chunks_and_rounds_are_on_the_page():
     assert page['vllm:spec_decode_num_accepted_tokens_total{model_name="m"}'] == 4
     position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{}"}}'.format
     assert [page[position(place)] for place in range(3)] == [2, 1, 1]
+
+
+def test_a_prometheus_that_asks_for_openmetrics_gets_vllms_names() -> None:
+    metrics = WorkerMetrics(lambda: [Reading("vllm:num_requests_waiting", "Sequences that wait.", 3)])
+    port = serve_metrics(metrics.registry, "127.0.0.1", 0)
+    for accept in ("*/*", "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"):
+        page = httpx.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
+        assert "vllm:num_requests_waiting 3.0" in page.text.splitlines()
+        assert page.headers["content-type"].startswith("text/plain")

@@ -16,7 +16,7 @@ import yaml
 
 from bench.peer_client import ask_all
 from cluster.config_file import load_config
-from deploy.grafana.dashboards import DASHBOARDS, to_json
+from deploy.grafana.dashboards import DASHBOARDS, Dashboard, to_json
 from services.launch.local import LocalCluster, free_ports
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 from tests.waiting import eventually
@@ -24,6 +24,7 @@ from tests.waiting import eventually
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yaml"
 RUNBOOKS = Path(__file__).parents[2] / "docs" / "RUNBOOKS.md"
+VARIABLES = {"$job": ".*", "$__rate_interval": "10s", "$target_dollars": "14.7", "$draft_dollars": "1"}
 SCRAPES_SECONDS = 12  # rates need two scrapes
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="Prometheus is not installed: apt-get install prometheus"
@@ -31,7 +32,7 @@ needs_prometheus = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
-def test_the_files_are_what_the_code_says(dashboard) -> None:
+def test_the_files_are_what_the_code_says(dashboard: Dashboard) -> None:
     assert dashboard.path.read_text(encoding="utf-8") == to_json(dashboard), "run `make docs`"
 
 
@@ -109,7 +110,7 @@ class Monitored:
         return answer.json()["data"]
 
     def query(self, promql: str) -> list:
-        for name, value in {"$job": ".*", "$__rate_interval": "10s", "$target_dollars": "14.7", "$draft_dollars": "1"}.items():
+        for name, value in VARIABLES.items():
             promql = promql.replace(name, value)
         return self.get("query", query=promql)["result"]
 
@@ -126,7 +127,7 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
 
 @needs_prometheus
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.name)
-def test_every_query_of_every_panel_returns_data(monitored: Monitored, dashboard) -> None:
+def test_every_query_of_every_panel_returns_data(monitored: Monitored, dashboard: Dashboard) -> None:
     def unanswered() -> list[str]:
         return [query for query in dashboard.queries() if not monitored.query(query)]
 
