@@ -370,10 +370,10 @@ class RayFurtherDraftsConfig(RayPoolConfig):
 class RayScalingConfig(_Section):
     """Scaling of the target pool and of the draft pool, by one policy."""
 
-    mode: Literal["off", "advise", "act"] = Field(
-        "off",
-        description="advise: decisions are logged and are metrics, and nothing else; act: Serve carries them out, "
-        "within the `min_replicas` and `max_replicas` of both pools",
+    mode: Literal["manual", "advise", "act"] = Field(
+        "manual",
+        description="manual: nothing; advise: decisions are logged and are metrics, and nothing else; act: Serve "
+        "carries them out, within the `min_replicas` and `max_replicas` of both pools",
     )
     interval_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="how often the policy looks")
     target_use: Annotated[float, Field(gt=0, le=1)] = Field(

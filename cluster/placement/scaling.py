@@ -146,15 +146,16 @@ class _Delay:
 
     def __init__(self, up_seconds: float, down_seconds: float) -> None:
         self._seconds = {True: up_seconds, False: down_seconds}
-        self._is_up = True
         self._since: float | None = None
+        self._asked = 0, True  # from what number, and whether up, since then
         self._least_change = 0
 
     def settle(self, current: int, wanted: int, now: float) -> int:
         if wanted == current:
             self._since = None
             return current
-        if self._since is None or self._is_up != (wanted > current):
-            self._since, self._is_up, self._least_change = now, wanted > current, wanted
-        self._least_change = min(self._least_change, wanted) if self._is_up else max(self._least_change, wanted)
-        return self._least_change if now - self._since >= self._seconds[self._is_up] else current
+        is_up = wanted > current
+        if self._since is None or self._asked != (current, is_up):
+            self._since, self._asked, self._least_change = now, (current, is_up), wanted
+        self._least_change = min(self._least_change, wanted) if is_up else max(self._least_change, wanted)
+        return self._least_change if now - self._since >= self._seconds[is_up] else current

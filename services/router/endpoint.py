@@ -86,6 +86,7 @@ class Endpoint(abc.ABC, Generic[R]):
         request = parse_request(self.request_type, fields)
         self._serving.check_model(request.model)
         prompts = await self._tokenize(request)
+        await self._serving.pool.wait_out_change()
         answer = self._start(request, prompts, arrived_at)
         headers = {"x-outrider-seed": str(answer.reply.seed)}
         if request.stream:

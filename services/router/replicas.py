@@ -13,13 +13,14 @@ import grpc
 
 from cluster.errors import UnavailableError
 from services.router.replica import LossReason, Replica, ReplicaLostError
-from services.router.traits import Reference, Traits
+from services.router.traits import PATIENCE_S, Reference, Traits
 
 __all__ = ["Limits", "LossReason", "Replica", "ReplicaLostError", "ReplicaPool", "Traits"]
 
 logger = logging.getLogger(__name__)
 
 _FIRST_LIST_TIMEOUT_S = 5.0
+_CHANGE_TIMEOUT_S = PATIENCE_S + 2.0
 _NO_TARGET = "no target worker can answer now; see /health"
 
 
@@ -113,6 +114,16 @@ class ReplicaPool:
                         return self.choose(like)
                     await changed.wait()
         raise UnavailableError(_NO_TARGET)
+
+    async def wait_out_change(self) -> None:
+        """Returns when a replica can be used, or it is not worth waiting for one.
+
+        It is where those that answer are refused for what others were that have gone: they will soon be used.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CHANGE_TIMEOUT_S):
+                while not self.usable and any(replica.status == "refused" for replica in self.replicas):
+                    await self._changed.wait()
 
     async def _follow(self, has_begun: asyncio.Event) -> None:
         """Follows the endpoints until cancelled, or until they end: then the last list stays."""

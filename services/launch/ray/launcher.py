@@ -70,7 +70,7 @@ class RayApplication:
             status_word, reason = deployment.status.value.lower(), _last_line(deployment.message)
             said = f"{pool}: {status_word} ({states or 'no replicas'}) {reason}".strip()
             self._say(pool, said, said)
-        if self.config.ray.scaling.mode != "off":
+        if self.config.ray.scaling.mode != "manual":
             for decision in find_decisions(self.name):
                 what = f"{decision.current} to {decision.settled}"
                 self._say(f"scaling of {decision.pool}", what, sentence(decision))

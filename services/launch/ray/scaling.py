@@ -51,7 +51,7 @@ class Autoscaler:
         """From now on; delays begin anew where it is another than before."""
         if config != self._config:
             self._config = config
-            self._scaler = Scaler(config) if config.ray.scaling.mode != "off" else None
+            self._scaler = Scaler(config) if config.ray.scaling.mode != "manual" else None
             self.decisions = ()
 
     async def look(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> None:

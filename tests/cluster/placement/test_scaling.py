@@ -127,6 +127,13 @@ def test_a_change_must_be_wanted_for_as_long_as_its_delay() -> None:
     assert [d.settled for d in decisions(policy, (72, 131, 132), 2, 2)] == [2, 2, 1]
 
 
+def test_it_goes_on_from_where_a_smaller_change_has_led() -> None:
+    policy = scaler("ray.scaling.downscale_delay_seconds=10")
+    assert [d.settled for d in decisions(policy, (0,), 24, 3)] == [3]
+    assert [d.settled for d in decisions(policy, (1, 6, 11), 12, 3)] == [3, 3, 2]
+    assert [d.settled for d in decisions(policy, (12, 21, 22), 2, 2)] == [2, 2, 1]
+
+
 def test_a_peak_within_the_delay_does_not_count() -> None:
     policy = scaler("ray.scaling.upscale_delay_seconds=10")
     for now, waiting in ((0, 0), (5, 10**6), (10, 0)):

@@ -296,6 +296,32 @@ def test_the_reference_stays_while_its_worker_may_come_back_and_then_passes_on(
     background.run(run())
 
 
+def test_a_request_waits_for_those_that_take_over_and_for_nobody_else(background, new_target, tokenizer):
+    old, new = new_target(), new_target()
+    with_traits(old, weights="a")
+    with_traits(new, weights="b")
+
+    async def run() -> None:
+        endpoints = Endpoints(old)
+        async with following(endpoints, tokenizer) as pool:
+            await until(lambda: len(pool.usable) == 1)
+            endpoints.become(old, new)
+            await until(lambda: [replica.status for replica in pool.replicas] == ["up", "refused"])
+            old.description.is_draining = True
+            await until(lambda: not pool.usable)
+            waiting = asyncio.create_task(pool.wait_out_change())
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            endpoints.become(new)
+            await asyncio.wait_for(waiting, DEADLINE_S)
+            assert pool.choose().address == new.address
+            new.description.is_draining = True
+            await until(lambda: not pool.usable)
+            await asyncio.wait_for(pool.wait_out_change(), 0.1)
+
+    background.run(run())
+
+
 def test_the_reference_passes_on_at_once_when_nobody_is_listed_who_has_it(background, new_target, tokenizer):
     first, other = new_target(), new_target()
     with_traits(first, weights="a")
