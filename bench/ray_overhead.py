@@ -1,13 +1,14 @@
 """The same load through the local launcher and through Ray: `python -m bench.ray_overhead`.
 
 Both clusters are up all the time, with the same settings, and answer in turn; an idle one computes nothing. Under Ray
-requests go to the router directly, and by a third way through Serve's own proxy.
+requests go to the router directly; then, by a third way, through Serve's own proxy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -35,13 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.ray_overhead", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", choices=tuple(SETTINGS), default="torch")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--requests", type=int, default=16, help="in a run; half as many for one stream")
+    parser.add_argument("--requests", type=int, default=32, help="in a run; half as many for one stream")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("bench/results/ray_overhead.json"))
     arguments = parser.parse_args(argv)
     (proxy_port,) = free_ports(1)
-    config = load_config(None, [*SETTINGS[arguments.engine], "router.port=0", f"ray.proxy_port={proxy_port}"])
+    settings = [*SETTINGS[arguments.engine], "router.port=0", f"ray.proxy_port={proxy_port}"]
+    cpus = sorted(os.sched_getaffinity(0))
+    if arguments.engine != "simulated" and len(cpus) > 1:  # the same cores: only the local launcher divides them itself
+        settings += [f"target.cpus=[{cpus[0]}]", f"draft.cpus=[{cpus[1]}]"]
+    config = load_config(None, settings)
     ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
     application = RayApplication(config)
     try:
@@ -74,14 +79,21 @@ def _measure(ways: dict[str, str], config: Config, arguments: argparse.Namespace
     for num_streams in arguments.streams:
         asked = prompts if num_streams > 1 else prompts[: len(prompts) // 2]
         points = runs[str(num_streams)] = {way: [] for way in ways}
-        for repeat in range(arguments.repeats + 1):
-            for way, url in ways.items():
-                model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-                burst = answer_all(
-                    url, model, asked, num_streams=num_streams, temperature=0.7, max_tokens=arguments.max_tokens
-                )
-                if repeat:  # the first warms, and the controllers learn
-                    points[way].append(_result(burst))
+        # What goes through the proxy, which takes cores from the engines, comes after: controllers remember steps.
+        for turn in ((LOCAL, DIRECT), (PROXY,)):
+            for repeat in range(arguments.repeats + 1):
+                for way in turn:
+                    model = httpx.get(f"{ways[way]}/v1/models").json()["data"][0]["id"]
+                    burst = answer_all(
+                        ways[way],
+                        model,
+                        asked,
+                        num_streams=num_streams,
+                        temperature=0.7,
+                        max_tokens=arguments.max_tokens,
+                    )
+                    if repeat:  # the first warms, and the controllers learn
+                        points[way].append(_result(burst))
     return {"machine": describe_machine(), "engine": arguments.engine, "runs": runs}
 
 
