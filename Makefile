@@ -11,7 +11,7 @@ READY_DEV := .venv/ready-dev
 READY_VLLM := .venv/ready-vllm
 READY_RAY := .venv/ready-ray
 
-.PHONY: help setup setup-vllm setup-ray serve test bench format lint typecheck protos docs train clean
+.PHONY: help setup setup-vllm setup-ray serve test bench format lint typecheck protos docs train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench                            measure speed and acceptance; results in bench/results"
 	@echo "make setup-vllm                       add vLLM to the environment, for target.engine vllm"
 	@echo "make setup-ray                        add Ray to the environment, for --launcher ray"
+	@echo "make images                           build the container images"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
 setup: $(READY_DEV)
@@ -88,6 +89,11 @@ docs: $(READY_DEV)
 	$(BIN)/python -m services.configuration_page
 	$(BIN)/python -m services.helm_values
 	$(BIN)/python -m deploy.grafana.dashboards
+
+images:
+	docker build -f deploy/docker/Dockerfile -t outrider:0.1.0-cpu .
+	docker build -f deploy/docker/Dockerfile --build-arg EXTRAS=ray --build-arg RUNTIME_PACKAGES=wget -t outrider:0.1.0-ray .
+	docker build -f deploy/docker/vllm-cuda.Dockerfile -t outrider:0.1.0-vllm-cuda .
 
 clean:
 	rm -rf .venv build dist *.egg-info

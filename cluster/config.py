@@ -493,8 +493,13 @@ class Config(_Section):
     def _further_drafts_can_work(self) -> Config:
         if self.ray.further_drafts and (not self.has_draft_workers or self.has_sidecars):
             raise ValueError("ray.further_drafts need a pool of draft workers: draft.placement pool, and k above 0")
-        for name in self.ray.further_drafts:
+        for name, further in self.ray.further_drafts.items():
             self.with_further_drafts(name)
+            if further.draft and self.ray.scaling.mode != "manual":
+                raise ValueError(
+                    f"ray.scaling.mode {self.ray.scaling.mode} cannot tell draft models of one pool apart: set it to "
+                    f"manual, or leave ray.further_drafts.{name}.draft out"
+                )
         return self
 
     @model_validator(mode="after")

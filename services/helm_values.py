@@ -122,8 +122,6 @@ class RayHead(_Values):
 class RayWorkers(Placement):
     name: Annotated[str, Field(pattern="^[a-z]([-a-z0-9]*[a-z0-9])?$")]
     replicas: NonNegativeInt = 1
-    minReplicas: NonNegativeInt = 1
-    maxReplicas: NonNegativeInt = 1
     gpus: NonNegativeInt = 0
     gpuResource: str = "nvidia.com/gpu"
 
@@ -136,6 +134,10 @@ class Redis(_Values):
 class Ray(_Values):
     version: str = "2.60.0"
     image: str = "ray"
+    auth: Literal["token", "disabled"] = "token"
+    operator: list[_Free] = [
+        {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
+    ]
     head: RayHead = RayHead()
     workerGroups: list[RayWorkers] = [
         RayWorkers(

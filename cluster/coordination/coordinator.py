@@ -176,7 +176,8 @@ class Coordinator:
             planned = [sequence for sequence in decoding if self._openings.may_be_drafted_for(sequence, now)]
             best = self._balancer.best(planned[0].params.temperature, now) if planned else None
             self.planner.plan(planned, best, num_rows)
-            self._gains.planned(planned, self._balancer.active.values(), num_rows)
+            num_draftable = sum(map(self._openings.would_be_drafted_for, decoding))
+            self._gains.planned(planned, self._balancer.active.values(), num_rows, num_draftable)
 
     def _send(self) -> None:
         for link in self._balancer.active.values():

@@ -32,8 +32,13 @@ class Gains:
         self._costs: dict[str, list[LinkCosts]] = {}  # of the workers of each model, those that were there last
         self._demand: DraftDemand | None = None
 
-    def planned(self, planned: Sequence[SpeculativeSequence], links: Iterable[ActiveLink], num_rows: int) -> None:
-        """`planned`, of the `num_rows` sequences of a step, have depths from now on; `links` are all that are up."""
+    def planned(
+        self, planned: Sequence[SpeculativeSequence], links: Iterable[ActiveLink], num_rows: int, num_draftable: int
+    ) -> None:
+        """`planned`, of the `num_rows` sequences of a step, have depths from now on; `links` are all that are up.
+
+        `num_draftable` would be drafted for if there were room for all.
+        """
         now = self._clock()
         if now < self._estimate_at or not self._planner.step_seconds.is_known:
             return
@@ -44,7 +49,11 @@ class Gains:
         for model in num_workers:
             if known := [link.costs for link in links if link.model == model and link.costs.is_known]:
                 self._costs[model] = known
+        if num_workers:  # what was known of models that have gone says nothing of those that are there
+            self._costs = {model: costs for model, costs in self._costs.items() if model in num_workers}
         self._estimate(planned, num_workers, num_rows)
+        if self._demand is not None:
+            self._demand = replace(self._demand, num_sequences=num_draftable)
 
     def _now(self, planned: Sequence[SpeculativeSequence], num_rows: int) -> dict[str, float]:
         """Tokens a second of the sequences that each model drafts for, over what they would have without any drafts."""
@@ -84,7 +93,7 @@ class Gains:
             batch = -(-max(1, num_rows) // max(1, num_workers[model]))
             *by_batch[model], now = self._possible(model, temperatures, num_rows, [*_BATCHES, batch])
             if num_workers[model]:
-                self._goodputs[model] = now
+                self._goodputs = self._goodputs | {model: now}  # anew: `readings` may be going through it
         if by_batch:
             self._demand = DraftDemand(len(planned), tuple(map(max, zip(*by_batch.values(), strict=True))))
 

@@ -53,6 +53,10 @@ class Openings:
         """Whether `sequence` has a drafter, or may have one by now."""
         return sequence.link is not None or (sequence in self._waiting and sequence.may_open_at <= now)
 
+    def would_be_drafted_for(self, sequence: SpeculativeSequence) -> bool:
+        """Whether it has a drafter, or waits for one."""
+        return sequence.link is not None or sequence in self._waiting
+
     def rearrange(self) -> None:
         """Takes sequences from draft workers that are silent, or worth less than others."""
         for sequence in self._balancer.to_rearrange(self._clock()):

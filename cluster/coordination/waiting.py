@@ -47,9 +47,10 @@ class Waits:
                 if not sequence.has_answered:
                     sequence.gave_up()
             awaited = [s for s in awaited if s.has_answered]
-        if not awaited:
-            for link in {s.link for s in decoding if s.is_late and s.link is not None}:
+        for link in {s.link for s in decoding if s.is_late} - {s.link for s in awaited}:
+            if link is not None:
                 link.went_without()
+        if not awaited:
             self._learn((), 0.0)
             return ()
         now = started_at = self._clock()

@@ -15,7 +15,8 @@ difference is greatest. A pool that no target profits from shrinks to its minimu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,7 @@ class Decision:
     """Of one pool. `inputs` are what it rests on, by name."""
 
     pool: ScaledPool
-    current: int
+    current: int  # that are there, or were asked for
     wanted: int  # now
     settled: int  # what was wanted for long enough, else `current`
     inputs: dict[str, float]
@@ -60,17 +61,25 @@ class Scaler:
         most = None if drafts.max_replicas is None else drafts.max_replicas + further
         self._drafts = Bounds(drafts.min_replicas + further, most)  # of all draft workers
         self._delays = {"target": self._new_delay(), "draft": self._new_delay()}
+        # Those that were asked for count before they are there, or too few would be asked for meanwhile.
+        is_obeyed = config.ray.scaling.mode == "act"
+        self._asked = {"target": config.target.replicas, "draft": config.draft.replicas + further} if is_obeyed else {}
+
+    def asked(self, pool: ScaledPool, number: int) -> None:
+        """So many workers there are going to be."""
+        self._asked[pool] = number
 
     def decide(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> Sequence[Decision]:
         """What the workers' loads ask for; nothing while no target is there to say something."""
         loads = [member.load for member in targets if member.load is not None]
         if not loads:
             return ()
-        decisions = [self._settle("target", len(targets), *self._wanted_targets(loads, len(targets)), now)]
-        if self._config.has_draft_workers and not self._config.has_sidecars:
+        current = max(len(targets), self._asked.get("target", 0))
+        decisions = [self._settle("target", current, *self._wanted_targets(loads, current), now)]
+        if self._config.has_draft_workers and not self._config.has_sidecars and self._config.draft.replicas > 0:
             draft_loads = [member.load for member in drafts if member.load is not None]
-            wanted = self._wanted_drafts(loads, draft_loads, len(drafts))
-            decisions.append(self._settle("draft", len(drafts), *wanted, now))
+            current = max(len(drafts), self._asked.get("draft", 0))
+            decisions.append(self._settle("draft", current, *self._wanted_drafts(loads, draft_loads, current), now))
         return decisions
 
     def _settle(
@@ -95,7 +104,8 @@ class Scaler:
         num_sequences = sum(demand.num_sequences for demand in demands)
         inputs = {"sequences": float(num_sequences)}
         if not demands:
-            return self._drafts.limit(current), inputs, "nothing is measured yet"
+            has_work = any(load.num_running for load in loads)  # without a worker nothing ever will be measured
+            return self._drafts.limit(max(current, int(has_work))), inputs, "nothing is measured yet"
         if not num_sequences:
             return self._drafts.least, inputs, "no sequences to draft for"
         room = self._room(draft_loads)
@@ -145,17 +155,23 @@ class _Delay:
     """Lets a change through when it was wanted all the time for so long: the smallest change of that time."""
 
     def __init__(self, up_seconds: float, down_seconds: float) -> None:
-        self._seconds = {True: up_seconds, False: down_seconds}
-        self._since: float | None = None
-        self._asked = 0, True  # from what number, and whether up, since then
-        self._least_change = 0
+        self._up_seconds = up_seconds
+        self._down_seconds = down_seconds
+        self._wanted: deque[tuple[float, int]] = deque()  # since when, until the next
 
     def settle(self, current: int, wanted: int, now: float) -> int:
-        if wanted == current:
-            self._since = None
-            return current
-        is_up = wanted > current
-        if self._since is None or self._asked != (current, is_up):
-            self._since, self._asked, self._least_change = now, (current, is_up), wanted
-        self._least_change = min(self._least_change, wanted) if is_up else max(self._least_change, wanted)
-        return self._least_change if now - self._since >= self._seconds[is_up] else current
+        self._wanted.append((now, wanted))
+        least = self._extreme(min, now - self._up_seconds)
+        most = self._extreme(max, now - self._down_seconds)
+        while len(self._wanted) > 1 and self._wanted[1][0] <= now - max(self._up_seconds, self._down_seconds):
+            self._wanted.popleft()
+        if least is not None and least > current:
+            return least
+        return most if most is not None and most < current else current
+
+    def _extreme(self, choose: Callable[[Iterable[int]], int], since: float) -> int | None:
+        """Of what was wanted since then; None: nobody asked so long ago."""
+        if self._wanted[0][0] > since:
+            return None
+        ends = [*[at for at, _ in self._wanted][1:], math.inf]
+        return choose(wanted for (_, wanted), end in zip(self._wanted, ends, strict=True) if end > since)

@@ -93,6 +93,7 @@ class Replica:
         self.traits: Traits = ()  # as it last said; (): unknown
         self.status: ReplicaStatus = "down"
         self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
+        self.is_next = False  # nothing but what the others are, or were, speaks against it
         self.num_in_flight = 0
         self._num_others = 0  # sequences there at the last poll that were not ours
         self._tokenizer_fingerprint = tokenizer_fingerprint
@@ -209,6 +210,7 @@ class Replica:
             self._become("draining", _IS_DRAINING)
         elif objection := self._object_to(self):
             self._become("refused", objection)
+            self.is_next = True
         else:
             self._become("up", None)
 
@@ -240,7 +242,7 @@ class Replica:
         return InternalError("the target worker failed")
 
     def _become(self, status: ReplicaStatus, problem: str | None) -> None:
-        self.status = status
+        self.status, self.is_next = status, False
         if problem == self.problem:
             return
         if problem is None:

@@ -118,11 +118,11 @@ class ReplicaPool:
     async def wait_out_change(self) -> None:
         """Returns when a replica can be used, or it is not worth waiting for one.
 
-        It is where those that answer are refused for what others were that have gone: they will soon be used.
+        It is where one is refused for what others were that have gone: it will soon be used.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CHANGE_TIMEOUT_S):
-                while not self.usable and any(replica.status == "refused" for replica in self.replicas):
+                while not self.usable and any(replica.is_next for replica in self.replicas):
                     await self._changed.wait()
 
     async def _follow(self, has_begun: asyncio.Event) -> None:

@@ -40,7 +40,12 @@ class PodMonitor(_Fields):
     spec: _PodMonitorSpec
 
 
+class _PodMetadata(_Fields):
+    labels: dict[str, str]
+
+
 class _PodTemplate(_Fields):
+    metadata: _PodMetadata
     spec: dict[str, Any]  # a PodSpec: checked as Kubernetes' own
 
 
@@ -74,8 +79,13 @@ class _FaultTolerance(_Fields):
     redisPassword: _Password | None = None
 
 
+class _AuthOptions(_Fields):
+    mode: Literal["token", "disabled"]
+
+
 class _RayCluster(_Fields):
     rayVersion: str
+    authOptions: _AuthOptions
     gcsFaultToleranceOptions: _FaultTolerance | None = None
     headGroupSpec: _HeadGroup
     workerGroupSpecs: list[_WorkerGroup]

@@ -46,6 +46,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "draft": {"autoscaling": {"enabled": True, "metric": "outrider_draft_workers_wanted"}},
     },
     "monitoring": {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+    "monitoring of sidecars": {"podMonitor": {"enabled": True}, "config": {"draft": {"placement": "sidecar"}}},
     "closed to all but one namespace": {
         "networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {"name": "apps"}}}]},
         "router": {"service": {"type": "LoadBalancer", "port": 443, "annotations": {"a": "b"}}},
@@ -56,7 +57,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "mode": "ray",
         "ray": {
             "redis": {"address": "redis:6379", "passwordSecret": "redis"},
-            "workerGroups": [{"name": "targets", "gpus": 4, "maxReplicas": 2}, {"name": "drafts", "gpus": 1}],
+            "workerGroups": [{"name": "targets", "gpus": 4, "replicas": 2}, {"name": "drafts", "gpus": 1}],
         },
     },
 }
@@ -95,6 +96,8 @@ def test_the_configuration_is_one_for_our_programs(values: dict[str, Any]) -> No
     if values.get("mode") == "ray":
         application = yaml.safe_load(find(documents, "RayService", "demo")["spec"]["serveConfigV2"])["applications"][0]
         config = parse_config(application["args"], ())
+        assert config.router.host == "0.0.0.0"
+        assert config.router.port not in (0, 8000)  # of Serve's proxy, in the same pods
     else:
         config = parse_config(yaml.safe_load(find(documents, "ConfigMap", "demo")["data"]["cluster.yaml"]), ())
         assert config.target.listen_address == "0.0.0.0:7000"
@@ -156,6 +159,18 @@ def test_only_routers_reach_targets_and_only_targets_reach_drafts() -> None:
         assert labels == pods["spec"]["selector"]["matchLabels"] == pods["spec"]["template"]["metadata"]["labels"]
 
 
+def test_every_metrics_page_is_scraped_and_reachable() -> None:
+    documents = render(VALUES["monitoring of sidecars"] | {"networkPolicy": {"clients": [{"podSelector": {}}]}})
+    for pool, ports in (("router", ["http"]), ("target", ["metrics", "draft-metrics"])):
+        endpoints = find(documents, "PodMonitor", f"demo-{pool}")["spec"]["podMetricsEndpoints"]
+        assert [endpoint["port"] for endpoint in endpoints] == ports
+        rules = find(documents, "NetworkPolicy", f"demo-{pool}")["spec"]["ingress"]
+        open_to_monitoring = [
+            port["port"] for rule in rules for port in rule["ports"] if {"namespaceSelector": {}} in rule["from"]
+        ]
+        assert open_to_monitoring == ports
+
+
 def test_containers_may_do_little() -> None:
     for document in (*render({}), *render(VALUES["sidecars"])):
         if document["kind"] not in ("Deployment", "StatefulSet"):
@@ -206,6 +221,7 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
     [
         ({"config": {"draft": {"placement": "sidecar", "replicas": 2}}}, "config.draft.replicas 2"),
         ({"draft": {"autoscaling": {"enabled": True}}}, "draft.autoscaling.metric"),
+        ({"mode": "ray", "config": {"router": {"port": 8000}}}, "config.router.port 8000"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(values: dict[str, Any], named: str) -> None:

@@ -36,6 +36,7 @@ class RegistryActor:
         self._registry = Registry(secrets.randbits(62), config.placement, time.monotonic())
         self._autoscaler = Autoscaler(application)
         self._configured_by = 0  # epoch of a worker
+        self._scaling: asyncio.Task[None] | None = None
         self._told_version = self._registry.version
         self._changed = asyncio.Event()  # replaced whenever it is set
         self._heard_at = time.monotonic()
@@ -80,11 +81,18 @@ class RegistryActor:
             await asyncio.sleep(_TICK_SECONDS)
             self._registry.tick(time.monotonic())
             self._tell()
-            targets, drafts = self._registry.view("target"), self._registry.view("draft")
-            if targets.is_settled:
-                await self._autoscaler.look(targets.members, drafts.members, time.monotonic())
+            if self._scaling is None or self._scaling.done():  # else Serve's controller has not answered yet
+                self._scaling = asyncio.get_event_loop().create_task(self._scale())
             if self._registry.is_empty and time.monotonic() - self._heard_at > _UNUSED_SECONDS:
                 ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _scale(self) -> None:
+        targets, drafts = self._registry.view("target"), self._registry.view("draft")
+        try:
+            if targets.is_settled:
+                await self._autoscaler.look(targets.members, drafts.members, time.monotonic())
+        except Exception:
+            logger.exception("the autoscaler failed")
 
 
 class RegistryClient:
@@ -166,5 +174,6 @@ def _get_or_make(application: str, config: Config) -> Any:
         "max_restarts": -1,
         "num_cpus": 0,
         "resources": {_ON_THE_HEAD: 0.001},
+        "scheduling_strategy": "DEFAULT",  # not in the placement group of a replica that makes it
     }
     return ray.remote(RegistryActor).options(**options).remote(application, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from services.launch.ray.options import replicas_within_bounds
 
 logger = logging.getLogger("ray.serve.outrider")
 
+_CALL_SECONDS = 3.0
 _POOL = ("application", "pool")
 
 
@@ -64,8 +66,7 @@ class Autoscaler:
         for decision in self.decisions:
             self._publish(decision)
             if scaling.mode == "act" and decision.settled != decision.current:
-                further = self._config.num_further_drafts if decision.pool == "draft" else 0
-                await self._carry_out(decision.pool, decision.settled - further)
+                await self._carry_out(decision, self._scaler, self._config)
 
     def _publish(self, decision: Decision) -> None:
         tags = {"application": self._application, "pool": decision.pool}
@@ -78,11 +79,14 @@ class Autoscaler:
             self._said[decision.pool] = said
             logger.info("%s", sentence(decision))
 
-    async def _carry_out(self, pool: ScaledPool, num_replicas: int) -> None:
+    async def _carry_out(self, decision: Decision, scaler: Scaler, config: Config) -> None:
+        further = config.num_further_drafts if decision.pool == "draft" else 0
         try:
-            await _told(self._application, pool, num_replicas)
+            told = _told(self._application, decision.pool, decision.settled - further)
+            await asyncio.wait_for(told, _CALL_SECONDS)
+            scaler.asked(decision.pool, decision.settled)
             problem = None
-        except (ray.exceptions.RayError, ValueError) as error:
+        except (TimeoutError, ray.exceptions.RayError, ValueError) as error:
             cause = getattr(error, "cause", error)
             problem = f"cannot scale: {(str(cause).splitlines() or [type(cause).__name__])[0]}"
         if problem not in (None, self._problem):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -28,12 +29,9 @@ class SidecarActor:
     """Keeps a draft program running. Ray makes an actor of it, and another, at the same address, when it is lost."""
 
     def __init__(self, tree: dict[str, Any], address: str) -> None:
-        config = Config.model_validate(tree)
-        draft = config.draft.model_copy(update=listening_at(config.draft, address))
-        self._drain_seconds = config.draft.drain_seconds
+        self._config = Config.model_validate(tree)
+        self._address = address
         self._folder = OwnedFolder()
-        text = yaml.safe_dump(config.model_copy(update={"draft": draft}).model_dump(mode="json"))
-        self._file = self._folder.replace("cluster.yaml", text)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sidecar", daemon=True)
         self._thread.start()
@@ -47,18 +45,24 @@ class SidecarActor:
     def _run(self) -> None:
         num_ends = 0
         while not self._stopping.is_set():
-            program = Program("draft", ["draft", "--config", str(self._file)], {"PYTHONPATH": python_path()})
+            program = Program("draft", ["draft", "--config", str(self._write())], {"PYTHONPATH": python_path()})
             program.start()
             seconds = 0
             while program.end() is None and not self._stopping.wait(1.0):
                 seconds += 1
             if self._stopping.is_set():
-                program.stop(self._drain_seconds + _END_SECONDS)
+                program.stop(self._config.draft.drain_seconds + _END_SECONDS)
                 return
             num_ends = 0 if seconds >= _LONG_SECONDS else num_ends + 1
             pause = _PAUSE_SECONDS[min(num_ends, len(_PAUSE_SECONDS) - 1)]
             logger.error("%s; it starts again in %.0f s", program.end(), pause)
             self._stopping.wait(pause)
+
+    def _write(self) -> Path:
+        """The configuration, with ports that are free now."""
+        draft = self._config.draft.model_copy(update=listening_at(self._config.draft, self._address))
+        tree = self._config.model_copy(update={"draft": draft}).model_dump(mode="json")
+        return self._folder.replace("cluster.yaml", yaml.safe_dump(tree))
 
 
 class Sidecars:

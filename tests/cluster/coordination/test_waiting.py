@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import numpy as np
 import pytest
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
-from cluster.coordination.sequence import SpeculativeSequence
+from cluster.coordination.link import DraftLink
+from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
 from cluster.coordination.worth import Worth
+from cluster.speculation.costs import LinkCosts
+from cluster.wire.messages import Proposal
 
 from .scripted import new_sequence
 
@@ -79,3 +85,38 @@ def test_most_sequences_do_not_wait_for_what_only_others_get(
 
 def test_a_fixed_depth_is_waited_for_by_however_many() -> None:
     assert not waits(0.0, "fixed").should_not_wait(7, sequences(1), 10 * STEP_S)
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_a_step_that_goes_without_a_late_proposal_learns_nothing_of_its_wait(others_wait: bool) -> None:
+    """The late worker has not answered as soon as the others have."""
+    now = [0.0]
+    planner = DepthPlanner(SpeculationConfig(), 64, lambda: now[0])
+    balancer = LinkBalancer(64, 0.05, Worth(planner), 0.0)
+    late, on_time = SpeculativeLink("late", balancer), SpeculativeLink("on time", balancer)
+
+    def take_events(seconds: float) -> None:
+        now[0] += 0.001
+        on_time.sequence.answered(Proposal(0, 1, [5]), now[0], CoordinatorStats())
+
+    late.sequence.gave_up()
+    if not others_wait:
+        take_events(0.0)
+    both = [late.sequence, on_time.sequence]
+    Waits(planner, balancer, CoordinatorStats(), 0.05, lambda: now[0], take_events).wait(both)
+    assert late.link.costs.wait_seconds(np.array([1]), np.array([1]))[0] == pytest.approx(0.010)
+    assert on_time.link.costs.wait_seconds(np.array([1]), np.array([1]))[0] < 0.010
+
+
+class SpeculativeLink:
+    """A link whose proposals take 10 ms, with a sequence that has been asked for one."""
+
+    def __init__(self, name: str, balancer: LinkBalancer) -> None:
+        self.link = ActiveLink(cast(DraftLink, name), LinkCosts(64), name)
+        self.link.costs.observe_reply(0.0, 0.0, 0.010, 1)
+        balancer.active[self.link.link] = self.link
+        self.sequence = new_sequence(None, [1])
+        self.sequence.opened(self.link, 0)
+        self.sequence.has_answered = True
+        self.sequence.planned(1, None, 2.0)
+        self.sequence.advance(1, None, 0.0)

@@ -101,6 +101,12 @@ def test_what_was_not_measured_changes_nothing() -> None:
     assert not scaler().decide(members("target", [None]), (), 0.0)
 
 
+def test_a_pool_of_none_is_tried_when_nobody_has_measured_it() -> None:
+    none = ("ray.draft.min_replicas=0", "ray.scaling.mode=advise")
+    busy, idle = (members("target", [Load(num_running=number)]) for number in (1, 0))
+    assert [scaler(*none).decide(targets, (), 0.0)[1].settled for targets in (busy, idle)] == [1, 0]
+
+
 def test_workers_without_room_for_all_are_joined_by_others() -> None:
     paying = demand(32, 1.6)
     assert wanted_drafts([paying], 1) == 1
@@ -140,6 +146,22 @@ def test_a_peak_within_the_delay_does_not_count() -> None:
         load = Load(num_running=32, num_waiting_tokens=waiting)
         (decision, *_) = policy.decide(members("target", [load]), (), float(now))
     assert decision.settled == 2
+
+
+def test_what_was_wanted_before_the_delay_counts_no_more() -> None:
+    """Such as while the workers that were asked for are loading, or where only advice is asked for."""
+    policy = scaler("ray.scaling.mode=advise", "ray.scaling.upscale_delay_seconds=10")
+    assert [d.settled for d in decisions(policy, (0, 10), 32, 1)] == [1, 2]
+    assert [decisions(policy, (now,), 96, 1)[0].settled for now in (11, 20, 21)] == [2, 2, 4]
+
+
+def test_workers_that_were_asked_for_count_before_they_are_there() -> None:
+    policy = scaler("target.replicas=4", "ray.scaling.downscale_delay_seconds=60")
+    assert [d.settled for d in decisions(policy, (0, 30, 59), 32, 1)] == [4, 4, 4]  # as deployed
+    policy.asked("target", 6)
+    assert [d.settled for d in decisions(policy, (60, 61), 32, 1)] == [2, 2]
+    policy.asked("target", 2)
+    assert [d.settled for d in decisions(policy, (62, 63), 32, 1)] == [2, 2]
 
 
 def test_a_decision_says_what_it_rests_on() -> None:

@@ -85,6 +85,13 @@ def test_drafts_that_cost_the_same_in_any_batch_stay_on_one_worker() -> None:
     assert set(cluster.numbers) == {1}
 
 
+def test_sequences_that_find_no_room_bring_more_workers() -> None:
+    cluster = ScaledCluster("[[1, 2], [64, 2]]", 8, "draft.max_num_seqs=3")
+    cluster.run(100)
+    assert cluster.numbers[-1] == 3
+    assert cluster.num_turns == 0, cluster.numbers
+
+
 def test_drafts_that_do_not_pay_are_given_up() -> None:
     cluster = ScaledCluster("[[1, 40]]", 2, "ray.draft.min_replicas=0")
     cluster.run(100)

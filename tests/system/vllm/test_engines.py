@@ -31,6 +31,12 @@ CONFIGURATIONS: dict[str, Mapping[str, object]] = {
         "draft.speculative_config": "{method: draft_model}",
         "speculation.num_speculative_tokens": 3,
     },
+    "vLLM's own EAGLE": {
+        "draft.drafter": "engine",
+        "draft.model": "outrider-eagle-12m",
+        "draft.speculative_config": "{method: eagle}",
+        "speculation.num_speculative_tokens": 3,
+    },
     "vLLM's own n-gram": {
         "draft.drafter": "engine",
         "draft.speculative_config": "{method: ngram, prompt_lookup_max: 3, prompt_lookup_min: 1}",
