@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import socket
 import tempfile
 import time
@@ -24,6 +25,9 @@ from services.launch.foreground import StopSignals, announce, read_health
 
 logger = logging.getLogger(__name__)
 
+# Below those that Linux gives to callers (net.ipv4.ip_local_port_range), above those of Ray's workers.
+_PORTS = range(20_000, 32_000)
+_PORT_TRIES = 100
 _POLL_SECONDS = 0.05
 _END_SECONDS = 5.0  # beyond what a program may drain
 
@@ -262,12 +266,25 @@ def _router_port(config: Config) -> int:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports at which nobody listens at `host`; all are held until all are chosen, so that they differ."""
+    """Ports at which nobody listens at `host`; all are held until all are chosen, so that they differ.
+
+    None of those that the system gives to who calls somebody: a program listens only when it has loaded its model, and
+    until then such a port may become another connection's, or that of the very caller who tries to reach the program.
+    """
     probes = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) for _ in range(count)]
     try:
         for probe in probes:
-            probe.bind((host, 0))
+            _bind_somewhere(probe, host)
         return [int(probe.getsockname()[1]) for probe in probes]
     finally:
         for probe in probes:
             probe.close()
+
+
+def _bind_somewhere(probe: socket.socket, host: str) -> None:
+    """Raises OSError when that cannot be done."""
+    for port in random.sample(_PORTS, _PORT_TRIES):
+        with contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return
+    probe.bind((host, 0))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from cluster.config_file import load_config
-from services.launch.local import LocalCluster
+from services.launch.local import LocalCluster, free_ports
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,15 @@ def test_metrics_pages_are_found_where_they_listen(host: str, reached: str) -> N
     cluster = LocalCluster(load_config(None, settings))
     assert cluster.targets[0].metrics_url == f"http://{reached}:9100/metrics"
     assert cluster.drafts[0].metrics_url.startswith("http://127.0.0.1:")
+
+
+def test_free_ports_are_none_that_a_caller_may_be_given() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert not [port for port in ports if first <= port <= last]
+
+
+def test_an_address_that_is_not_here_has_no_free_ports() -> None:
+    with pytest.raises(OSError, match="assign"):
+        free_ports(1, "192.0.2.1")
