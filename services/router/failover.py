@@ -33,6 +33,7 @@ async def run_anywhere(
     Raises OutriderError: UnavailableError when there is no worker in that time, InternalError for a request whose
     workers die before they yield a token of it.
     """
+    await pool.wait_out_change()
     replica = pool.choose()
     traits, token_ids, num_deaths = replica.traits, list[int](), 0
     for _ in range(_MAX_MOVES):

@@ -93,7 +93,7 @@ class Replica:
         self.traits: Traits = ()  # as it last said; (): unknown
         self.status: ReplicaStatus = "down"
         self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
-        self.is_next = False  # nothing but what the others are, or were, speaks against it
+        self.is_next = True  # it was not asked yet, or nothing but what the others are, or were, speaks against it
         self.num_in_flight = 0
         self._num_others = 0  # sequences there at the last poll that were not ours
         self._tokenizer_fingerprint = tokenizer_fingerprint

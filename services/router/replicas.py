@@ -118,7 +118,7 @@ class ReplicaPool:
     async def wait_out_change(self) -> None:
         """Returns when a replica can be used, or it is not worth waiting for one.
 
-        It is where one is refused for what others were that have gone: it will soon be used.
+        It is where one was not asked yet, or is refused for what others were that have gone: it will soon be used.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CHANGE_TIMEOUT_S):

@@ -29,7 +29,8 @@ def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list
     cluster.update(*SCALED)
     cluster.wait_replaced(*replaced)
     try:
-        assert len(cluster.members("draft")) == 2  # as long as nothing is measured
+        # As many as deployed, for as long as nothing is measured.
+        assert eventually(lambda: len(cluster.members("draft")) == 2, READY_SECONDS), decisions(cluster)
 
         def wait_for_three() -> str:
             assert eventually(lambda: len(cluster.members("draft")) == 3, READY_SECONDS), decisions(cluster)

@@ -52,7 +52,10 @@ def test_old_and_new_never_mix_within_an_answer(
         for thread in asking:
             thread.join()
         roll(cluster, f"simulation.vocab_size={OLD_VOCABULARY}")
-    assert seen.keys() == {"old", "new"}, seen
+    assert seen["mixed"] == 0, seen
+    assert min(seen["old"], seen["new"]) > 0, seen
+    # Of about a hundred, none as a rule: what fails does so with a 503 in the moment in which no target is known.
+    assert seen.total() - seen["old"] - seen["new"] <= 2, seen
 
 
 def roll(cluster: RayFaultCluster, setting: str) -> None:
