@@ -29,7 +29,8 @@ async def run_anywhere(
 ) -> AsyncGenerator[CallReply, None]:
     """Yields the replies to `request` up to one with a finish reason. Closing it frees the sequence.
 
-    Waits up to `max_pause_seconds` for a worker that can go on, and tells `count_move` why the last one could not.
+    Waits up to `max_pause_seconds` for a worker that can go on: once there are tokens, one that answers alike. Tells
+    `count_move` why the last one could not.
     Raises OutriderError: UnavailableError when there is no worker in that time, InternalError for a request whose
     workers die before they yield a token of it.
     """
@@ -58,7 +59,8 @@ async def run_anywhere(
                 ) from error
             logger.warning("request %s is moved: its target is %s", request.request_id, error.reason)
             count_move(error.reason)
-            replica = await pool.wait_for(traits, max_pause_seconds)
+            replica = await pool.wait_for(traits if token_ids else None, max_pause_seconds)
+            traits = traits if token_ids else replica.traits
     raise UnavailableError(f"the request was moved {_MAX_MOVES} times without an end; retry")
 
 
