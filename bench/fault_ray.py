@@ -211,6 +211,13 @@ class RayFaultCluster:
         self._overrides += overrides
         self.application.update(self.config)
 
+    def roll(self, *overrides: str) -> int:
+        """As `update`, and waits until every replica has been replaced; returns how many were."""
+        members = [member for pool in POOLS for member in self.members(pool)]
+        self.update(*overrides)
+        self.wait_replaced(*members)
+        return len(members)
+
     def lose_registry(self) -> None:
         """And waits until another has settled that knows all workers."""
         before = [self.members(pool) for pool in POOLS]
@@ -316,11 +323,8 @@ def scale_drafts_up_and_down(cluster: RayFaultCluster) -> str:
 
 def roll(cluster: RayFaultCluster) -> str:
     """Every replica is replaced by one with another setting."""
-    members = [member for pool in POOLS for member in cluster.members(pool)]
     num_tokens = cluster.config.speculation.num_speculative_tokens
-    cluster.update(f"speculation.num_speculative_tokens={num_tokens + 1}")
-    cluster.wait_replaced(*members)
-    return f"{len(members)} replicas"
+    return f"{cluster.roll(f'speculation.num_speculative_tokens={num_tokens + 1}')} replicas"
 
 
 def restart_head(cluster: RayFaultCluster) -> str:

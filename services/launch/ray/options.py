@@ -84,7 +84,11 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
 
 def sidecar_options(config: Config) -> dict[str, Any]:
     """Of a draft worker's actor in its target's placement group."""
-    return {name: value for name, value in _draft_actor_options(config).items() if name != "label_selector"}
+    return {
+        name: value
+        for name, value in _draft_actor_options(config, config.ray.draft).items()
+        if name != "label_selector"
+    }
 
 
 def replicas_within_bounds(config: Config, pool: ScaledPool, num_replicas: int) -> int:
@@ -98,7 +102,7 @@ def _target_options(config: Config) -> DeploymentOptions:
     drain_seconds = config.target.drain_seconds + _END_SECONDS
     if not config.has_sidecars:
         return DeploymentOptions("target", config.target.replicas, actor, drain_seconds)
-    members = [actor, *[_draft_actor_options(config)] * config.draft.replicas]
+    members = [actor, *[_draft_actor_options(config, config.ray.draft)] * config.draft.replicas]
     selectors = [member.get("label_selector", {}) for member in members]
     return DeploymentOptions(
         "target",
@@ -112,12 +116,12 @@ def _target_options(config: Config) -> DeploymentOptions:
 
 
 def _draft_options(name: str, config: Config, pool: RayPoolConfig, num_replicas: int) -> DeploymentOptions:
-    actor = _actor_options(pool, _default_gpus(config.draft, pool))
+    actor = _draft_actor_options(config, pool)
     return DeploymentOptions(name, num_replicas, actor, config.draft.drain_seconds + _END_SECONDS)
 
 
-def _draft_actor_options(config: Config) -> dict[str, Any]:
-    return _actor_options(config.ray.draft, _default_gpus(config.draft, config.ray.draft))
+def _draft_actor_options(config: Config, pool: RayPoolConfig) -> dict[str, Any]:
+    return _actor_options(pool, _default_gpus(config.draft, pool))
 
 
 def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:

@@ -25,9 +25,7 @@ UNSCALED = ("ray.scaling.mode=manual", "draft.replicas=2")
 
 
 def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list[Question], expected: Answers) -> None:
-    replaced = [member for pool in ("target", "draft", "router") for member in cluster.members(pool)]
-    cluster.update(*SCALED)
-    cluster.wait_replaced(*replaced)
+    cluster.roll(*SCALED)
     try:
         # As many as deployed, for as long as nothing is measured.
         assert eventually(lambda: len(cluster.members("draft")) == 2, READY_SECONDS), decisions(cluster)
@@ -49,9 +47,7 @@ def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list
             "no sequences to draft for",
         )
     finally:
-        replaced = [member for pool in ("target", "draft", "router") for member in cluster.members(pool)]
-        cluster.update(*UNSCALED)
-        cluster.wait_replaced(*replaced)
+        cluster.roll(*UNSCALED)
 
 
 def decisions(cluster: RayFaultCluster) -> str:
