@@ -11,12 +11,13 @@ READY_DEV := .venv/ready-dev
 READY_VLLM := .venv/ready-vllm
 READY_RAY := .venv/ready-ray
 
-.PHONY: help setup setup-vllm setup-ray serve test bench format lint typecheck protos docs train images clean
+.PHONY: help setup setup-vllm setup-ray serve test bench gpu-check format lint typecheck protos docs train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
 	@echo "make test  [ARGS='-k name ...']       run the tests"
 	@echo "make bench                            measure speed and acceptance; results in bench/results"
+	@echo "make gpu-check                        what only a GPU can show; results in bench/results"
 	@echo "make setup-vllm                       add vLLM to the environment, for target.engine vllm"
 	@echo "make setup-ray                        add Ray to the environment, for --launcher ray"
 	@echo "make images                           build the container images"
@@ -65,6 +66,9 @@ test: $(READY_DEV)
 
 bench: $(READY_DEV)
 	$(BIN)/python -m bench.speedup $(ARGS)
+
+gpu-check: $(READY_DEV)
+	$(BIN)/python -m bench.gpu_check $(ARGS)
 
 train: $(READY_DEV)
 	$(BIN)/outrider train $(ARGS)

@@ -81,9 +81,8 @@ class Widening:
         return wide
 
 
-def widen_model(source: Path, folder: Path) -> int:
+def widen_model(source: Path, folder: Path, widening: Widening) -> int:
     """Writes the widened model of `source` to `folder`; returns its number of parameters."""
-    widening = Widening(ModelConfig.from_folder(source))
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"), dirs_exist_ok=True)
     _write_config(source, folder, widening)
     tensors = {name: widening.widen(name, tensor) for name, tensor in load_file(source / "model.safetensors").items()}
@@ -91,9 +90,8 @@ def widen_model(source: Path, folder: Path) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def widen_head(source: Path, folder: Path, target: Path) -> None:
-    """Writes the EAGLE head in `source` to `folder`, for the widened model of the `target` that it was made for."""
-    widening = Widening(ModelConfig.from_folder(target))
+def widen_head(source: Path, folder: Path, widening: Widening) -> None:
+    """Writes the EAGLE head in `source` to `folder`, for the widened model of the target that it was made for."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "README.md"), dirs_exist_ok=True)
     _write_config(source, folder, widening)
     tensors = load_file(source / "model.safetensors")
@@ -114,12 +112,13 @@ def _write_config(source: Path, folder: Path, widening: Widening) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def make_pair(out: Path) -> int:
+def make_pair(out: Path, *, width_factor: int = WIDTH_FACTOR, intermediate_size: int = INTERMEDIATE_SIZE) -> int:
     """Writes `target`, `draft` and `eagle` into the folder `out`; returns the number of parameters of the target."""
     config = Config()
     target = resolve_model_folder(config.target.model)
-    num_parameters = widen_model(target, out / "target")
-    widen_head(resolve_model_folder(EAGLE_HEAD), out / "eagle", target)
+    widening = Widening(ModelConfig.from_folder(target), width_factor, intermediate_size)
+    num_parameters = widen_model(target, out / "target", widening)
+    widen_head(resolve_model_folder(EAGLE_HEAD), out / "eagle", widening)
     shutil.copytree(resolve_model_folder(config.draft.model), out / "draft", dirs_exist_ok=True)
     return num_parameters
 
@@ -127,8 +126,11 @@ def make_pair(out: Path) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.models", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for `target` and `draft`")
-    out: Path = parser.parse_args(argv).out
-    num_parameters = make_pair(out)
+    parser.add_argument("--width-factor", type=int, default=WIDTH_FACTOR, help="of the target's width: a power of 4")
+    parser.add_argument("--intermediate-size", type=int, default=INTERMEDIATE_SIZE)
+    arguments = parser.parse_args(argv)
+    out: Path = arguments.out
+    num_parameters = make_pair(out, width_factor=arguments.width_factor, intermediate_size=arguments.intermediate_size)
     print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {out}/draft; {out}/eagle")
     return 0
 

@@ -1,4 +1,5 @@
-"""The shared noise (`cluster.speculation.noise`), computed where the logits are: PyTorch operators on any device.
+"""The shared noise (`cluster.speculation.noise`), computed where the logits are: PyTorch operators on any device, and
+on a GPU the words by one kernel.
 
 PyTorch has no unsigned 64-bit integers to speak of; int64 wraps as they do, and what differs, the shift to the right
 and the high half of a product, is made of halves of 32 bits.
@@ -6,6 +7,7 @@ and the high half of a product, is made of halves of 32 bits.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +19,7 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _TOKENS_PER_BLOCK = 8
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # PyTorch's builds for GPUs bring it
 
 
 def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], num_tokens: int) -> torch.Tensor:
@@ -32,9 +35,14 @@ def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]],
 
 def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """As `gumbel_noise_on`, from tensors that are there: int64 [num_draws] each, keys as the bits of their words."""
-    words = _words(low[:, None], high[:, None], position[:, None], num_tokens)
-    v = words.to(torch.float64).add_(0.5).mul_(-(2.0**-32))
-    return v.log1p_().neg_().log_().neg_().to(torch.float32)
+    if position.device.type == "cuda" and _HAS_TRITON:
+        from cluster.speculation.triton_noise import uniforms
+
+        v = uniforms(low, high, position, num_tokens)
+    else:
+        words = _words(low[:, None], high[:, None], position[:, None], num_tokens)
+        v = words.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return v.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
 
 
 def _words(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:

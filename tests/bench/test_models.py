@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from bench.models import widen_model
+from bench.models import Widening, widen_model
 from cluster.config import Config
+from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 
 
 def test_widening_keeps_the_function(tmp_path: Path) -> None:
     source = resolve_model_folder(Config().target.model)
-    num_parameters = widen_model(source, tmp_path / "target")
+    num_parameters = widen_model(source, tmp_path / "target", Widening(ModelConfig.from_folder(source)))
     assert 185e6 < num_parameters < 195e6
     token_ids = torch.tensor([[5, 900, 33, 4000, 77, 1, 250, 610]])
     with torch.inference_mode():

@@ -1,0 +1,239 @@
+"""What can only be seen on a GPU, in one run: `python -m bench.gpu_check` (`make gpu-check`).
+
+Each check is a row: what was compared, whether it held, and its figures. A check that fails or raises is a row too,
+and the others go on. Choices and noise are compared with the CPU's, steps with the same steps computed without graphs,
+answers with those of a cluster without drafts. Speed is of the bundled target widened by `bench.models`, whose
+acceptance is that of the bundled pair, and of the bundled draft on the same GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.machine import describe_machine
+from bench.models import make_pair
+from cluster.config import Config
+from cluster.engine.batch import Segment, pack
+from cluster.engine.fixed_shape_model import FixedShapeModel
+from cluster.engine.kv_cache import KVCache
+from cluster.engine.loader import load_model
+from cluster.engine.model import Model, TorchModel
+from cluster.model_folder import resolve_model_folder
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+VOCAB_SIZES = (4096, 128_256)
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=40),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=1.0, min_p=0.05),
+    SamplingParams(temperature=1.2, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2),
+    SamplingParams(temperature=1.0, logit_bias=((7, 4.0), (11, -100.0))),
+)
+NEAR_TIE = 1e-4  # of logit / T + g
+WIDTH_FACTOR, INTERMEDIATE_SIZE = 16, 32_768
+NUM_BLOCKS, BLOCK_SIZE = 512, 16
+SECONDS = 400  # of a bench that is run as a program
+_VERDICTS = {True: "held", False: "NOT held", None: "seen"}
+
+
+@dataclass(slots=True)
+class Row:
+    check: str
+    held: bool | None  # None: figures, which nothing is asked of
+    seen: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def check_sampling() -> list[Row]:
+    """The choice of every row, on both devices from the same logits."""
+    rows = []
+    for vocab_size in VOCAB_SIZES:
+        logits = 3 * torch.randn(16 * len(PARAMS), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        requests = [
+            SampleRequest(PARAMS[i % len(PARAMS)], NoiseKey.derive(i, 0), [i + 1, 7, 7, 11], 2, num_rows=1)
+            for i in range(len(logits))
+        ]
+        expected, seen = (Sampler(d).sample(logits.to(d), requests) for d in (CPU, GPU))
+        scores = perturbed_logits(logits, requests)
+        different = [i for i, (a, b) in enumerate(zip(expected, seen, strict=True)) if a != b]
+        ties = sum(float(scores[i, expected[i]] - scores[i, seen[i]]) < NEAR_TIE for i in different)
+        figures: dict[str, Any] = {"rows": len(logits), "different": len(different), "near_ties": ties}
+        for temperature in (0.0, 1.0):
+            for num_rows in (1, 16, 64):
+                params = SamplingParams(temperature=temperature)
+                asked = [SampleRequest(params, NoiseKey.derive(i, 1), [1], 1) for i in range(num_rows)]
+                sample = partial(Sampler(GPU).sample, logits[:num_rows].to(GPU), asked)
+                figures[f"ms, T={temperature:g}, {num_rows} rows"] = milliseconds(sample)
+        rows.append(
+            Row(
+                f"coupled sampling, vocabulary of {vocab_size}",
+                len(different) == ties,
+                f"{len(different)} of {len(logits)} choices differ from the CPU's, {ties} of them near-ties",
+                figures,
+            )
+        )
+    return rows
+
+
+def check_steps() -> list[Row]:
+    """Steps in fixed shapes, replayed from graphs, against the same steps in their own shapes on the CPU."""
+    folder = resolve_model_folder(Config().target.model)
+    plain, fixed = (_bound(folder, device, form) for device, form in ((CPU, TorchModel), (GPU, FixedShapeModel)))
+    rng = random.Random(0)
+    worst = {True: 0.0, False: 0.0}
+    for index in range(60):
+        trees = index % 3 == 0
+        segments = _random_segments(rng, plain.config.vocab_size, trees=trees)
+        expected = plain.forward(pack(segments, BLOCK_SIZE, CPU))
+        for _ in range(2):  # recorded, replayed
+            logits = fixed.forward(pack(segments, BLOCK_SIZE, GPU)).cpu()
+            worst[trees] = max(worst[trees], float((logits - expected).abs().max()))
+    assert isinstance(fixed, FixedShapeModel)
+    assert fixed._graphs is not None
+    graphs = list(fixed._graphs._recorded.values())
+    refused = sum(graph is None for graph in graphs)
+    seen = f"logits differ by at most {worst[False]:.1e} (chains), {worst[True]:.1e} (trees); "
+    seen += f"{len(graphs)} shapes recorded, {refused} refused"
+    return [Row("steps in graphs, float32", max(worst.values()) < 1e-3 and not refused, seen)]
+
+
+def _bound(folder: Path, device: torch.device, form: type[Model]) -> Model:
+    loaded = load_model(folder, torch.float32, device, form=form)
+    cache = KVCache(loaded.config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, device)
+    for tensor in (cache.keys, cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    return loaded.bind(cache)
+
+
+def _random_segments(rng: random.Random, vocab_size: int, *, trees: bool) -> list[Segment]:
+    tables = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    segments = []
+    for _ in range(rng.randint(1, 12)):
+        num_rows, start = rng.randint(1, 9), rng.randint(0, 300)
+        table = [tables.pop() for _ in range(-(-(start + num_rows) // BLOCK_SIZE))]
+        parents = [-1, *(rng.randrange(node) for node in range(1, num_rows))] if trees else None
+        token_ids = [rng.randrange(vocab_size) for _ in range(num_rows)]
+        segments.append(Segment(token_ids, start, table, rng.randint(1, num_rows), parents))
+    return segments
+
+
+def check_answers() -> list[Row]:
+    """Of whole clusters over HTTP; see `bench.exactness`. In bfloat16 a near-tie may go either way."""
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        out = _run("bench.exactness", "--dtype", dtype, "--numerics", "fast", "--tokens", "5000")
+        held = out.count(": 0 tokens differ") == 3 if dtype == "float32" else None
+        rows.append(Row(f"answers under speculation, {dtype}", held, " / ".join(out.strip().splitlines())))
+    return rows
+
+
+def check_engine(pair: Path, results: Path) -> list[Row]:
+    """What a step costs by its rows, of either model with the GPU to itself."""
+    rows = []
+    for name, quantizations in (("draft", ""), ("target", "int8,int4")):
+        out = results / f"gpu-engine-{name}.json"
+        arguments = ("--model", str(pair / name), "--quantizations", quantizations, "--repeats", "20")
+        rows.append(Row(f"cost of a step, {name}", None, "\n" + _run("bench.engine", *arguments, "--out", str(out))))
+    return rows
+
+
+def check_speed(pair: Path, results: Path) -> list[Row]:
+    """With speculation and without, over HTTP. Two processes on one GPU take turns of some milliseconds each."""
+    rows = []
+    for device, temperatures in (("cpu", "0,1"), ("cuda", "0")):
+        settings = [f"target.model={pair}/target", f"draft.model={pair}/draft", f"draft.device={device}"]
+        sets = [part for setting in (*settings, "target.kv_cache_bytes=4000000000") for part in ("--set", setting)]
+        out = _run(
+            *("bench.speedup", *sets, "--streams", "1,4,16", "--depths", "auto,0,2,4", "--temperatures", temperatures),
+            *("--prompts", "4", "--max-tokens", "128", "--repeats", "3"),
+            *("--out", str(results / f"gpu-speedup-draft-on-{device}.json")),
+        )
+        rows.append(Row(f"speedup, target on the GPU, draft on {device}", None, "\n" + out))
+    return rows
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
+    """Median; `call` waits for the GPU."""
+    seconds = []
+    for _ in range(3 + repeats):
+        started_at = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started_at)
+    return round(1e3 * statistics.median(seconds[3:]), 3)
+
+
+def _run(module: str, *arguments: str) -> str:
+    """What the bench printed; its log goes where this one's does."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} ended with code {done.returncode}: {done.stdout[-500:]}")
+    return done.stdout
+
+
+def run(checks: dict[str, Callable[[], list[Row]]], out: Path) -> list[Row]:
+    rows: list[Row] = []
+    machine = describe_machine() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for name, check in checks.items():
+        started_at = time.perf_counter()
+        try:
+            found = check()
+        except Exception as error:
+            traceback.print_exc()
+            found = [Row(name, False, f"{type(error).__name__}: {error}")]
+        print(f"{name}: {time.perf_counter() - started_at:.0f} s", file=sys.stderr, flush=True)
+        for row in found:
+            print(f"{_VERDICTS[row.held]}: {row.check}: {row.seen} {row.figures or ''}", flush=True)
+        rows += found
+        document = {"machine": machine, "rows": [asdict(row) for row in rows]}
+        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.gpu_check", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", help="these checks, of: sampling steps answers engine speed")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/gpu.json"))
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("PyTorch sees no GPU: nothing is checked", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        pair, results = Path(folder), arguments.out.parent
+        checks: dict[str, Callable[[], list[Row]]] = {
+            "sampling": check_sampling,
+            "steps": check_steps,
+            "answers": check_answers,
+            "engine": lambda: check_engine(pair, results),
+            "speed": lambda: check_speed(pair, results),
+        }
+        chosen = {name: check for name, check in checks.items() if not arguments.only or name in arguments.only}
+        if chosen.keys() & {"engine", "speed"}:
+            make_pair(pair, width_factor=WIDTH_FACTOR, intermediate_size=INTERMEDIATE_SIZE)
+        rows = run(chosen, arguments.out)
+    return int(any(row.held is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
