@@ -312,6 +312,14 @@ class RouterConfig(_Section):
     max_pause_seconds: Annotated[float, Field(ge=0)] = Field(
         60.0, description="how long a request whose target was lost waits for another, or for its restart"
     )
+    speculation_percentage: Annotated[float, Field(ge=0, le=100)] = Field(
+        100.0, description="share of the requests that are speculated for, at first; `outrider speculation` changes it"
+    )
+    admin_listen: HostPort | None = Field(
+        None,
+        description="where the router answers `outrider speculation` and other calls of its operators; it asks nobody "
+        "who they are, so keep it on 127.0.0.1; null: nowhere",
+    )
     allow_different_targets: bool = Field(
         False,
         description="use targets together whose answers may differ (other weights, dtype, processor, ...); what it "

@@ -18,9 +18,13 @@ from cluster.errors import ConfigurationError
 from cluster.telemetry.logs import setup_logging
 from cluster.training.cli import add_arguments as add_train_arguments
 from cluster.training.cli import main as run_training
+from services.health import add_arguments as add_health_arguments
+from services.health import run as check_health
 from services.plan.cli import above_zero
 from services.plan.cli import add_arguments as add_plan_cluster_arguments
 from services.plan.cli import run as plan_cluster
+from services.speculation_switch import add_arguments as add_speculation_arguments
+from services.speculation_switch import run as switch_speculation
 
 _PROGRAMS = {
     "router": "run the HTTP router",
@@ -92,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(program, help=purpose)
         _add_config_arguments(command)
         command.set_defaults(run=_run_program)
+    health = commands.add_parser("health", help="tell whether a router or a worker answers")
+    add_health_arguments(health)
+    health.set_defaults(run=check_health)
+    speculation = commands.add_parser("speculation", help="switch speculation off, on, or on for some requests, live")
+    add_speculation_arguments(speculation)
+    speculation.set_defaults(run=switch_speculation)
     plans = commands.add_parser("plan", help="tell what a deployment needs").add_subparsers(
         required=True, metavar="WHAT"
     )

@@ -94,6 +94,8 @@ class DraftWorker:
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._links: dict[int, _Link] = {}
         self._num_links_ever = 0
+        self._num_kept_drafts = 0
+        self._num_wasted_drafts = 0
         self._num_steps_without_new = 0  # that new sequences were left out of
         self._inbox: list[tuple[int, SpeculateRequest | None]] = []  # None: the link is gone
         self._wake = threading.Condition()
@@ -124,6 +126,12 @@ class DraftWorker:
         for temperature, search in tuple(self._temperatures.items()):
             labels = {"temperature": f"{temperature:g}"}
             yield Reading("outrider_draft_temperature_factor", what, factor_of(search.best), labels=labels)
+
+    def token_readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        what = "Tokens that were drafted, by what became of them."
+        for outcome, number in (("committed", self._num_kept_drafts), ("wasted", self._num_wasted_drafts)):
+            yield Reading("outrider_draft_tokens", what, number, is_counter=True, labels={"outcome": outcome})
 
     # Called from the links' threads.
 
@@ -319,8 +327,11 @@ class DraftWorker:
         if not entry.owes_proposal:
             outcome = self._outcome(entry, advance)
             self._tune(entry, advance)
+        num_drafts = len(sequence.parents)
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
+            self._num_kept_drafts += len(kept) - len(sequence.parents)
+            self._num_wasted_drafts += num_drafts - len(kept)
             self._drafter.rewind(sequence, kept)
             self._want(entry, advance)
             entry.owes_proposal, entry.lacks = True, None
@@ -368,6 +379,7 @@ class DraftWorker:
 
     def _release(self, entry: _Entry) -> None:
         del self._entries[entry.link, entry.wire_id]
+        self._num_wasted_drafts += len(entry.sequence.parents)
         self._drafter.release(entry.sequence)
 
     def _release_link(self, link: int) -> None:

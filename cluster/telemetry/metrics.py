@@ -21,6 +21,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    disable_created_metrics,
     generate_latest,
     make_wsgi_app,
 )
@@ -28,6 +29,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from cluster.errors import ConfigurationError
+
+# When each series began: as many series again, which nothing asks for.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+_ENGINE = "0"  # vLLM's label for one of several engines behind a page; a router's page is of all its targets together
 
 _FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -58,6 +64,11 @@ class RouterMetrics:
           / rate(vllm:spec_decode_num_drafts_total[1m])
     Median time to the first token:
         histogram_quantile(0.5, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket[1m])))
+    How many times faster requests decode that may be speculated for, while the switch divides them:
+        (rate(outrider_decode_tokens_total{speculation="on"}[5m])
+          / rate(outrider_decode_seconds_total{speculation="on"}[5m]))
+          / ignoring(speculation) (rate(outrider_decode_tokens_total{speculation="off"}[5m])
+            / rate(outrider_decode_seconds_total{speculation="off"}[5m]))
     """
 
     def __init__(self, model_name: str) -> None:
@@ -65,20 +76,21 @@ class RouterMetrics:
         self._model_name = model_name
 
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, documentation, ["model_name"], registry=registry, buckets=buckets).labels(model_name)
+            family = Histogram(name, documentation, ["model_name", "engine"], registry=registry, buckets=buckets)
+            return family.labels(model_name, _ENGINE)
 
         self.requests_running: Gauge = Gauge(
             "vllm:num_requests_running",
             "Requests in flight.",
-            ["model_name"],
+            ["model_name", "engine"],
             registry=registry,
-        ).labels(model_name)
+        ).labels(model_name, _ENGINE)
         self.prompt_tokens: Counter = Counter(
             "vllm:prompt_tokens",
             "Prompt tokens of answered requests.",
-            ["model_name"],
+            ["model_name", "engine"],
             registry=registry,
-        ).labels(model_name)
+        ).labels(model_name, _ENGINE)
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "From the request's arrival to its first token.",
@@ -91,6 +103,32 @@ class RouterMetrics:
             "From the request's arrival to its last token.",
             _LATENCY_BUCKETS,
         )
+        self.time_per_output_token = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "From the first token of a choice to its last, over the tokens after the first: decoding alone.",
+            _INTER_TOKEN_BUCKETS,
+        )
+        self._decode_seconds = Counter(
+            "outrider_decode_seconds",
+            "Time that choices took from their first token to their last, by whether they might be speculated for: off "
+            "by the request's own k = 0, or by the switch.",
+            ["model_name", "speculation"],
+            registry=registry,
+        )
+        self._decode_tokens = Counter(
+            "outrider_decode_tokens",
+            "Tokens after the first of those choices.",
+            ["model_name", "speculation"],
+            registry=registry,
+        )
+        self.speculation_percentage = Gauge(
+            "outrider_speculation_percentage",
+            "Share of the requests that may be speculated for, as the switch stands.",
+            registry=registry,
+        )
+        self.speculation_switched = Counter(
+            "outrider_speculation_switched", "How often the switch was set.", registry=registry
+        )
         self._requests = Counter(
             "outrider_requests",
             "Requests by how they ended: the HTTP status, 499 when the client left first, and the status "
@@ -98,7 +136,6 @@ class RouterMetrics:
             ["model_name", "code"],
             registry=registry,
         )
-
         self._moved = Counter(
             "outrider_requests_moved",
             "Sequences taken to another target, by what became of the one before: lost, draining or stuck.",
@@ -113,6 +150,14 @@ class RouterMetrics:
     def count_move(self, reason: str) -> None:
         """Counts one sequence whose target could not go on."""
         self._moved.labels(self._model_name, reason).inc()
+
+    def count_decode(self, num_tokens: int, seconds: float, *, may_speculate: bool) -> None:
+        """Counts a choice that has ended, `num_tokens` and `seconds` after its first token."""
+        if num_tokens > 0:
+            self.time_per_output_token.observe(seconds / num_tokens)
+            kind = "on" if may_speculate else "off"
+            self._decode_seconds.labels(self._model_name, kind).inc(seconds)
+            self._decode_tokens.labels(self._model_name, kind).inc(num_tokens)
 
     def render(self) -> bytes:
         """The page in Prometheus's text format."""
@@ -154,8 +199,8 @@ class TokenTally(Collector):
 
     def collect(self) -> Iterator[Metric]:
         def counter(name: str, documentation: str, value: float) -> Metric:
-            family = CounterMetricFamily(name, documentation, labels=["model_name"])
-            family.add_metric([self._model_name], value)
+            family = CounterMetricFamily(name, documentation, labels=["model_name", "engine"])
+            family.add_metric([self._model_name, _ENGINE], value)
             return family
 
         prefix = "vllm:spec_decode_num"
@@ -166,19 +211,19 @@ class TokenTally(Collector):
         per_position = CounterMetricFamily(
             f"{prefix}_accepted_tokens_per_pos",
             "Draft tokens accepted, by their place in the draft.",
-            labels=["model_name", "position"],
+            labels=["model_name", "engine", "position"],
         )
         for position, count in enumerate(self._num_accepted_per_position):
-            per_position.add_metric([self._model_name, str(position)], count)
+            per_position.add_metric([self._model_name, _ENGINE, str(position)], count)
         yield per_position
         latency = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
             "Between two arrivals of tokens of one choice; with speculation several come at once.",
-            labels=["model_name"],
+            labels=["model_name", "engine"],
         )
         limits = [*map(str, _INTER_TOKEN_BUCKETS), "+Inf"]
         counts = zip(limits, itertools.accumulate(self._counts), strict=True)
-        latency.add_metric([self._model_name], list(counts), self._seconds)
+        latency.add_metric([self._model_name, _ENGINE], list(counts), self._seconds)
         yield latency
 
 

@@ -29,5 +29,7 @@ RUN [ -n "${PIP_INDEX_URL}" ] || unset PIP_INDEX_URL; \
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models
 USER 1000:1000
 WORKDIR /tmp
+# Of `outrider serve` and `outrider router`; for a worker set OUTRIDER_HEALTH to its host:port. Kubernetes has its own probes.
+HEALTHCHECK --start-period=60s CMD outrider health ${OUTRIDER_HEALTH:-http://127.0.0.1:8000}
 ENTRYPOINT ["outrider"]
 CMD ["--help"]

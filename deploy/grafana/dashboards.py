@@ -129,6 +129,12 @@ OVERVIEW = Dashboard(
                     "s",
                     _quantiles("vllm:inter_token_latency_seconds"),
                 ),
+                Panel(
+                    "Time per output token",
+                    "Of a choice, after its first token: decoding alone.",
+                    "s",
+                    _quantiles("vllm:request_time_per_output_token_seconds"),
+                ),
                 Panel("Whole request", "To its last token.", "s", _quantiles("vllm:e2e_request_latency_seconds")),
             ),
         ),
@@ -179,10 +185,10 @@ SPECULATION = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Wasted drafts",
-                    "Drafted and not accepted.",
+                    "What became of drafts",
+                    "Tokens that draft workers made, those that no target verified included.",
                     "none",
-                    (Query(f"{_DRAFTED} - {_ACCEPTED}", "tokens"),),
+                    (Query(_rate("outrider_draft_tokens_total", "outcome"), "{{outcome}}"),),
                 ),
             ),
         ),
@@ -200,6 +206,24 @@ SPECULATION = Dashboard(
                     "Sequences in steps without drafts, by the reason.",
                     "none",
                     (Query(_rate("outrider_plain_decodes_total", "reason"), "{{reason}}"),),
+                ),
+                Panel(
+                    "Switch",
+                    "Share of the requests that may be speculated for, as each router is set.",
+                    "percent",
+                    (Query("outrider_speculation_percentage{$J}", "{{instance}}"),),
+                ),
+                Panel(
+                    "Decoding speed",
+                    "Tokens a second of one choice, by whether it might be speculated for.",
+                    "none",
+                    (
+                        Query(
+                            f"{_rate('outrider_decode_tokens_total', 'speculation')} / "
+                            f"{_rate('outrider_decode_seconds_total', 'speculation')}",
+                            "{{speculation}}",
+                        ),
+                    ),
                 ),
                 Panel(
                     "Draft temperature",

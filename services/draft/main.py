@@ -63,4 +63,5 @@ def _readings(worker: DraftWorker, drafter: Drafter) -> Iterable[Reading]:
     yield from drafter.readings()
     yield from worker.run_ahead.readings()
     yield from worker.temperature_readings()
+    yield from worker.token_readings()
     yield from worker.step_time.readings("outrider_draft_step", "Steps of the drafter")

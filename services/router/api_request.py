@@ -182,7 +182,7 @@ def parse_request(kind: type[R], fields: dict[str, Any]) -> R:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _translate(error) from error
+        raise invalid_request(error) from error
 
 
 def _refuse_unless_default(name: str, value: object, defaults: tuple[Any, ...]) -> None:
@@ -191,7 +191,7 @@ def _refuse_unless_default(name: str, value: object, defaults: tuple[Any, ...]) 
         raise InvalidRequestError(f"{name} is not supported yet; leave it out (got {excerpt(value)})", param=name)
 
 
-def _translate(error: ValidationError) -> InvalidRequestError:
+def invalid_request(error: ValidationError) -> InvalidRequestError:
     """The first complaint, with the name of the field it is about."""
     complaint = error.errors(include_url=False)[0]
     location = complaint["loc"]

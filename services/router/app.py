@@ -29,13 +29,15 @@ from services.router.endpoint import Serving
 from services.router.errors import error_handlers
 from services.router.middleware import Admission, RequestIds
 from services.router.replicas import Replica, ReplicaPool
+from services.router.switch import SpeculationSwitch
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
 
 
 def create_app(config: Config) -> Starlette:
-    """The ASGI application. Raises ConfigurationError when there is no tokenizer or no target to call.
+    """The ASGI application; its `state.switch` is the `SpeculationSwitch`. Raises ConfigurationError when there is no
+    tokenizer or no target to call.
 
     Targets need not be up: `/health` says 503 until one is.
     """
@@ -44,6 +46,7 @@ def create_app(config: Config) -> Starlette:
     folder = resolve_model_folder(config.target.model)
     tokenizer = Tokenizer(folder)
     model_id = "simulated" if config.target.engine == "simulated" else served_model_id(config.target.model)
+    metrics = RouterMetrics(model_id)
     serving = Serving(
         model_id=model_id,
         tokenizer=tokenizer,
@@ -52,7 +55,8 @@ def create_app(config: Config) -> Starlette:
             tokenizer.fingerprint(),
             allow_different=config.router.allow_different_targets,
         ),
-        metrics=RouterMetrics(model_id),
+        metrics=metrics,
+        switch=SpeculationSwitch(config.router.speculation_percentage, metrics),
         max_body_bytes=config.router.max_body_bytes,
         max_pause_seconds=config.router.max_pause_seconds,
     )
@@ -81,6 +85,7 @@ def create_app(config: Config) -> Starlette:
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
+    app.state.switch = serving.switch
     return app
 
 

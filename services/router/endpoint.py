@@ -23,6 +23,7 @@ from services.router.errors import ModelNotFoundError, envelope, excerpt
 from services.router.generation import generate, interleave
 from services.router.replicas import ReplicaPool
 from services.router.reply import Piece, Reply, Usage
+from services.router.speculation_stats import SpeculationStats
 from services.router.streaming import (
     DONE,
     EventStream,
@@ -30,6 +31,7 @@ from services.router.streaming import (
     note_outcome,
     until_disconnected,
 )
+from services.router.switch import SpeculationSwitch
 from services.router.wire_requests import build_generate_requests
 
 # Longer texts are tokenised in a thread, so that streams go on: the tokenizer releases the interpreter's lock.
@@ -46,6 +48,7 @@ class Serving:
     tokenizer: Tokenizer
     pool: ReplicaPool
     metrics: RouterMetrics
+    switch: SpeculationSwitch
     max_body_bytes: int
     max_pause_seconds: float
 
@@ -117,6 +120,9 @@ class Endpoint(abc.ABC, Generic[R]):
             seed=reply.seed,
             limits=serving.pool.limits(),
         )
+        if not serving.switch.draw():
+            for generate_request in generate_requests:
+                generate_request.num_speculative_tokens = 0
         stop_strings = request.stop_strings
         sequences = [
             generate(
@@ -160,12 +166,15 @@ async def _events(http_request: Request, answer: _Answer) -> AsyncGenerator[byte
     """The server-sent events of a streamed answer. Raises only before the first."""
     reply = answer.reply
     num_tokens = 0
+    speculation: SpeculationStats | None = None  # of the only choice
     started: set[int] = set()  # choices
     is_sent = False
     try:
         async with contextlib.aclosing(answer.pieces) as pieces:
             async for index, piece in pieces:
                 num_tokens += len(piece.token_ids)
+                if answer.num_choices == 1:
+                    speculation = piece.speculation
                 for chunk in reply.chunks(index, piece, is_first=index not in started):
                     yield event(chunk)
                     is_sent = True
@@ -177,5 +186,5 @@ async def _events(http_request: Request, answer: _Answer) -> AsyncGenerator[byte
         yield event(envelope(error))
         return
     if reply.include_usage:
-        yield event(reply.usage_chunk(Usage(answer.num_prompt_tokens, num_tokens)))
+        yield event(reply.usage_chunk(Usage(answer.num_prompt_tokens, num_tokens), speculation))
     yield DONE

@@ -41,7 +41,9 @@ async def generate(
     """
     writer = _Writer(tokenizer, stop_strings)
     stats = SpeculationStats()
+    first_token_at: float | None = None
     last_token_at: float | None = None
+    num_later_tokens = 0
     running = run_anywhere(pool, request, max_pause_seconds, metrics.count_move)
     async with contextlib.aclosing(running) as replies:
         async for reply in replies:
@@ -52,16 +54,23 @@ async def generate(
                 waited = None if last_token_at is None else now - last_token_at
                 metrics.tokens.count_tokens(len(reply.token_ids), waited)
                 if last_token_at is None:
+                    first_token_at, num_later_tokens = now, -len(reply.token_ids)  # these came together
                     metrics.time_to_first_token.observe(now - arrived_at)
                     if request.choice_index == 0:  # choices of one prompt share it
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
                 last_token_at = now
+                num_later_tokens += len(reply.token_ids)
             for counts in reply.rounds:
                 metrics.tokens.count_round(*counts)
                 stats.count_round(*counts)
             piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason])
             if piece.finish_reason is not None:
                 metrics.e2e_latency.observe(time.perf_counter() - arrived_at)
+                if first_token_at is not None and last_token_at is not None:
+                    may_speculate = not (
+                        request.HasField("num_speculative_tokens") and not request.num_speculative_tokens
+                    )
+                    metrics.count_decode(num_later_tokens, last_token_at - first_token_at, may_speculate=may_speculate)
                 piece.speculation = stats
             yield piece
             if piece.finish_reason is not None:

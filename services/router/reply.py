@@ -52,7 +52,8 @@ class Reply(abc.ABC):
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         objects = [self._choice(index, choice) for index, choice in enumerate(choices)]
-        return self._frame(self.whole_object, objects) | {"usage": usage.to_json()}
+        speculation = choices[0].speculation if len(choices) == 1 else None
+        return self._frame(self.whole_object, objects) | {"usage": usage.to_json()} | _metrics(speculation)
 
     def chunks(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
         """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more."""
@@ -60,9 +61,10 @@ class Reply(abc.ABC):
             chunk = self._frame(self.chunk_object, [choice])
             yield chunk | {"usage": None} if self.include_usage else chunk
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        """The last object of a streamed answer whose usage was asked for."""
-        return self._frame(self.chunk_object, []) | {"usage": usage.to_json()}
+    def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:
+        """The last object of a streamed answer whose usage was asked for; `speculation` of its only choice, if it has
+        one."""
+        return self._frame(self.chunk_object, []) | {"usage": usage.to_json()} | _metrics(speculation)
 
     @abc.abstractmethod
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]: ...
@@ -89,3 +91,10 @@ class Reply(abc.ABC):
             "choices": choices,
             "seed": self.seed,
         }
+
+
+def _metrics(speculation: SpeculationStats | None) -> dict[str, Any]:
+    """vLLM's field of that name, which its load generators read: of an answer of one choice that had drafts."""
+    if speculation is None or not speculation.num_drafts:
+        return {}
+    return {"metrics": {"speculative_decoding": speculation.to_vllm()}}

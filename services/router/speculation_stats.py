@@ -11,6 +11,7 @@ class SpeculationStats:
     num_drafts: int = 0  # rounds that verified at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    max_draft_tokens: int = 0  # of one round
     acceptance_histogram: list[int] = field(default_factory=list)  # rounds by the number of drafts they accepted
 
     def count_round(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
@@ -18,6 +19,7 @@ class SpeculationStats:
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted_tokens
+        self.max_draft_tokens = max(self.max_draft_tokens, num_draft_tokens)
         missing = num_accepted_tokens + 1 - len(self.acceptance_histogram)
         self.acceptance_histogram.extend([0] * missing)
         self.acceptance_histogram[num_accepted_tokens] += 1
@@ -32,4 +34,20 @@ class SpeculationStats:
             "num_drafts": self.num_drafts,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
+        }
+
+    def to_vllm(self) -> dict[str, Any]:
+        """The same by the names of vLLM's `metrics.speculative_decoding`; of a choice that something was drafted for.
+
+        vLLM's `num_spec_tokens` is the depth that is configured; where it is chosen, it is the deepest round's.
+        """
+        missing = self.max_draft_tokens + 1 - len(self.acceptance_histogram)
+        return {
+            "mean_acceptance_length": 1 + self.num_accepted_tokens / self.num_drafts,
+            "draft_acceptance_rate": self.num_accepted_tokens / self.num_draft_tokens,
+            "acceptance_histogram": [*self.acceptance_histogram, *([0] * missing)],
+            "num_spec_steps": self.num_drafts,
+            "num_accepted_draft_tokens": self.num_accepted_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_spec_tokens": self.max_draft_tokens,
         }

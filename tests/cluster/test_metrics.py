@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import httpx
+import pytest
 
 from cluster.telemetry.metrics import Reading, RouterMetrics, WorkerMetrics, serve_metrics
 
@@ -18,16 +19,34 @@ def test_chunks_and_rounds_are_on_the_page():
     metrics.tokens.count_round(4, 0)
     metrics.tokens.count_round(4, 3)
     page = page_of(metrics)
-    assert page['vllm:generation_tokens_total{model_name="m"}'] == 7
-    bucket = 'vllm:inter_token_latency_seconds_bucket{{le="{}",model_name="m"}}'.format
+    assert page['vllm:generation_tokens_total{engine="0",model_name="m"}'] == 7
+    bucket = 'vllm:inter_token_latency_seconds_bucket{{engine="0",le="{}",model_name="m"}}'.format
     assert [page[bucket(limit)] for limit in ("0.01", "0.025", "80.0", "+Inf")] == [1, 2, 2, 3]
-    assert page['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 3
-    assert page['vllm:inter_token_latency_seconds_sum{model_name="m"}'] == 0.01 + 0.011 + 1000.0
-    assert page['vllm:spec_decode_num_drafts_total{model_name="m"}'] == 3
-    assert page['vllm:spec_decode_num_draft_tokens_total{model_name="m"}'] == 12
-    assert page['vllm:spec_decode_num_accepted_tokens_total{model_name="m"}'] == 4
-    position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{}"}}'.format
+    assert page['vllm:inter_token_latency_seconds_count{engine="0",model_name="m"}'] == 3
+    assert page['vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"}'] == 0.01 + 0.011 + 1000.0
+    assert page['vllm:spec_decode_num_drafts_total{engine="0",model_name="m"}'] == 3
+    assert page['vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"}'] == 12
+    assert page['vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"}'] == 4
+    position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="{}"}}'.format
     assert [page[position(place)] for place in range(3)] == [2, 1, 1]
+
+
+def test_decoding_is_timed_per_token_and_by_whether_it_may_speculate() -> None:
+    metrics = RouterMetrics("m")
+    metrics.count_decode(10, 0.2, may_speculate=True)
+    metrics.count_decode(10, 0.4, may_speculate=False)
+    metrics.count_decode(0, 0.0, may_speculate=False)  # of one token: nothing was decoded after it
+    page = page_of(metrics)
+    name = "vllm:request_time_per_output_token_seconds"
+    assert page[f'{name}_count{{engine="0",model_name="m"}}'] == 2
+    assert page[f'{name}_sum{{engine="0",model_name="m"}}'] == pytest.approx(0.06)
+    for kind, seconds in (("on", 0.2), ("off", 0.4)):
+        assert page[f'outrider_decode_tokens_total{{model_name="m",speculation="{kind}"}}'] == 10
+        assert page[f'outrider_decode_seconds_total{{model_name="m",speculation="{kind}"}}'] == seconds
+
+
+def test_no_series_says_when_it_began() -> None:
+    assert "_created" not in RouterMetrics("m").render().decode()
 
 
 def test_a_prometheus_that_asks_for_openmetrics_gets_vllms_names() -> None:

@@ -26,6 +26,7 @@ RULES = DEPLOY / "prometheus" / "rules.yaml"
 RUNBOOKS = Path(__file__).parents[2] / "docs" / "RUNBOOKS.md"
 VARIABLES = {"$job": ".*", "$__rate_interval": "10s", "$target_dollars": "14.7", "$draft_dollars": "1"}
 SCRAPES_SECONDS = 12  # rates need two scrapes
+GOOD_SECONDS = 20
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="Prometheus is not installed: apt-get install prometheus"
 )
@@ -54,20 +55,33 @@ def test_the_alerts_fire_when_they_should() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-class Monitored:
-    """A cluster of simulated engines, and a Prometheus that scrapes it every second with our rules."""
+def is_ok(url: str) -> bool:
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False
 
-    def __init__(self, folder: Path) -> None:
+
+class Monitored:
+    """A cluster of simulated engines, and a Prometheus that scrapes it every second with our rules.
+
+    `shorter`: windows of the rules, and what stands for them, as `for` stands for ten minutes.
+    """
+
+    def __init__(self, folder: Path, *more_settings: str, shorter: dict[str, str] | None = None) -> None:
         targets, drafts, router, self._prometheus_port = free_ports(4)
         settings = [
             *("target.engine=simulated", "draft.drafter=simulated", f"router.port={router}"),
             *(f"target.metrics_port={targets}", f"draft.metrics_port={drafts}"),
+            *more_settings,
         ]
         self.cluster = LocalCluster(load_config(None, settings))
         rules = yaml.safe_load(RULES.read_text())
         for group in rules["groups"]:
             for rule in group["rules"]:
                 rule["for"] = "1s"  # as much would fire later
+                for window, stand_in in (shorter or {}).items():
+                    rule["expr"] = rule["expr"].replace(f"[{window}]", f"[{stand_in}]")
         (folder / "rules.yaml").write_text(yaml.safe_dump(rules))
         addresses = [f"127.0.0.1:{port}" for port in (router, targets, drafts)]
         config = {
@@ -93,6 +107,8 @@ class Monitored:
         self._prometheus = subprocess.Popen(
             ["prometheus", *paths, f"--web.listen-address={listen}"], stderr=subprocess.DEVNULL
         )
+        ready = f"http://{listen}/-/ready"
+        assert eventually(lambda: is_ok(ready), READY_TIMEOUT_SECONDS)
         self._load.start()
         return self
 
@@ -141,3 +157,18 @@ def test_nothing_fires_while_all_is_well_and_a_lost_draft_pool_does(monitored: M
     draft.watch = lambda: None  # it is not started again
     draft.kill()
     assert eventually(lambda: "OutriderDraftPoolGone" in monitored.firing(), 30), monitored.firing()
+
+
+@needs_prometheus
+def test_a_draft_that_guesses_at_random_is_noticed(tmp_path: Path) -> None:
+    """The controller has ended its drafts by then; what is still tried now and then is enough to tell."""
+    broken = f"simulation.acceptance_schedule=[[0, 0.8], [{GOOD_SECONDS}, 0.0]]"
+    with Monitored(tmp_path, broken, shorter={"30m": "8s", "7d": "120s"}) as running:
+        assert eventually(lambda: running.query("outrider_speculation_gain_ratio"), 30)
+        assert "OutriderAcceptanceFell" not in running.firing()
+        fired = eventually(lambda: "OutriderAcceptanceFell" in running.firing(), GOOD_SECONDS + 45)
+        rates = (
+            "rate(vllm:spec_decode_num_draft_tokens_total[8s])",
+            "rate(vllm:spec_decode_num_accepted_tokens_total[8s])",
+        )
+        assert fired, [running.query(rate) for rate in rates]

@@ -43,6 +43,20 @@ class TestRounds:
         assert link.reply() == proposal(7, base=4)
         assert drafter.rewinds == [(7, 1)]
 
+    def test_what_became_of_drafts_is_counted(self, worker: DraftWorker, drafter: ScriptedDrafter, link: Link) -> None:
+        link.open(7)
+        for _ in range(K + 1):
+            drafter.step()
+        assert link.reply() == proposal(7, base=2)
+        drafter.next_step()
+        link.advance(7, 2, 702, 999)  # the second draft was wrong: of K + 2 one came true
+        drafter.let()
+        for _ in range(K):
+            drafter.step()
+        assert link.reply() == proposal(7, base=4)
+        counted = {reading.labels["outcome"]: reading.value for reading in worker.token_readings()}
+        assert counted == {"committed": 1, "wasted": K + 1}
+
     def test_k_may_change_from_round_to_round(self, drafter: ScriptedDrafter, link: Link) -> None:
         link.open(7)
         drafter.let_all()

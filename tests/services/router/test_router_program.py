@@ -17,6 +17,7 @@ import pytest
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
+from services.launch.local import free_ports
 from services.router.app import create_app, served_model_id
 from services.router.main import run
 from tests.waiting import wait_until
@@ -135,6 +136,7 @@ PROGRAM = """
 import sys
 from cluster.config import Config
 from cluster.telemetry.logs import setup_logging
+from services.launch.local import free_ports
 from services.router.main import run
 setup_logging("router")
 status = run(Config.model_validate_json(sys.argv[1]))
@@ -205,3 +207,15 @@ def test_what_still_runs_when_draining_is_over_is_told_so(model_folder, target):
     assert answer.json()["error"]["type"] == "unavailable_error"
     assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
+
+
+def test_operators_have_an_address_of_their_own(model_folder, target):
+    (free_port,) = free_ports(1)
+    with program(model_folder, target, admin_listen=f"127.0.0.1:{free_port}") as (process, client):
+        with httpx.Client(base_url=f"http://127.0.0.1:{free_port}", trust_env=False) as admin:
+            assert admin.put("/admin/speculation", json={"percentage": 0}).json() == {"percentage": 0}
+            assert client.put("/admin/speculation", json={"percentage": 0}).status_code == 404
+            assert client.post("/v1/completions", json={"prompt": [70], "max_tokens": 2}).status_code == 200
+            assert target.requests[-1].num_speculative_tokens == 0
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=10) == 0

@@ -47,6 +47,28 @@ def test_a_stream_has_them_at_its_end(router, chat):
     assert not any("speculation" in choice for choice in choices if not choice["finish_reason"])
 
 
+VLLMS_OF_FIVE_STEPS = {
+    "mean_acceptance_length": 4.0,
+    "draft_acceptance_rate": 0.75,
+    "acceptance_histogram": [0, 0, 0, 5, 0],
+    "num_spec_steps": 5,
+    "num_draft_tokens": 20,
+    "num_accepted_draft_tokens": 15,
+    "num_spec_tokens": 4,
+}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_vllms_field_is_in_answers_of_one_choice(router, chat):
+    fields = {"messages": [{"role": "user", "content": "the fox"}]} if chat else {"prompt": [70, 71]}
+    ask, stream = (router.chat, router.stream_chat) if chat else (router.complete, router.stream)
+    assert ask(max_tokens=5, **fields).json()["metrics"] == {"speculative_decoding": VLLMS_OF_FIVE_STEPS}
+    *chunks, usage, _ = stream(max_tokens=5, stream_options={"include_usage": True}, **fields)
+    assert usage["metrics"] == {"speculative_decoding": VLLMS_OF_FIVE_STEPS}
+    assert not any("metrics" in chunk for chunk in chunks)
+    assert "metrics" not in ask(max_tokens=5, n=2, **fields).json()
+
+
 def test_without_drafts_there_are_no_rates():
     stats = SpeculationStats()
     assert stats.to_json()["mean_acceptance_length"] is None
