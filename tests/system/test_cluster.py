@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -109,6 +110,15 @@ BAD_BODIES: list[tuple[str, bytes, int]] = [
     ("unknown model", b'{"prompt": "x", "model": "another"}', 404),
     ("over the body's limit", b'{"prompt": "' + b"x" * 2**25 + b'"}', 413),
 ]
+
+
+def test_every_metric_on_a_page_is_explained(cluster: LocalCluster) -> None:
+    explained = (Path(__file__).parents[2] / "docs" / "OPERATING.md").read_text(encoding="utf-8")
+    pages = [f"{cluster.url}/metrics", *(worker.metrics_url for worker in (*cluster.targets, *cluster.drafts))]
+    for url in pages:
+        names = re.findall(r"^# TYPE (\S+)", httpx.get(url).text, re.MULTILINE)
+        assert len(names) > 8, url
+        assert not [name for name in names if f"`{name}`" not in explained], url
 
 
 def test_bad_input_reaches_no_worker(cluster: LocalCluster) -> None:
