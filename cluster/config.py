@@ -312,6 +312,9 @@ class RouterConfig(_Section):
     max_pause_seconds: Annotated[float, Field(ge=0)] = Field(
         60.0, description="how long a request whose target was lost waits for another, or for its restart"
     )
+    served_model_name: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="what clients call the model; null: `target.model`, or its folder's name where it is a path"
+    )
     speculation_percentage: Annotated[float, Field(ge=0, le=100)] = Field(
         100.0, description="share of the requests that are speculated for, at first; `outrider speculation` changes it"
     )

@@ -35,9 +35,13 @@ class Tokenizer:
         """
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Each of `token_ids` as the vocabulary spells it; None where it has no such token."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def fingerprint(self) -> str:
         """SHA-256, in hexadecimal, over what token IDs mean: (ID, token), merges and special IDs.

@@ -62,6 +62,7 @@ SERVE_OPTIONS = (
         "--controller", "C", ("speculation.controller",), "who chooses k: goodput (default), threshold or fixed"
     ),
     ServeOption("--dtype", "TYPE", ("target.dtype", "draft.dtype"), "auto, float32 or bfloat16, for target and draft"),
+    ServeOption("--served-model-name", "NAME", ("router.served_model_name",), "what clients call the model"),
     ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),
     ServeOption("--draft-replicas", "N", ("draft.replicas",), "draft workers"),
 )

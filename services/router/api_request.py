@@ -139,19 +139,18 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
-        if self.stream_options is not None:
-            if not self.stream:
-                raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
-            if self.stream_options.continuous_usage_stats:
-                raise InvalidRequestError(
-                    "stream_options.continuous_usage_stats is not supported yet",
-                    param="stream_options.continuous_usage_stats",
-                )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
         return self
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """As in vLLM: only beside `include_usage`."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def token_limit(self) -> tuple[str, int | None]:

@@ -30,6 +30,7 @@ from services.router.errors import error_handlers
 from services.router.middleware import Admission, RequestIds
 from services.router.replicas import Replica, ReplicaPool
 from services.router.switch import SpeculationSwitch
+from services.router.tokens import Tokens
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
@@ -45,7 +46,9 @@ def create_app(config: Config) -> Starlette:
         raise ConfigurationError("no target to call: set `target.addresses` to [host:port, ...]")
     folder = resolve_model_folder(config.target.model)
     tokenizer = Tokenizer(folder)
-    model_id = "simulated" if config.target.engine == "simulated" else served_model_id(config.target.model)
+    model_id = config.router.served_model_name or (
+        "simulated" if config.target.engine == "simulated" else served_model_id(config.target.model)
+    )
     metrics = RouterMetrics(model_id)
     serving = Serving(
         model_id=model_id,
@@ -66,11 +69,13 @@ def create_app(config: Config) -> Starlette:
         async with serving.pool:
             yield
 
+    template = ChatTemplate.from_folder(folder)
     app = Starlette(
         routes=[
             Route(_COMPLETIONS_PATH, Completions(serving).create, methods=["POST"]),
-            Route(_CHAT_PATH, ChatCompletions(serving, ChatTemplate.from_folder(folder)).create, methods=["POST"]),
-            *_information_routes(serving),
+            Route(_CHAT_PATH, ChatCompletions(serving, template).create, methods=["POST"]),
+            *Tokens(serving, template).routes(),
+            *_information_routes(serving, config.target.model),
         ],
         middleware=[
             Middleware(RequestIds),
@@ -97,7 +102,8 @@ def served_model_id(model: str) -> str:
     return model
 
 
-def _information_routes(serving: Serving) -> list[Route]:
+def _information_routes(serving: Serving, root: str) -> list[Route]:
+    """`root`: the model as it is configured."""
     created = int(time.time())
     version = importlib.metadata.version("outrider")
     pool = serving.pool
@@ -108,6 +114,8 @@ def _information_routes(serving: Serving) -> list[Route]:
             "object": "model",
             "created": created,
             "owned_by": "outrider",
+            "root": root,
+            "parent": None,
         }
         return model | {"max_model_len": pool.limits().max_model_len} if pool.usable else model
 
@@ -129,6 +137,9 @@ def _information_routes(serving: Serving) -> list[Route]:
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def ping(_: Request) -> Response:  # as vLLM's, which some platforms ask for in place of /health
+        return Response(status_code=200 if pool.usable else 503)
+
     async def metrics_page(_: Request) -> Response:
         return Response(serving.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
@@ -140,6 +151,7 @@ def _information_routes(serving: Serving) -> list[Route]:
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),  # names on the hub have a slash
         Route("/health", health, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
+        Route("/ping", ping, methods=["GET", "POST"]),
         Route("/metrics", metrics_page, methods=["GET"]),
         Route("/version", version_page, methods=["GET"]),
     ]

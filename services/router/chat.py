@@ -29,7 +29,8 @@ _MESSAGE_FIELDS = frozenset({"role", "content", "name"})
 Message = dict[str, str]
 
 
-def _messages(value: object) -> list[Message]:
+def to_messages(value: object) -> list[Message]:
+    """A request's `messages`, checked, as templates take them. Raises ValueError or InvalidRequestError."""
     if not isinstance(value, list):
         raise ValueError("should be a list")
     if not value:
@@ -103,7 +104,7 @@ class ChatRequest(ApiRequest):
     }
     prompt_field = "messages"
 
-    messages: Annotated[list[Message], PlainValidator(_messages)]
+    messages: Annotated[list[Message], PlainValidator(to_messages)]
     max_completion_tokens: MaxTokens | None = None
     add_generation_prompt: bool = True
 
@@ -164,11 +165,16 @@ class ChatCompletions(Endpoint[ChatRequest]):
         self._template = template
 
     def _encode(self, request: ChatRequest) -> list[list[int]]:
-        if self._template is None:
-            raise InvalidRequestError(
-                "messages need a chat template and this model has none; send a prompt to /v1/completions",
-                param="messages",
-            )
-        text = self._template.render(request.messages, add_generation_prompt=request.add_generation_prompt)
+        text = render(self._template, request.messages, add_generation_prompt=request.add_generation_prompt)
         # The template writes the special tokens itself.
         return [self._serving.tokenizer.encode(text, add_special_tokens=False)]
+
+
+def render(template: ChatTemplate | None, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    """The prompt that `messages` make. Raises InvalidRequestError where there is no template or it refuses them."""
+    if template is None:
+        raise InvalidRequestError(
+            "messages need a chat template and this model has none; send a prompt to /v1/completions",
+            param="messages",
+        )
+    return template.render(messages, add_generation_prompt=add_generation_prompt)

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -68,7 +68,15 @@ class _Answer:
     reply: Reply
     pieces: AsyncGenerator[tuple[int, Piece], None]
     num_choices: int
-    num_prompt_tokens: int  # choices of one prompt share it
+    prompt_lens: Sequence[int]  # of each prompt; its choices share it
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self.prompt_lens)
+
+    def prompt_len(self, index: int) -> int:
+        """Of the prompt that choice `index` has."""
+        return self.prompt_lens[index * len(self.prompt_lens) // self.num_choices]
 
 
 class Endpoint(abc.ABC, Generic[R]):
@@ -112,6 +120,7 @@ class Endpoint(abc.ABC, Generic[R]):
             has_token_ids=request.return_token_ids,
             has_speculation_stats=request.return_speculation_stats,
             include_usage=request.include_usage,
+            continuous_usage=request.continuous_usage,
         )
         generate_requests = build_generate_requests(
             request,
@@ -136,7 +145,7 @@ class Endpoint(abc.ABC, Generic[R]):
             )
             for generate_request in generate_requests
         ]
-        return _Answer(reply, interleave(sequences), len(sequences), sum(len(prompt) for prompt in prompts))
+        return _Answer(reply, interleave(sequences), len(sequences), [len(prompt) for prompt in prompts])
 
 
 def draw_seed() -> int:
@@ -165,17 +174,18 @@ async def _whole(answer: _Answer) -> dict[str, Any]:
 async def _events(http_request: Request, answer: _Answer) -> AsyncGenerator[bytes, None]:
     """The server-sent events of a streamed answer. Raises only before the first."""
     reply = answer.reply
-    num_tokens = 0
+    num_tokens = [0] * answer.num_choices
     speculation: SpeculationStats | None = None  # of the only choice
     started: set[int] = set()  # choices
     is_sent = False
     try:
         async with contextlib.aclosing(answer.pieces) as pieces:
             async for index, piece in pieces:
-                num_tokens += len(piece.token_ids)
+                num_tokens[index] += len(piece.token_ids)
                 if answer.num_choices == 1:
                     speculation = piece.speculation
-                for chunk in reply.chunks(index, piece, is_first=index not in started):
+                usage = Usage(answer.prompt_len(index), num_tokens[index])
+                for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
                     yield event(chunk)
                     is_sent = True
                 started.add(index)
@@ -186,5 +196,5 @@ async def _events(http_request: Request, answer: _Answer) -> AsyncGenerator[byte
         yield event(envelope(error))
         return
     if reply.include_usage:
-        yield event(reply.usage_chunk(Usage(answer.num_prompt_tokens, num_tokens), speculation))
+        yield event(reply.usage_chunk(Usage(answer.num_prompt_tokens, sum(num_tokens)), speculation))
     yield DONE

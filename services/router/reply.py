@@ -48,6 +48,7 @@ class Reply(abc.ABC):
     has_token_ids: bool = False  # choices carry the token IDs of their text
     has_speculation_stats: bool = False  # choices say, at their end, what speculation did
     include_usage: bool = False  # the usage of a streamed answer comes at its end and is null until then
+    continuous_usage: bool = False  # but for this: that of its choice so far is in every chunk
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -55,11 +56,16 @@ class Reply(abc.ABC):
         speculation = choices[0].speculation if len(choices) == 1 else None
         return self._frame(self.whole_object, objects) | {"usage": usage.to_json()} | _metrics(speculation)
 
-    def chunks(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more."""
+    def chunks(self, index: int, piece: Piece, usage: Usage, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more.
+
+        `usage` is that of the choice with the piece.
+        """
         for choice in self._deltas(index, piece, is_first=is_first):
             chunk = self._frame(self.chunk_object, [choice])
-            yield chunk | {"usage": None} if self.include_usage else chunk
+            if self.include_usage:
+                chunk["usage"] = usage.to_json() if self.continuous_usage else None
+            yield chunk
 
     def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:
         """The last object of a streamed answer whose usage was asked for; `speculation` of its only choice, if it has
