@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Fields(BaseModel):
@@ -56,6 +56,7 @@ class _HeadGroup(_Fields):
 
 class _WorkerGroup(_HeadGroup):
     groupName: str
+    labels: dict[str, str] = {}
     replicas: int
     minReplicas: int
     maxReplicas: int
@@ -83,16 +84,39 @@ class _AuthOptions(_Fields):
     mode: Literal["token", "disabled"]
 
 
+class _VolumeMount(_Fields):
+    name: str
+    mountPath: str
+
+
+class _AutoscalerOptions(_Fields):
+    idleTimeoutSeconds: int
+    imagePullPolicy: Literal["Always", "IfNotPresent", "Never"]
+    resources: dict[Literal["requests", "limits"], dict[str, str | int | float]]
+    securityContext: dict[str, Any]
+    volumeMounts: list[_VolumeMount]
+
+
 class _RayCluster(_Fields):
     rayVersion: str
     authOptions: _AuthOptions
+    enableInTreeAutoscaling: bool = False
+    autoscalerOptions: _AutoscalerOptions | None = None
     gcsFaultToleranceOptions: _FaultTolerance | None = None
     headGroupSpec: _HeadGroup
     workerGroupSpecs: list[_WorkerGroup]
 
 
+class _UpgradeOptions(_Fields):
+    gatewayClassName: str = Field(min_length=1)
+    maxSurgePercent: int = Field(ge=0, le=100)
+    stepSizePercent: int = Field(ge=0, le=100)
+    intervalSeconds: int = Field(gt=0)
+
+
 class _UpgradeStrategy(_Fields):
     type: Literal["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]
+    clusterUpgradeOptions: _UpgradeOptions | None = None
 
 
 class _RayServiceSpec(_Fields):
@@ -100,6 +124,14 @@ class _RayServiceSpec(_Fields):
     rayClusterDeletionDelaySeconds: int
     serveConfigV2: str
     rayClusterConfig: _RayCluster
+
+    @model_validator(mode="after")
+    def _incremental(self) -> _RayServiceSpec:
+        """What KubeRay refuses by itself, at the first reconciliation."""
+        is_incremental = self.upgradeStrategy.type == "NewClusterWithIncrementalUpgrade"
+        assert is_incremental == (self.upgradeStrategy.clusterUpgradeOptions is not None)
+        assert self.rayClusterConfig.enableInTreeAutoscaling or not is_incremental
+        return self
 
 
 class RayService(_Fields):

@@ -10,25 +10,18 @@ import pytest
 import yaml
 
 from cluster.config_file import parse_config
+from deploy.helm.render import join
+from deploy.helm.render import render as render_texts
+from deploy.kuberay.rayservice import MANIFEST, make_manifest
 from services.cli import main
 from services.helm_values import CHART, SCHEMA, Values, make_schema
 from tests.deploy.custom_resources import CUSTOM
+from tests.deploy.golden import CASES, golden_file, read_values
 
 VERSIONS = ("1.33", "1.37")
-GPUS = {
-    "image": "vllm-cuda",
-    "gpus": 4,
-    "nodeSelector": {"gpu": "A100"},
-    "tolerations": [{"key": "gpu", "operator": "Exists"}],
-}
+INCREMENTAL = {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}
 VALUES: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "several of each": {"config": {"target": {"replicas": 3}, "draft": {"replicas": 5}}, "router": {"replicas": 4}},
-    "GPUs": {
-        "config": {"target": {"engine": "vllm", "device": "cuda", "tensor_parallel_size": 4, "drain_seconds": 300}},
-        "target": GPUS,
-        "draft": GPUS | {"gpus": 1, "near": "kubernetes.io/hostname"},
-    },
+    **{case: read_values(case) for case in CASES},
     "no speculation": {"config": {"speculation": {"num_speculative_tokens": 0}}},
     "the engine drafts": {
         "config": {
@@ -38,36 +31,11 @@ VALUES: dict[str, dict[str, Any]] = {
         }
     },
     "no draft workers": {"config": {"draft": {"replicas": 0}}},
-    "sidecars": {"config": {"draft": {"placement": "sidecar"}}},
-    "a model cache of its own": {"modelCache": {"size": "200Gi", "storageClass": "fast"}, "huggingFaceSecret": "hf"},
-    "a model cache that is there": {"modelCache": {"claim": "models"}, "imagePullSecrets": [{"name": "registry"}]},
-    "autoscaling": {
-        "router": {"autoscaling": {"enabled": True}},
-        "draft": {"autoscaling": {"enabled": True, "metric": "outrider_draft_workers_wanted"}},
-    },
-    "monitoring": {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
-    "monitoring of sidecars": {"podMonitor": {"enabled": True}, "config": {"draft": {"placement": "sidecar"}}},
-    "closed to all but one namespace": {
-        "networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {"name": "apps"}}}]},
-        "router": {"service": {"type": "LoadBalancer", "port": 443, "annotations": {"a": "b"}}},
-    },
-    "unprotected": {"networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
-    "Ray": {"mode": "ray", "config": {"target": {"drain_seconds": 100.5, "replicas": 2}}},
-    "Ray with GPUs and Redis": {
-        "mode": "ray",
-        "ray": {
-            "redis": {"address": "redis:6379", "passwordSecret": "redis"},
-            "workerGroups": [{"name": "targets", "gpus": 4, "replicas": 2}, {"name": "drafts", "gpus": 1}],
-        },
-    },
 }
 
 
 def render(values: dict[str, Any]) -> list[dict[str, Any]]:
-    with helm_python.Chart.load(CHART) as chart:
-        chart.validate_schema(values)
-        manifests = chart.render(values, name="demo", namespace="serving")
-    return [document for text in manifests.values() for document in yaml.safe_load_all(text) if document]
+    return [yaml.safe_load(text) for text in render_texts(values)]
 
 
 def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
@@ -75,19 +43,83 @@ def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any
     return found
 
 
+def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The templates of pods in an object."""
+    spec = document.get("spec", {})
+    match document["kind"]:
+        case "Deployment" | "StatefulSet":
+            return [spec["template"]]
+        case "RayService":
+            cluster = spec["rayClusterConfig"]
+            return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return []
+
+
+def check_objects(documents: list[dict[str, Any]]) -> None:
+    for document in documents:
+        checked = [document]
+        if model := CUSTOM.get(document["kind"]):
+            model.model_validate(document)
+            # Nobody else looks into the pods of a custom resource.
+            checked = [
+                {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {"name": "pod", **pod["metadata"]}}
+                for pod in pods(document)
+            ]
+        for one in checked:
+            for version in VERSIONS:
+                kubernetes_validate.validate(one, version, strict=True)
+    names = [(document["kind"], document["metadata"]["name"]) for document in documents]
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
 def test_every_object_is_valid(values: dict[str, Any]) -> None:
     report = helm_python.lint(CHART, values, strict=True)
     assert [message for message in report["messages"] if message["severity"] > 1] == report["errors"] == []
-    documents = render(values)
-    for document in documents:
-        if model := CUSTOM.get(document["kind"]):
-            model.model_validate(document)
-        else:
-            for version in VERSIONS:
-                kubernetes_validate.validate(document, version, strict=True)
-    names = [(document["kind"], document["metadata"]["name"]) for document in documents]
-    assert len(names) == len(set(names))
+    check_objects(render(values))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_rendered_is_as_it_was(case: str) -> None:
+    assert golden_file(case).read_text(encoding="utf-8") == join(render_texts(read_values(case))), (
+        "if it is meant to differ: `make docs`, or python -m tests.deploy.golden"
+    )
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.stem for path in golden_file("any").parent.iterdir()} == set(CASES)
+
+
+def test_the_manifest_without_helm_is_what_the_chart_renders() -> None:
+    text = MANIFEST.read_text(encoding="utf-8")
+    assert text == make_manifest(), "run `make docs`, or python -m deploy.kuberay.rayservice"
+    documents = list(yaml.safe_load_all(text))
+    check_objects(documents)
+    assert "Helm" not in text.split("kind:", 1)[1]
+    service = find(documents, "RayService", "outrider")["spec"]
+    assert service["upgradeStrategy"]["type"] == "NewClusterWithIncrementalUpgrade"
+    assert "externalStorageNamespace" not in service["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    application = yaml.safe_load(service["serveConfigV2"])["applications"][0]
+    config = parse_config(application["args"], ())
+    assert service["rayClusterDeletionDelaySeconds"] > max(config.target.drain_seconds, config.router.drain_seconds)
+    groups = service["rayClusterConfig"]["workerGroupSpecs"]
+    for pool in (config.ray.target, config.ray.draft):
+        (group,) = [group for group in groups if group["labels"] == pool.label_selector]
+        assert group["maxReplicas"] >= pool.max_replicas
+
+
+def test_only_the_head_that_scales_has_an_account_with_rights() -> None:
+    for case in ("ray", "ray-autoscaling"):
+        documents = render(VALUES[case])
+        head, *workers = pods(find(documents, "RayService", "demo"))
+        scales = case == "ray-autoscaling"
+        assert head["spec"]["automountServiceAccountToken"] is scales
+        assert (head["spec"]["serviceAccountName"] == "demo-autoscaler") is scales
+        for pod in workers:
+            assert pod["spec"]["serviceAccountName"] == "demo"
+            assert pod["spec"]["automountServiceAccountToken"] is False
+        accounts = {one["metadata"]["name"] for one in documents if one["kind"] == "ServiceAccount"}
+        assert accounts == {pod["spec"]["serviceAccountName"] for pod in (head, *workers)}
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
@@ -110,17 +142,9 @@ def test_the_configuration_is_one_for_our_programs(values: dict[str, Any]) -> No
 
 def test_what_serve_is_given_is_its_schema() -> None:
     schema = pytest.importorskip("ray.serve.schema")
-    for name in ("Ray", "Ray with GPUs and Redis"):
+    for name in ("ray", "ray-autoscaling"):
         text = find(render(VALUES[name]), "RayService", "demo")["spec"]["serveConfigV2"]
         schema.ServeDeploySchema.model_validate(yaml.safe_load(text))
-
-
-def test_pods_of_a_ray_cluster_are_valid_pods() -> None:
-    cluster = find(render(VALUES["Ray with GPUs and Redis"]), "RayService", "demo")["spec"]["rayClusterConfig"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": group["template"]["spec"]}
-        for version in VERSIONS:
-            kubernetes_validate.validate(pod, version, strict=True)
 
 
 def test_draft_workers_are_where_the_configuration_has_them() -> None:
@@ -137,13 +161,13 @@ def test_draft_workers_are_where_the_configuration_has_them() -> None:
 
 
 def test_pods_have_as_long_as_their_programs_drain() -> None:
-    documents = render(VALUES["GPUs"])
+    documents = render(VALUES["gpus"])
     pod = find(documents, "StatefulSet", "demo-target")["spec"]["template"]["spec"]
     before_sigterm = pod["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pod["terminationGracePeriodSeconds"] > 300 + before_sigterm
     router = find(documents, "Deployment", "demo-router")["spec"]["template"]["spec"]
     assert 30 < router["terminationGracePeriodSeconds"] < 300
-    service = find(render(VALUES["Ray"]), "RayService", "demo")["spec"]
+    service = find(render(VALUES["ray"]), "RayService", "demo")["spec"]
     assert service["rayClusterDeletionDelaySeconds"] > 100
 
 
@@ -160,7 +184,7 @@ def test_only_routers_reach_targets_and_only_targets_reach_drafts() -> None:
 
 
 def test_every_metrics_page_is_scraped_and_reachable() -> None:
-    documents = render(VALUES["monitoring of sidecars"] | {"networkPolicy": {"clients": [{"podSelector": {}}]}})
+    documents = render(VALUES["sidecars"] | {"networkPolicy": {"clients": [{"podSelector": {}}]}})
     for pool, ports in (("router", ["http"]), ("target", ["metrics", "draft-metrics"])):
         endpoints = find(documents, "PodMonitor", f"demo-{pool}")["spec"]["podMetricsEndpoints"]
         assert [endpoint["port"] for endpoint in endpoints] == ports
@@ -208,6 +232,9 @@ def test_the_programs_know_what_containers_pass_them(capsys: pytest.CaptureFixtu
         ({"target": {"gpus": -1}}, "/target/gpus"),
         ({"router": {"service": {"port": 70000}}}, "/router/service/port"),
         ({"ray": {"workerGroups": [{"replicas": 1}]}}, "name"),
+        ({"ray": {"upgrade": {"strategy": "Blue"}}}, "/ray/upgrade/strategy"),
+        ({"ray": {"upgrade": {"stepSizePercent": 0}}}, "/ray/upgrade/stepSizePercent"),
+        ({"ray": {"autoscaling": {"enable": True}}}, "enable"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) -> None:
@@ -222,6 +249,29 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
         ({"config": {"draft": {"placement": "sidecar", "replicas": 2}}}, "config.draft.replicas 2"),
         ({"draft": {"autoscaling": {"enabled": True}}}, "draft.autoscaling.metric"),
         ({"mode": "ray", "config": {"router": {"port": 8000}}}, "config.router.port 8000"),
+        ({"mode": "ray", "ray": {"upgrade": INCREMENTAL}}, "ray.autoscaling.enabled"),
+        (
+            {
+                "mode": "ray",
+                "ray": {"autoscaling": {"enabled": True}, "upgrade": INCREMENTAL | {"gatewayClassName": ""}},
+            },
+            "ray.upgrade.gatewayClassName",
+        ),
+        (
+            {
+                "mode": "ray",
+                "ray": {"autoscaling": {"enabled": True}, "upgrade": INCREMENTAL | {"stepSizePercent": 50}},
+            },
+            "ray.upgrade.stepSizePercent 50",
+        ),
+        ({"mode": "ray", "ray": {"workerGroups": [{"name": "a", "maxReplicas": 2}]}}, "ray.autoscaling.enabled"),
+        (
+            {
+                "mode": "ray",
+                "ray": {"autoscaling": {"enabled": True}, "workerGroups": [{"name": "a", "minReplicas": 2}]},
+            },
+            "minReplicas 2",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(values: dict[str, Any], named: str) -> None:

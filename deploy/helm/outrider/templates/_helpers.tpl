@@ -103,10 +103,10 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
-{{/* Of every pod. (dict "root" $ "pool" "target" "values" .Values.target) */}}
+{{/* Of every pod. (dict "root" $ "pool" "target" "values" .Values.target), and "asksKubernetes" of the head's with autoscaling. */}}
 {{- define "outrider.pod" -}}
-serviceAccountName: {{ include "outrider.name" .root }}
-automountServiceAccountToken: false
+serviceAccountName: {{ include "outrider.name" .root }}{{ if .asksKubernetes }}-autoscaler{{ end }}
+automountServiceAccountToken: {{ .asksKubernetes | default false }}
 securityContext:
   {{- include "outrider.podSecurity" . | nindent 2 }}
 {{- with .root.Values.imagePullSecrets }}
