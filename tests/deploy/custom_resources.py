@@ -42,11 +42,45 @@ class PodMonitor(_Fields):
 
 class _PodMetadata(_Fields):
     labels: dict[str, str]
+    annotations: dict[str, str] = {}
 
 
 class _PodTemplate(_Fields):
     metadata: _PodMetadata
     spec: dict[str, Any]  # a PodSpec: checked as Kubernetes' own
+
+
+class _RollingUpdateConfiguration(_Fields):
+    maxUnavailable: int
+    maxSurge: int
+
+
+class _RolloutStrategy(_Fields):
+    type: Literal["RollingUpdate"]
+    rollingUpdateConfiguration: _RollingUpdateConfiguration
+
+
+class _LeaderWorkerTemplate(_Fields):
+    size: int = Field(ge=1)
+    restartPolicy: Literal["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
+    leaderTemplate: _PodTemplate
+    workerTemplate: _PodTemplate
+
+
+class _LeaderWorkerSetSpec(_Fields):
+    replicas: int
+    startupPolicy: Literal["LeaderCreated", "LeaderReady"]
+    rolloutStrategy: _RolloutStrategy
+    leaderWorkerTemplate: _LeaderWorkerTemplate
+
+
+class LeaderWorkerSet(_Fields):
+    """lws.sigs.k8s.io/docs/reference, leaderworkerset.x-k8s.io/v1."""
+
+    apiVersion: Literal["leaderworkerset.x-k8s.io/v1"]
+    kind: Literal["LeaderWorkerSet"]
+    metadata: _Metadata
+    spec: _LeaderWorkerSetSpec
 
 
 class _HeadGroup(_Fields):
@@ -143,4 +177,8 @@ class RayService(_Fields):
     spec: _RayServiceSpec
 
 
-CUSTOM: dict[str, type[BaseModel]] = {"PodMonitor": PodMonitor, "RayService": RayService}
+CUSTOM: dict[str, type[BaseModel]] = {
+    "LeaderWorkerSet": LeaderWorkerSet,
+    "PodMonitor": PodMonitor,
+    "RayService": RayService,
+}

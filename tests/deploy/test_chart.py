@@ -34,6 +34,13 @@ VALUES: dict[str, dict[str, Any]] = {
 }
 
 
+def over_two_nodes(**target: Any) -> dict[str, Any]:
+    return {
+        "config": {"target": {"engine": "vllm", "tensor_parallel_size": 8} | target},
+        "target": {"gpus": 4, "nodesPerReplica": 2},
+    }
+
+
 def render(values: dict[str, Any]) -> list[dict[str, Any]]:
     return [yaml.safe_load(text) for text in render_texts(values)]
 
@@ -52,6 +59,8 @@ def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
         case "RayService":
             cluster = spec["rayClusterConfig"]
             return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+        case "LeaderWorkerSet":
+            return [spec["leaderWorkerTemplate"][which] for which in ("leaderTemplate", "workerTemplate")]
     return []
 
 
@@ -137,7 +146,8 @@ def test_the_configuration_is_one_for_our_programs(values: dict[str, Any]) -> No
         assert config.router.host == "0.0.0.0"
     for section, settings in values.get("config", {}).items():
         for name, value in settings.items():
-            assert getattr(getattr(config, section), name) == value
+            set_to = getattr(getattr(config, section), name)
+            assert set_to | value == set_to if isinstance(value, dict) else set_to == value
 
 
 def test_what_serve_is_given_is_its_schema() -> None:
@@ -195,6 +205,41 @@ def test_every_metrics_page_is_scraped_and_reachable() -> None:
         assert open_to_monitoring == ports
 
 
+def test_a_target_over_nodes_is_found_by_its_leader_alone() -> None:
+    documents = render(VALUES["two-nodes-a-target"])
+    group = find(documents, "LeaderWorkerSet", "demo-targets")
+    assert (group["spec"]["replicas"], group["spec"]["leaderWorkerTemplate"]["size"]) == (2, 2)
+    assert not [one for one in documents if one["kind"] == "StatefulSet"]
+    leader, node = pods(group)
+    service = find(documents, "Service", "demo-target")["spec"]
+    monitor = find(documents, "PodMonitor", "demo-target")["spec"]
+    assert service["selector"] == monitor["selector"]["matchLabels"] == leader["metadata"]["labels"]
+    assert node["metadata"]["labels"] != service["selector"]
+    # The controller's own service: with ours by that name nodes would wait for a leader that waits for them.
+    assert group["metadata"]["name"] not in [one["metadata"]["name"] for one in documents if one["kind"] == "Service"]
+    for pod in (leader, node):
+        (container,) = pod["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+        assert "VLLM_HOST_IP" in [variable["name"] for variable in container["env"]]
+    assert "readinessProbe" in leader["spec"]["containers"][0]
+    assert "readinessProbe" not in node["spec"]["containers"][0]
+    config = yaml.safe_load(find(documents, "ConfigMap", "demo")["data"]["cluster.yaml"])
+    assert config["target"]["engine_args"] == {"enforce_eager": True, "distributed_executor_backend": "ray"}
+
+
+def test_the_pods_of_a_group_reach_each_other_and_go_one_group_at_a_time() -> None:
+    documents = render(VALUES["two-nodes-a-target"])
+    policy = find(documents, "NetworkPolicy", "demo-target-group")["spec"]
+    budget = find(documents, "PodDisruptionBudget", "demo-target")["spec"]
+    ((peer,),) = [rule["from"] for rule in policy["ingress"]]
+    assert policy["podSelector"] == peer["podSelector"] == budget["selector"]
+    (expression,) = budget["selector"]["matchExpressions"]
+    labels = [pod["metadata"]["labels"] for pod in pods(find(documents, "LeaderWorkerSet", "demo-targets"))]
+    assert expression["values"] == [one["app.kubernetes.io/component"] for one in labels]
+    for one in labels:
+        assert budget["selector"]["matchLabels"].items() <= one.items()
+
+
 def test_containers_may_do_little() -> None:
     for document in (*render({}), *render(VALUES["sidecars"])):
         if document["kind"] not in ("Deployment", "StatefulSet"):
@@ -230,6 +275,7 @@ def test_the_programs_know_what_containers_pass_them(capsys: pytest.CaptureFixtu
         ({"mode": "swarm"}, "/mode"),
         ({"routers": {}}, "routers"),
         ({"target": {"gpus": -1}}, "/target/gpus"),
+        ({"target": {"nodesPerReplica": 0}}, "/target/nodesPerReplica"),
         ({"router": {"service": {"port": 70000}}}, "/router/service/port"),
         ({"ray": {"workerGroups": [{"replicas": 1}]}}, "name"),
         ({"ray": {"upgrade": {"strategy": "Blue"}}}, "/ray/upgrade/strategy"),
@@ -249,6 +295,12 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
         ({"config": {"draft": {"placement": "sidecar", "replicas": 2}}}, "config.draft.replicas 2"),
         ({"draft": {"autoscaling": {"enabled": True}}}, "draft.autoscaling.metric"),
         ({"mode": "ray", "config": {"router": {"port": 8000}}}, "config.router.port 8000"),
+        (over_two_nodes(engine="torch"), "target.nodesPerReplica 2.* not torch"),
+        (over_two_nodes(engine="simulated"), "target.nodesPerReplica 2.* not simulated"),
+        (over_two_nodes(tensor_parallel_size=3), "target.nodesPerReplica 2.*tensor_parallel_size 3"),
+        (over_two_nodes(tensor_parallel_size=16), "target.gpus 4.*needs 8 of each"),
+        (over_two_nodes(engine_args={"distributed_executor_backend": "mp"}), "distributed_executor_backend"),
+        (over_two_nodes() | {"mode": "ray"}, "target.nodesPerReplica 2: in mode ray"),
         ({"mode": "ray", "ray": {"upgrade": INCREMENTAL}}, "ray.autoscaling.enabled"),
         (
             {
