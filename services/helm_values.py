@@ -74,6 +74,7 @@ class Worker(Placement):
 class Target(Worker):
     resources: Resources = Resources(requests={"cpu": "4", "memory": "8Gi"}, limits={"memory": "16Gi"})
     nodesPerReplica: PositiveInt = 1
+    rayTokenSecret: str = ""
     startupSeconds: PositiveInt = 1800
     shmSize: str = "8Gi"
 

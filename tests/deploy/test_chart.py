@@ -220,7 +220,7 @@ def test_a_target_over_nodes_is_found_by_its_leader_alone() -> None:
     for pod in (leader, node):
         (container,) = pod["spec"]["containers"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
-        assert "VLLM_HOST_IP" in [variable["name"] for variable in container["env"]]
+        assert {"VLLM_HOST_IP", "RAY_AUTH_TOKEN"} <= {variable["name"] for variable in container["env"]}
     assert "readinessProbe" in leader["spec"]["containers"][0]
     assert "readinessProbe" not in node["spec"]["containers"][0]
     config = yaml.safe_load(find(documents, "ConfigMap", "demo")["data"]["cluster.yaml"])

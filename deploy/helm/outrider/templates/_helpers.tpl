@@ -125,6 +125,17 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
+{{/* Of the pods that share a target: what vLLM and Ray need of it. */}}
+{{- define "outrider.groupEnvironment" -}}
+- {name: VLLM_HOST_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+{{- if .values.rayTokenSecret }}
+- {name: RAY_AUTH_MODE, value: token}
+- {name: RAY_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: {{ .values.rayTokenSecret }}, key: token}}}
+{{- else }}
+- {name: RAY_AUTH_MODE, value: disabled}
+{{- end }}
+{{- end -}}
+
 {{- define "outrider.mounts" -}}
 - {name: config, mountPath: /etc/outrider, readOnly: true}
 - {name: tmp, mountPath: /tmp}
@@ -183,7 +194,7 @@ terminationGracePeriodSeconds: {{ add (include "outrider.drainSeconds" . | float
   env:
     {{- include "outrider.environment" .root | nindent 4 }}
     {{- if $isLeader }}
-    - {name: VLLM_HOST_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+    {{- include "outrider.groupEnvironment" . | nindent 4 }}
     {{- end }}
   {{- if not .host }}
   # It listens when it has loaded its model. One that stands still is not serving.
@@ -265,7 +276,7 @@ spec:
           exec ray start --address="$LWS_LEADER_ADDRESS:6379" --disable-usage-stats --block
       env:
         {{- include "outrider.environment" .root | nindent 8 }}
-        - {name: VLLM_HOST_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+        {{- include "outrider.groupEnvironment" . | nindent 8 }}
       resources:
         {{- include "outrider.resources" (dict "pool" .values) | nindent 8 }}
       securityContext:
