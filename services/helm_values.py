@@ -118,6 +118,21 @@ class PodMonitor(_Values):
     labels: dict[str, str] = {}
 
 
+class PrometheusRules(_Values):
+    enabled: bool = False
+    labels: dict[str, str] = {}
+
+
+class Dashboards(_Values):
+    enabled: bool = False
+    labels: dict[str, str] = {"grafana_dashboard": "1"}
+    annotations: dict[str, str] = {}
+
+
+class Grafana(_Values):
+    dashboards: Dashboards = Dashboards()
+
+
 class RayHead(_Values):
     resources: Resources = Resources(requests={"cpu": "2", "memory": "8Gi"}, limits={"memory": "8Gi"})
 
@@ -183,6 +198,8 @@ class Values(_Values):
     podDisruptionBudget: PodDisruptionBudget = PodDisruptionBudget()
     networkPolicy: NetworkPolicy = NetworkPolicy()
     podMonitor: PodMonitor = PodMonitor()
+    prometheusRules: PrometheusRules = PrometheusRules()
+    grafana: Grafana = Grafana()
     ray: Ray = Ray()
 
 

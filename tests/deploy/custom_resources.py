@@ -40,6 +40,32 @@ class PodMonitor(_Fields):
     spec: _PodMonitorSpec
 
 
+class _Rule(_Fields):
+    alert: str
+    expr: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    for_: str = Field("0s", alias="for", pattern=r"^\d+[smh]$")
+
+
+class _RuleGroup(_Fields):
+    name: str
+    rules: list[_Rule]
+
+
+class _PrometheusRuleSpec(_Fields):
+    groups: list[_RuleGroup]
+
+
+class PrometheusRule(_Fields):
+    """prometheus-operator.dev/docs/api-reference/api, monitoring.coreos.com/v1."""
+
+    apiVersion: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PrometheusRule"]
+    metadata: _Metadata
+    spec: _PrometheusRuleSpec
+
+
 class _PodMetadata(_Fields):
     labels: dict[str, str]
     annotations: dict[str, str] = {}
@@ -180,5 +206,6 @@ class RayService(_Fields):
 CUSTOM: dict[str, type[BaseModel]] = {
     "LeaderWorkerSet": LeaderWorkerSet,
     "PodMonitor": PodMonitor,
+    "PrometheusRule": PrometheusRule,
     "RayService": RayService,
 }

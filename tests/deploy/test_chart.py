@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from cluster.config_file import parse_config
+from deploy.grafana.dashboards import DASHBOARDS, FOLDER
 from deploy.helm.render import join
 from deploy.helm.render import render as render_texts
 from deploy.kuberay.rayservice import MANIFEST, make_manifest
@@ -19,6 +20,11 @@ from tests.deploy.custom_resources import CUSTOM
 from tests.deploy.golden import CASES, golden_file, read_values
 
 VERSIONS = ("1.33", "1.37")
+# Not among the golden files: their text is in files of its own.
+DASHBOARDS_AND_ALERTS = {
+    "prometheusRules": {"enabled": True, "labels": {"release": "prometheus"}},
+    "grafana": {"dashboards": {"enabled": True, "annotations": {"grafana_folder": "Outrider"}}},
+}
 INCREMENTAL = {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}
 VALUES: dict[str, dict[str, Any]] = {
     **{case: read_values(case) for case in CASES},
@@ -30,6 +36,8 @@ VALUES: dict[str, dict[str, Any]] = {
             "speculation": {"acceptance": "coupled"},
         }
     },
+    "dashboards and alerts": DASHBOARDS_AND_ALERTS,
+    "dashboards and alerts for Ray": DASHBOARDS_AND_ALERTS | {"mode": "ray"},
     "no draft workers": {"config": {"draft": {"replicas": 0}}},
 }
 
@@ -240,6 +248,19 @@ def test_the_pods_of_a_group_reach_each_other_and_go_one_group_at_a_time() -> No
         assert budget["selector"]["matchLabels"].items() <= one.items()
 
 
+def test_dashboards_and_alerts_are_those_of_the_files() -> None:
+    documents = render(DASHBOARDS_AND_ALERTS)
+    uploaded = find(documents, "ConfigMap", "demo-dashboards")
+    assert uploaded["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert uploaded["data"] == {f"outrider-{one.path.name}": one.path.read_text(encoding="utf-8") for one in DASHBOARDS}
+    rules = find(documents, "PrometheusRule", "demo")
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
+    assert rules["spec"] == yaml.safe_load((FOLDER / "rules.yaml").read_text(encoding="utf-8"))
+    other = render({"grafana": {"dashboards": {"enabled": True, "labels": {"board": "yes"}}}})
+    labels = find(other, "ConfigMap", "demo-dashboards")["metadata"]["labels"]
+    assert labels["board"] == "yes"
+
+
 def test_containers_may_do_little() -> None:
     for document in (*render({}), *render(VALUES["sidecars"])):
         if document["kind"] not in ("Deployment", "StatefulSet"):
@@ -281,6 +302,8 @@ def test_the_programs_know_what_containers_pass_them(capsys: pytest.CaptureFixtu
         ({"ray": {"upgrade": {"strategy": "Blue"}}}, "/ray/upgrade/strategy"),
         ({"ray": {"upgrade": {"stepSizePercent": 0}}}, "/ray/upgrade/stepSizePercent"),
         ({"ray": {"autoscaling": {"enable": True}}}, "enable"),
+        ({"grafana": {"dashboard": {}}}, "dashboard"),
+        ({"prometheusRules": {"enabled": "on"}}, "/prometheusRules/enabled"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) -> None:
