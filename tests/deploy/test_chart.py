@@ -14,32 +14,13 @@ from deploy.grafana.dashboards import DASHBOARDS, FOLDER
 from deploy.helm.render import join
 from deploy.helm.render import render as render_texts
 from deploy.kuberay.rayservice import MANIFEST, make_manifest
-from services.cli import main
 from services.helm_values import CHART, SCHEMA, Values, make_schema
+from tests.deploy.chart import DASHBOARDS_AND_ALERTS, VALUES, find, pods, render
 from tests.deploy.custom_resources import CUSTOM
 from tests.deploy.golden import CASES, golden_file, read_values
 
 VERSIONS = ("1.33", "1.37")
-# Not among the golden files: their text is in files of its own.
-DASHBOARDS_AND_ALERTS = {
-    "prometheusRules": {"enabled": True, "labels": {"release": "prometheus"}},
-    "grafana": {"dashboards": {"enabled": True, "annotations": {"grafana_folder": "Outrider"}}},
-}
 INCREMENTAL = {"strategy": "NewClusterWithIncrementalUpgrade", "gatewayClassName": "istio"}
-VALUES: dict[str, dict[str, Any]] = {
-    **{case: read_values(case) for case in CASES},
-    "no speculation": {"config": {"speculation": {"num_speculative_tokens": 0}}},
-    "the engine drafts": {
-        "config": {
-            "target": {"engine": "vllm"},
-            "draft": {"drafter": "engine", "speculative_config": {"method": "ngram"}},
-            "speculation": {"acceptance": "coupled"},
-        }
-    },
-    "dashboards and alerts": DASHBOARDS_AND_ALERTS,
-    "dashboards and alerts for Ray": DASHBOARDS_AND_ALERTS | {"mode": "ray"},
-    "no draft workers": {"config": {"draft": {"replicas": 0}}},
-}
 
 
 def over_two_nodes(**target: Any) -> dict[str, Any]:
@@ -47,29 +28,6 @@ def over_two_nodes(**target: Any) -> dict[str, Any]:
         "config": {"target": {"engine": "vllm", "tensor_parallel_size": 8} | target},
         "target": {"gpus": 4, "nodesPerReplica": 2},
     }
-
-
-def render(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [yaml.safe_load(text) for text in render_texts(values)]
-
-
-def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = [one for one in documents if (one["kind"], one["metadata"]["name"]) == (kind, name)]
-    return found
-
-
-def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """The templates of pods in an object."""
-    spec = document.get("spec", {})
-    match document["kind"]:
-        case "Deployment" | "StatefulSet":
-            return [spec["template"]]
-        case "RayService":
-            cluster = spec["rayClusterConfig"]
-            return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
-        case "LeaderWorkerSet":
-            return [spec["leaderWorkerTemplate"][which] for which in ("leaderTemplate", "workerTemplate")]
-    return []
 
 
 def check_objects(documents: list[dict[str, Any]]) -> None:
@@ -271,19 +229,6 @@ def test_containers_may_do_little() -> None:
         for container in pod["containers"]:
             assert container["securityContext"]["readOnlyRootFilesystem"]
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-
-
-def test_the_programs_know_what_containers_pass_them(capsys: pytest.CaptureFixture[str]) -> None:
-    for document in (*render({}), *render(VALUES["sidecars"])):
-        if document["kind"] not in ("Deployment", "StatefulSet"):
-            continue
-        for container in document["spec"]["template"]["spec"]["containers"]:
-            program, *arguments = container["args"]
-            with pytest.raises(SystemExit) as ended:
-                main([program, "--help"])
-            assert ended.value.code == 0
-            help_text = capsys.readouterr().out
-            assert all(argument in help_text for argument in arguments if argument.startswith("--"))
 
 
 @pytest.mark.parametrize(
