@@ -219,6 +219,17 @@ def test_dashboards_and_alerts_are_those_of_the_files() -> None:
     assert labels["board"] == "yes"
 
 
+def test_the_ports_of_a_ray_node_differ() -> None:
+    for case in ("ray", "ray-autoscaling"):
+        cluster = find(render(VALUES[case]), "RayService", "demo")["spec"]["rayClusterConfig"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            ports = group["template"]["spec"]["containers"][0]["ports"]
+            numbers = {port["name"]: port["containerPort"] for port in ports}
+            assert len(set(numbers.values())) == len(ports)
+            # KubeRay would add one named `metrics`, and the flag, with its own default.
+            assert str(numbers["metrics"]) == group["rayStartParams"]["metrics-export-port"]
+
+
 def test_containers_may_do_little() -> None:
     for document in (*render({}), *render(VALUES["sidecars"])):
         if document["kind"] not in ("Deployment", "StatefulSet"):
@@ -263,6 +274,8 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
         ({"config": {"draft": {"placement": "sidecar", "replicas": 2}}}, "config.draft.replicas 2"),
         ({"draft": {"autoscaling": {"enabled": True}}}, "draft.autoscaling.metric"),
         ({"mode": "ray", "config": {"router": {"port": 8000}}}, "config.router.port 8000"),
+        ({"mode": "ray", "config": {"router": {"port": 8090}}}, "config.router.port 8090"),
+        ({"mode": "ray", "config": {"router": {"port": 0}}}, "config.router.port 0"),
         (over_two_nodes(engine="torch"), "target.nodesPerReplica 2.* not torch"),
         (over_two_nodes(engine="simulated"), "target.nodesPerReplica 2.* not simulated"),
         (over_two_nodes(tensor_parallel_size=3), "target.nodesPerReplica 2.*tensor_parallel_size 3"),
