@@ -93,6 +93,8 @@ docs: $(READY_DEV)
 	$(BIN)/python -m services.configuration_page
 	$(BIN)/python -m services.helm_values
 	$(BIN)/python -m deploy.grafana.dashboards
+	$(BIN)/python -m deploy.kuberay.rayservice
+	$(BIN)/python -m tests.deploy.golden
 
 images:
 	docker build -f deploy/docker/Dockerfile -t outrider:0.1.0-cpu .

@@ -70,7 +70,7 @@ SERVE_OPTIONS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code. A setting that cannot work is one line on stderr and code 2."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     setup_logging(arguments.command)
     try:
         return int(arguments.run(arguments))
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outrider", description="Speculative decoding across machines, with an OpenAI-compatible endpoint."
     )

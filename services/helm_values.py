@@ -18,6 +18,7 @@ CHART = Path(__file__).resolve().parent.parent / "deploy" / "helm" / "outrider"
 SCHEMA = CHART / "values.schema.json"
 
 _Port = Annotated[int, Field(gt=0, lt=65536)]
+_Percent = Annotated[int, Field(gt=0, le=100)]
 _Free = dict[str, Any]  # Kubernetes' own: what is in it is for Kubernetes to check
 _Quantities = dict[str, str | int | float]
 
@@ -72,6 +73,8 @@ class Worker(Placement):
 
 class Target(Worker):
     resources: Resources = Resources(requests={"cpu": "4", "memory": "8Gi"}, limits={"memory": "16Gi"})
+    nodesPerReplica: PositiveInt = 1
+    rayTokenSecret: str = ""
     startupSeconds: PositiveInt = 1800
     shmSize: str = "8Gi"
 
@@ -115,6 +118,21 @@ class PodMonitor(_Values):
     labels: dict[str, str] = {}
 
 
+class PrometheusRules(_Values):
+    enabled: bool = False
+    labels: dict[str, str] = {}
+
+
+class Dashboards(_Values):
+    enabled: bool = False
+    labels: dict[str, str] = {"grafana_dashboard": "1"}
+    annotations: dict[str, str] = {}
+
+
+class Grafana(_Values):
+    dashboards: Dashboards = Dashboards()
+
+
 class RayHead(_Values):
     resources: Resources = Resources(requests={"cpu": "2", "memory": "8Gi"}, limits={"memory": "8Gi"})
 
@@ -122,8 +140,25 @@ class RayHead(_Values):
 class RayWorkers(Placement):
     name: Annotated[str, Field(pattern="^[a-z]([-a-z0-9]*[a-z0-9])?$")]
     replicas: NonNegativeInt = 1
+    minReplicas: NonNegativeInt | None = None
+    maxReplicas: PositiveInt | None = None
+    labels: dict[str, str] = {}
     gpus: NonNegativeInt = 0
     gpuResource: str = "nvidia.com/gpu"
+
+
+class RayAutoscaling(_Values):
+    enabled: bool = False
+    idleTimeoutSeconds: PositiveInt = 60
+    resources: Resources = Resources(requests={"cpu": "500m", "memory": "512Mi"}, limits={"memory": "512Mi"})
+
+
+class RayUpgrade(_Values):
+    strategy: Literal["NewCluster", "NewClusterWithIncrementalUpgrade", "None"] = "NewCluster"
+    gatewayClassName: str = ""
+    maxSurgePercent: _Percent = 25
+    stepSizePercent: _Percent = 5
+    intervalSeconds: PositiveInt = 30
 
 
 class Redis(_Values):
@@ -145,6 +180,8 @@ class Ray(_Values):
             resources=Resources(requests={"cpu": "4", "memory": "16Gi"}, limits={"memory": "16Gi"}),
         )
     ]
+    autoscaling: RayAutoscaling = RayAutoscaling()
+    upgrade: RayUpgrade = RayUpgrade()
     redis: Redis = Redis()
 
 
@@ -161,6 +198,8 @@ class Values(_Values):
     podDisruptionBudget: PodDisruptionBudget = PodDisruptionBudget()
     networkPolicy: NetworkPolicy = NetworkPolicy()
     podMonitor: PodMonitor = PodMonitor()
+    prometheusRules: PrometheusRules = PrometheusRules()
+    grafana: Grafana = Grafana()
     ray: Ray = Ray()
 
 

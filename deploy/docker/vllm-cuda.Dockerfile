@@ -1,5 +1,6 @@
 # The image `vllm-cuda`: make images, or
 #   docker build -f deploy/docker/vllm-cuda.Dockerfile -t outrider:0.1.0-vllm-cuda .
+# With Ray, as `ray-vllm-cuda` for KubeRay and for targets over several nodes: --build-arg EXTRAS=ray
 # vLLM's own image has torch, CUDA and vLLM as they belong together. It has not been built by this project: there was no
 # machine for it.
 ARG BASE=vllm/vllm-openai:v0.32.0
@@ -18,12 +19,13 @@ RUN [ -n "${PIP_INDEX_URL}" ] || unset PIP_INDEX_URL; \
 
 FROM ${BASE}
 ARG PIP_INDEX_URL=
+ARG EXTRAS=
 USER root
 COPY --from=build /wheels /wheels
 # What vLLM has already stays as it is; a torch of another version would be an error here, not at the first request.
 RUN [ -n "${PIP_INDEX_URL}" ] || unset PIP_INDEX_URL; \
     python3 -m pip freeze | grep -iE '^(torch|vllm|triton)==' > /tmp/constraints.txt \
-    && python3 -m pip install --no-cache-dir --constraint /tmp/constraints.txt /wheels/*.whl \
+    && python3 -m pip install --no-cache-dir --constraint /tmp/constraints.txt "$(echo /wheels/*.whl)${EXTRAS:+[${EXTRAS}]}" \
     && rm -r /wheels /tmp/constraints.txt \
     && mkdir -p /models && chown 1000:1000 /models
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/tmp HF_HOME=/models

@@ -1,4 +1,4 @@
-"""The Grafana dashboards as code: `make docs` (`python -m deploy.grafana.dashboards`) writes the JSON beside this file.
+"""The Grafana dashboards as code: `make docs` (`python -m deploy.grafana.dashboards`) writes the JSON into the chart.
 
 A test compares the files with what would be written; another asks a Prometheus that scrapes a cluster under load every
 query of every panel. In a query `{$J}` selects the job, and `{$J,` does so before further matchers.
@@ -16,7 +16,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.common import LegendPlacement
 
-FOLDER = Path(__file__).resolve().parent
+# Helm reads no files but a chart's own.
+FOLDER = Path(__file__).resolve().parent.parent / "helm" / "outrider" / "monitoring"
 _WINDOW = "[$__rate_interval]"
 
 

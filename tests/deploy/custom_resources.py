@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class _Fields(BaseModel):
@@ -40,13 +40,73 @@ class PodMonitor(_Fields):
     spec: _PodMonitorSpec
 
 
+class _Rule(_Fields):
+    alert: str
+    expr: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+    for_: str = Field("0s", alias="for", pattern=r"^\d+[smh]$")
+
+
+class _RuleGroup(_Fields):
+    name: str
+    rules: list[_Rule]
+
+
+class _PrometheusRuleSpec(_Fields):
+    groups: list[_RuleGroup]
+
+
+class PrometheusRule(_Fields):
+    """prometheus-operator.dev/docs/api-reference/api, monitoring.coreos.com/v1."""
+
+    apiVersion: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PrometheusRule"]
+    metadata: _Metadata
+    spec: _PrometheusRuleSpec
+
+
 class _PodMetadata(_Fields):
     labels: dict[str, str]
+    annotations: dict[str, str] = {}
 
 
 class _PodTemplate(_Fields):
     metadata: _PodMetadata
     spec: dict[str, Any]  # a PodSpec: checked as Kubernetes' own
+
+
+class _RollingUpdateConfiguration(_Fields):
+    maxUnavailable: int
+    maxSurge: int
+
+
+class _RolloutStrategy(_Fields):
+    type: Literal["RollingUpdate"]
+    rollingUpdateConfiguration: _RollingUpdateConfiguration
+
+
+class _LeaderWorkerTemplate(_Fields):
+    size: int = Field(ge=1)
+    restartPolicy: Literal["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]
+    leaderTemplate: _PodTemplate
+    workerTemplate: _PodTemplate
+
+
+class _LeaderWorkerSetSpec(_Fields):
+    replicas: int
+    startupPolicy: Literal["LeaderCreated", "LeaderReady"]
+    rolloutStrategy: _RolloutStrategy
+    leaderWorkerTemplate: _LeaderWorkerTemplate
+
+
+class LeaderWorkerSet(_Fields):
+    """lws.sigs.k8s.io/docs/reference, leaderworkerset.x-k8s.io/v1."""
+
+    apiVersion: Literal["leaderworkerset.x-k8s.io/v1"]
+    kind: Literal["LeaderWorkerSet"]
+    metadata: _Metadata
+    spec: _LeaderWorkerSetSpec
 
 
 class _HeadGroup(_Fields):
@@ -56,6 +116,7 @@ class _HeadGroup(_Fields):
 
 class _WorkerGroup(_HeadGroup):
     groupName: str
+    labels: dict[str, str] = {}
     replicas: int
     minReplicas: int
     maxReplicas: int
@@ -83,16 +144,39 @@ class _AuthOptions(_Fields):
     mode: Literal["token", "disabled"]
 
 
+class _VolumeMount(_Fields):
+    name: str
+    mountPath: str
+
+
+class _AutoscalerOptions(_Fields):
+    idleTimeoutSeconds: int
+    imagePullPolicy: Literal["Always", "IfNotPresent", "Never"]
+    resources: dict[Literal["requests", "limits"], dict[str, str | int | float]]
+    securityContext: dict[str, Any]
+    volumeMounts: list[_VolumeMount]
+
+
 class _RayCluster(_Fields):
     rayVersion: str
     authOptions: _AuthOptions
+    enableInTreeAutoscaling: bool = False
+    autoscalerOptions: _AutoscalerOptions | None = None
     gcsFaultToleranceOptions: _FaultTolerance | None = None
     headGroupSpec: _HeadGroup
     workerGroupSpecs: list[_WorkerGroup]
 
 
+class _UpgradeOptions(_Fields):
+    gatewayClassName: str = Field(min_length=1)
+    maxSurgePercent: int = Field(ge=0, le=100)
+    stepSizePercent: int = Field(ge=0, le=100)
+    intervalSeconds: int = Field(gt=0)
+
+
 class _UpgradeStrategy(_Fields):
     type: Literal["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]
+    clusterUpgradeOptions: _UpgradeOptions | None = None
 
 
 class _RayServiceSpec(_Fields):
@@ -100,6 +184,14 @@ class _RayServiceSpec(_Fields):
     rayClusterDeletionDelaySeconds: int
     serveConfigV2: str
     rayClusterConfig: _RayCluster
+
+    @model_validator(mode="after")
+    def _incremental(self) -> _RayServiceSpec:
+        """What KubeRay refuses by itself, at the first reconciliation."""
+        is_incremental = self.upgradeStrategy.type == "NewClusterWithIncrementalUpgrade"
+        assert is_incremental == (self.upgradeStrategy.clusterUpgradeOptions is not None)
+        assert self.rayClusterConfig.enableInTreeAutoscaling or not is_incremental
+        return self
 
 
 class RayService(_Fields):
@@ -111,4 +203,9 @@ class RayService(_Fields):
     spec: _RayServiceSpec
 
 
-CUSTOM: dict[str, type[BaseModel]] = {"PodMonitor": PodMonitor, "RayService": RayService}
+CUSTOM: dict[str, type[BaseModel]] = {
+    "LeaderWorkerSet": LeaderWorkerSet,
+    "PodMonitor": PodMonitor,
+    "PrometheusRule": PrometheusRule,
+    "RayService": RayService,
+}

@@ -16,13 +16,14 @@ import yaml
 
 from bench.peer_client import ask_all
 from cluster.config_file import load_config
-from deploy.grafana.dashboards import DASHBOARDS, Dashboard, to_json
+from deploy.grafana.dashboards import DASHBOARDS, FOLDER, Dashboard, to_json
 from services.launch.local import LocalCluster, free_ports
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 from tests.waiting import eventually
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-RULES = DEPLOY / "prometheus" / "rules.yaml"
+RULES = FOLDER / "rules.yaml"
+RULES_TESTS = DEPLOY / "prometheus" / "tests.yaml"
 RUNBOOKS = Path(__file__).parents[2] / "docs" / "RUNBOOKS.md"
 VARIABLES = {"$job": ".*", "$__rate_interval": "10s", "$target_dollars": "14.7", "$draft_dollars": "1"}
 SCRAPES_SECONDS = 12  # rates need two scrapes
@@ -44,14 +45,14 @@ def test_every_alert_has_a_runbook_and_a_test() -> None:
     assert re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE) == names
     for alert in alerts:
         assert alert["annotations"]["runbook_url"] == f"docs/RUNBOOKS.md#{alert['alert'].lower()}"
-    tests = yaml.safe_load((RULES.parent / "tests.yaml").read_text())["tests"]
+    tests = yaml.safe_load(RULES_TESTS.read_text())["tests"]
     fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
     assert fired == set(names)
 
 
 @needs_prometheus
 def test_the_alerts_fire_when_they_should() -> None:
-    ran = subprocess.run(["promtool", "test", "rules", RULES.parent / "tests.yaml"], capture_output=True, text=True)
+    ran = subprocess.run(["promtool", "test", "rules", RULES_TESTS], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 

@@ -17,6 +17,15 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .pool }}
 {{- end -}}
 
+{{/* The same where pods that lend their GPUs to targets count as well, as a selector. (dict "root" $) */}}
+{{- define "outrider.groupSelector" -}}
+matchLabels:
+  app.kubernetes.io/name: outrider
+  app.kubernetes.io/instance: {{ .root.Release.Name }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: [target, target-node]}
+{{- end -}}
+
 {{- define "outrider.image" -}}
 {{- $tag := .root.Values.image.tag | default .root.Chart.AppVersion -}}
 {{ printf "%s:%s-%s" .root.Values.image.repository $tag .suffix }}
@@ -25,6 +34,32 @@ app.kubernetes.io/component: {{ .pool }}
 {{- define "outrider.drainSeconds" -}}
 {{- $section := index .root.Values.config .pool | default dict -}}
 {{ $section.drain_seconds | default 30 }}
+{{- end -}}
+
+{{/* Pods that share a target: more than one need vLLM, and GPUs in equal shares. */}}
+{{- define "outrider.nodesPerReplica" -}}
+{{- $nodes := int .Values.target.nodesPerReplica -}}
+{{- if gt $nodes 1 -}}
+{{- $target := .Values.config.target | default dict -}}
+{{- $size := int (dig "tensor_parallel_size" 1 $target) -}}
+{{- $executor := dig "engine_args" "distributed_executor_backend" "ray" $target -}}
+{{- if eq .Values.mode "ray" -}}
+{{- fail (printf "target.nodesPerReplica %d: in mode ray a target has all its GPUs on one node; set it to 1" $nodes) -}}
+{{- end -}}
+{{- if ne (toString $target.engine) "vllm" -}}
+{{- fail (printf "target.nodesPerReplica %d: only config.target.engine vllm spans nodes, not %s" $nodes ($target.engine | default "torch")) -}}
+{{- end -}}
+{{- if ne (mod $size $nodes) 0 -}}
+{{- fail (printf "target.nodesPerReplica %d: config.target.tensor_parallel_size %d cannot be divided by it" $nodes $size) -}}
+{{- end -}}
+{{- if lt (mul $nodes (int .Values.target.gpus)) $size -}}
+{{- fail (printf "target.gpus %d: config.target.tensor_parallel_size %d over %d nodes needs %d of each" (int .Values.target.gpus) $size $nodes (div $size $nodes)) -}}
+{{- end -}}
+{{- if ne $executor "ray" -}}
+{{- fail (printf "target.nodesPerReplica %d: config.target.engine_args.distributed_executor_backend is ray then, not %s" $nodes $executor) -}}
+{{- end -}}
+{{- end -}}
+{{ $nodes }}
 {{- end -}}
 
 {{/* Where draft workers are: a pool, a sidecar of each target, or nothing when there are none. */}}
@@ -47,6 +82,9 @@ app.kubernetes.io/component: {{ .pool }}
 {{- $config := deepCopy .Values.config -}}
 {{- $router := dict "host" "0.0.0.0" "port" 8000 -}}
 {{- $target := dict "addresses" (list (printf "dns:%s-target:7000" $name)) "listen" "0.0.0.0:7000" "metrics_host" "0.0.0.0" "metrics_port" 9100 -}}
+{{- if gt (include "outrider.nodesPerReplica" . | int) 1 -}}
+{{- $_ := set $target "engine_args" (dict "distributed_executor_backend" "ray") -}}
+{{- end -}}
 {{- $addresses := dict "pool" (list (printf "dns:%s-draft:7001" $name)) "sidecar" (list "127.0.0.1:7001") -}}
 {{- $where := include "outrider.drafts" . -}}
 {{- $listen := eq $where "sidecar" | ternary "127.0.0.1:7001" "0.0.0.0:7001" -}}
@@ -87,6 +125,17 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
+{{/* Of the pods that share a target: what vLLM and Ray need of it. */}}
+{{- define "outrider.groupEnvironment" -}}
+- {name: VLLM_HOST_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+{{- if .values.rayTokenSecret }}
+- {name: RAY_AUTH_MODE, value: token}
+- {name: RAY_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: {{ .values.rayTokenSecret }}, key: token}}}
+{{- else }}
+- {name: RAY_AUTH_MODE, value: disabled}
+{{- end }}
+{{- end -}}
+
 {{- define "outrider.mounts" -}}
 - {name: config, mountPath: /etc/outrider, readOnly: true}
 - {name: tmp, mountPath: /tmp}
@@ -103,10 +152,10 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end -}}
 
-{{/* Of every pod. (dict "root" $ "pool" "target" "values" .Values.target) */}}
+{{/* Of every pod. (dict "root" $ "pool" "target" "values" .Values.target), and "asksKubernetes" of the head's with autoscaling. */}}
 {{- define "outrider.pod" -}}
-serviceAccountName: {{ include "outrider.name" .root }}
-automountServiceAccountToken: false
+serviceAccountName: {{ include "outrider.name" .root }}{{ if .asksKubernetes }}-autoscaler{{ end }}
+automountServiceAccountToken: {{ .asksKubernetes | default false }}
 securityContext:
   {{- include "outrider.podSecurity" . | nindent 2 }}
 {{- with .root.Values.imagePullSecrets }}
@@ -128,9 +177,14 @@ terminationGracePeriodSeconds: {{ add (include "outrider.drainSeconds" . | float
 {{/* The container of a target or draft worker. (dict "root" $ "pool" "target" "values" .Values.target) */}}
 {{- define "outrider.worker" -}}
 {{- $port := eq .pool "target" | ternary 7000 7001 -}}
+{{- $isLeader := and (eq .pool "target") (gt (include "outrider.nodesPerReplica" .root | int) 1) -}}
 - name: {{ .pool }}
   image: {{ include "outrider.image" (dict "root" .root "suffix" .values.image) }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- if $isLeader }}
+  # vLLM finds this Ray, and waits in it for the GPUs of the other nodes.
+  command: [/bin/sh, -c, 'ray start --head --port=6379 --include-dashboard=false --disable-usage-stats && exec outrider "$@"', sh]
+  {{- end }}
   args: [{{ .pool }}, --config, /etc/outrider/cluster.yaml]
   ports:
     {{- if not .host }}
@@ -139,6 +193,9 @@ terminationGracePeriodSeconds: {{ add (include "outrider.drainSeconds" . | float
     - {name: {{ empty .host | ternary "metrics" "draft-metrics" }}, containerPort: {{ eq .pool "target" | ternary 9100 9101 }}, protocol: TCP}
   env:
     {{- include "outrider.environment" .root | nindent 4 }}
+    {{- if $isLeader }}
+    {{- include "outrider.groupEnvironment" . | nindent 4 }}
+    {{- end }}
   {{- if not .host }}
   # It listens when it has loaded its model. One that stands still is not serving.
   startupProbe: {grpc: {port: {{ $port }}}, periodSeconds: 5, failureThreshold: {{ div (add .values.startupSeconds 4) 5 }}}
@@ -156,4 +213,78 @@ terminationGracePeriodSeconds: {{ add (include "outrider.drainSeconds" . | float
     {{- if eq .pool "target" }}
     - {name: shm, mountPath: /dev/shm}
     {{- end }}
+{{- end -}}
+
+{{/* A pod of a worker, as a template. (dict "root" $ "pool" "target" "values" .Values.target) */}}
+{{- define "outrider.workerPod" -}}
+metadata:
+  labels:
+    {{- include "outrider.selector" . | nindent 4 }}
+  annotations:
+    checksum/config: {{ include "outrider.config" .root | sha256sum }}
+spec:
+  {{- include "outrider.pod" . | nindent 2 }}
+  {{- if and (eq .pool "draft") .values.near }}
+  affinity:
+    podAffinity:
+      preferredDuringSchedulingIgnoredDuringExecution:
+        - weight: 100
+          podAffinityTerm:
+            topologyKey: {{ .values.near }}
+            labelSelector:
+              matchLabels:
+                {{- include "outrider.selector" (dict "root" .root "pool" "target") | nindent 16 }}
+  {{- end }}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels:
+          {{- include "outrider.selector" . | nindent 10 }}
+  containers:
+    {{- include "outrider.worker" . | nindent 4 }}
+    {{- if and (eq .pool "target") (eq (include "outrider.drafts" .root) "sidecar") }}
+    {{- include "outrider.worker" (dict "root" .root "pool" "draft" "values" .root.Values.draft "host" "127.0.0.1") | nindent 4 }}
+    {{- end }}
+  volumes:
+    {{- include "outrider.volumes" .root | nindent 4 }}
+    {{- if eq .pool "target" }}
+    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .values.shmSize }}}}
+    {{- end }}
+{{- end -}}
+
+{{/* A pod that lends its GPUs to the target of its group, as a template. */}}
+{{- define "outrider.nodePod" -}}
+metadata:
+  labels:
+    {{- include "outrider.selector" (dict "root" .root "pool" "target-node") | nindent 4 }}
+  annotations:
+    checksum/config: {{ include "outrider.config" .root | sha256sum }}
+spec:
+  {{- include "outrider.pod" . | nindent 2 }}
+  containers:
+    - name: node
+      image: {{ include "outrider.image" (dict "root" .root "suffix" .values.image) }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      # It waits for the leader, as a pod that gives up has the whole group made again.
+      command:
+        - /bin/sh
+        - -c
+        - |
+          until ray health-check --address "$LWS_LEADER_ADDRESS:6379"; do sleep 2; done
+          exec ray start --address="$LWS_LEADER_ADDRESS:6379" --disable-usage-stats --block
+      env:
+        {{- include "outrider.environment" .root | nindent 8 }}
+        {{- include "outrider.groupEnvironment" . | nindent 8 }}
+      resources:
+        {{- include "outrider.resources" (dict "pool" .values) | nindent 8 }}
+      securityContext:
+        {{- include "outrider.containerSecurity" .root | nindent 8 }}
+      volumeMounts:
+        {{- include "outrider.mounts" .root | nindent 8 }}
+        - {name: shm, mountPath: /dev/shm}
+  volumes:
+    {{- include "outrider.volumes" .root | nindent 4 }}
+    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .values.shmSize }}}}
 {{- end -}}
