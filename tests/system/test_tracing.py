@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 import httpx
 import pytest
 
+from bench.workload import read_counters
 from cluster.config_file import load_config
-from services.launch.local import LocalCluster, free_ports
+from services.launch.local import LocalCluster, Worker, free_ports
 from tests.collector import Collector, ReceivedSpan, collecting
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.waiting import eventually
@@ -202,6 +203,10 @@ def test_the_torch_engine(collector: Collector) -> None:
     assert request.attributes["gen_ai.operation.name"] == "chat"
 
 
+def is_idle(target: Worker) -> bool:
+    return read_counters(target.metrics_url)["vllm:num_requests_running"] == 0
+
+
 def test_a_request_that_is_moved_and_then_fails(collector: Collector) -> None:
     settings = ("target.replicas=2", "draft.replicas=1", "target.drain_seconds=0.2", "router.max_pause_seconds=0.2")
     with LocalCluster(load_config(None, [*SIMULATED, *settings, f"tracing.endpoint={collector.url}"])) as cluster:
@@ -211,8 +216,9 @@ def test_a_request_that_is_moved_and_then_fails(collector: Collector) -> None:
         with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
-            for target in cluster.targets:
-                for _ in range(200):
+            serving, other = sorted(cluster.targets, key=is_idle)
+            for target in (serving, other):
+                for _ in range(60):
                     next(lines)
                 os.kill(target.pid, signal.SIGTERM)
             rest = "".join(lines)
