@@ -53,6 +53,9 @@ class Tracing:
 
         try:
             await self._app(scope, receive, send_and_note)
+        except Exception:
+            state.setdefault("outcome", 500)  # even when an answer has begun
+            raise
         finally:
             _end(span, status, state.get("outcome", status))
 

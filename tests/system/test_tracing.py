@@ -156,12 +156,24 @@ def test_a_client_that_leaves(simulated: LocalCluster, collector: Collector) -> 
         lines = reply.iter_lines()  # which ends the stream when it is thrown away
         next(lines)
     spans = collector.wait_for(trace_id, 6)
+    check_left(spans)
+    assert one(spans, "decode").end == one(spans, CALL, "server").end
+
+
+def test_a_client_that_leaves_before_its_answer(simulated: LocalCluster, collector: Collector) -> None:
+    trace_id, headers = new_trace()
+    body = {"prompt": "a b c", "max_tokens": 2000}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=0.5)
+    check_left(collector.wait_for(trace_id, 6))
+
+
+def check_left(spans: Sequence[ReceivedSpan]) -> None:
     request = one(spans, "POST /v1/completions", "server")
     assert (request.has_failed, request.attributes["error.type"]) == (True, "499")
     assert request.attributes["outrider.outcome"] == 499
     for kind in ("client", "server"):
         assert one(spans, CALL, kind).attributes["gen_ai.response.finish_reasons"] == ["abort"]
-    assert one(spans, "decode").end == one(spans, CALL, "server").end
 
 
 def test_what_the_client_does_not_sample_is_not_recorded(simulated: LocalCluster, collector: Collector) -> None:
