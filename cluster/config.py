@@ -330,6 +330,21 @@ class RouterConfig(_Section):
     )
 
 
+class TracingConfig(_Section):
+    """Spans of requests, exported by OTLP over HTTP."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] | None = Field(
+        None,
+        description="the collector, such as `http://localhost:4318`; spans go to `/v1/traces` below it. null: no "
+        "tracing. Needs the extra `outrider[tracing]`",
+    )
+    sample_ratio: Share = Field(
+        1.0,
+        description="share of the requests that are traced, of those that come without a `traceparent`; with one, it "
+        "says whether",
+    )
+
+
 _Resources = dict[str, Annotated[float, Field(gt=0)]]
 
 
@@ -470,6 +485,9 @@ class Config(_Section):
     draft: DraftConfig = Field(DraftConfig(), description="The workers that propose.")
     speculation: SpeculationConfig = Field(SpeculationConfig(), description="How deep, and how, to speculate.")
     router: RouterConfig = Field(RouterConfig(), description="The HTTP server.")
+    tracing: TracingConfig = Field(
+        TracingConfig(), description="Spans of requests, by OpenTelemetry (`docs/OPERATING.md`)."
+    )
     simulation: SimulationConfig = Field(
         SimulationConfig(),
         description="What simulated engines do (`target.engine` and `draft.drafter` both `simulated`). The default "

@@ -117,6 +117,8 @@ def _kind_of(schema: Mapping[str, Any]) -> str:
         "null": "`null`",
         "object": "mapping",
     }
+    if "http" in schema.get("pattern", ""):
+        return "URL"
     if "pattern" in schema:
         return "`host:port`, `dns:name:port` or `file:path`" if "dns:" in schema["pattern"] else "`host:port`"
     return f"{names.get(schema['type'], 'text')}{_bounds(schema)}"

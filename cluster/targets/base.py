@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ class GenerationRequest:
     max_tokens: int  # generated tokens in all
     ignore_eos: bool
     num_speculative_tokens: int | None  # None: the controller decides
+    is_traced: bool = False  # its admission is published too
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """What one step committed for one request."""
+    """What one step committed for one request; or, without tokens, that it was admitted."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -39,6 +41,12 @@ class GenerationOutput:
     num_draft_tokens: int
     num_accepted_tokens: int
     error: OutriderError | None = None  # the request has ended with it
+    admitted_at: int | None = None  # nanoseconds since the epoch; may come again after a preemption
+
+    @classmethod
+    def of_admission(cls, request_id: str) -> GenerationOutput:
+        """`request_id` has been admitted just now."""
+        return cls(request_id, (), None, 0, 0, admitted_at=time.time_ns())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class TargetModel:
 
 
 Publish = Callable[[Sequence[GenerationOutput]], None]
-"""Takes the outputs of one step; called from the engine's thread, never blocks."""
+"""Takes the outputs of one step, or the admissions before it; called from the engine's thread, never blocks."""
 
 
 class Target(ABC):

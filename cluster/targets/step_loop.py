@@ -149,7 +149,7 @@ class StepLoop(Target):
             while not self._stopping:
                 if not self._generations:
                     self._sleep_until_asked()
-                    self._take_commands()
+                    self._take_commands(publish)
                 self._heartbeat.begin()
                 self._step(publish)
                 self._heartbeat.end()
@@ -167,7 +167,7 @@ class StepLoop(Target):
     def run_step(self, publish: Publish) -> bool:
         """One step of a target that was not started, in the caller's thread; False when there is nothing to do."""
         if not self._generations:
-            self._take_commands()
+            self._take_commands(publish)
         if not self._generations:
             return False
         self._step(publish)
@@ -187,7 +187,7 @@ class StepLoop(Target):
             timing = self._time(step, len(choices), self._clock() - started_at)
         # Before the drafters are told: they hear of what is admitted in the same message, and so draft its prompt
         # beside the target's prefill.
-        self._take_commands()
+        self._take_commands(publish)
         self._coordinator.end(rounds, timing, self._joining())
         if outputs:
             publish(outputs)
@@ -253,7 +253,7 @@ class StepLoop(Target):
         with self._wake:
             self._wake.wait_for(lambda: self._submitted or self._aborted or self._stopping)
 
-    def _take_commands(self) -> None:
+    def _take_commands(self, publish: Publish) -> None:
         """Requests and aborts that have come meanwhile; admits what there is room for."""
         with self._wake:
             submitted, self._submitted = self._submitted, []
@@ -266,7 +266,9 @@ class StepLoop(Target):
                 self._scheduler.add(generation)
         for request_id in aborted & self._generations.keys():
             self._release(self._generations[request_id])
-        self._scheduler.admit()
+        admitted = [g.request.request_id for g in self._scheduler.admit() if g.request.is_traced]
+        if admitted:
+            publish([GenerationOutput.of_admission(request_id) for request_id in admitted])
 
     def _release(self, generation: Generation) -> None:
         del self._generations[generation.request.request_id]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Counted up whenever `protos/` gains something. It only grows: no field changes its number, name, type or meaning, and
 a field that is absent means what was so before there was one. So programs of different versions work together, and
 nothing is decided by this number: it tells people which programs are behind, at the router's `/health`.
@@ -11,4 +11,5 @@ nothing is decided by this number: it tells people which programs are behind, at
 2: descriptions tell of draining, standing still, traits and advertised addresses; `Target.Generate`, which no router
 called, is gone.
 3: a draft worker tells the fingerprint of its model.
+4: a request says which trace it belongs to.
 """

@@ -21,6 +21,7 @@ from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import follow_addresses
 from cluster.telemetry.metrics import RouterMetrics
+from cluster.telemetry.tracing import make_tracer
 from cluster.tokenization import Tokenizer
 from services.router.chat import ChatCompletions
 from services.router.chat_template import ChatTemplate
@@ -31,9 +32,11 @@ from services.router.middleware import Admission, RequestIds
 from services.router.replicas import Replica, ReplicaPool
 from services.router.switch import SpeculationSwitch
 from services.router.tokens import Tokens
+from services.router.tracing import Tracing
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
+_GENERATING_PATHS = frozenset({_COMPLETIONS_PATH, _CHAT_PATH})
 
 
 def create_app(config: Config) -> Starlette:
@@ -64,10 +67,14 @@ def create_app(config: Config) -> Starlette:
         max_pause_seconds=config.router.max_pause_seconds,
     )
 
+    is_traced = config.tracing.endpoint is not None
+    tracer = make_tracer(config.tracing, "outrider-router", f"{config.router.host}:{config.router.port}")
+
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with serving.pool:
             yield
+        tracer.close()
 
     template = ChatTemplate.from_folder(folder)
     app = Starlette(
@@ -79,9 +86,10 @@ def create_app(config: Config) -> Starlette:
         ],
         middleware=[
             Middleware(RequestIds),
+            *([Middleware(Tracing, paths=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
             Middleware(
                 Admission,
-                paths=frozenset({_COMPLETIONS_PATH, _CHAT_PATH}),
+                paths=_GENERATING_PATHS,
                 limit=config.router.max_waiting_requests,
                 metrics=serving.metrics,
             ),

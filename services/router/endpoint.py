@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.errors import OutriderError
 from cluster.telemetry.metrics import RouterMetrics
+from cluster.telemetry.tracing import Span
 from cluster.tokenization import Tokenizer
 from services.router.api_request import ApiRequest, parse_request
 from services.router.body import read_json_object
@@ -32,6 +33,7 @@ from services.router.streaming import (
     until_disconnected,
 )
 from services.router.switch import SpeculationSwitch
+from services.router.tracing import AnswerTrace, span_of
 from services.router.wire_requests import build_generate_requests
 
 # Longer texts are tokenised in a thread, so that streams go on: the tokenizer releases the interpreter's lock.
@@ -98,7 +100,7 @@ class Endpoint(abc.ABC, Generic[R]):
         self._serving.check_model(request.model)
         prompts = await self._tokenize(request)
         await self._serving.pool.wait_out_change()
-        answer = self._start(request, prompts, arrived_at)
+        answer = self._start(request, prompts, arrived_at, span_of(http_request.scope))
         headers = {"x-outrider-seed": str(answer.reply.seed)}
         if request.stream:
             return EventStream(_events(http_request, answer), headers)
@@ -110,7 +112,7 @@ class Endpoint(abc.ABC, Generic[R]):
             return await asyncio.to_thread(self._encode, request)
         return self._encode(request)
 
-    def _start(self, request: R, prompts: list[list[int]], arrived_at: float) -> _Answer:
+    def _start(self, request: R, prompts: list[list[int]], arrived_at: float, span: Span) -> _Answer:
         serving = self._serving
         reply = self.reply_type(
             id=f"{self.reply_type.id_prefix}-{secrets.token_hex(16)}",
@@ -142,10 +144,15 @@ class Endpoint(abc.ABC, Generic[R]):
                 metrics=serving.metrics,
                 arrived_at=arrived_at,
                 max_pause_seconds=serving.max_pause_seconds,
+                span=span,
             )
             for generate_request in generate_requests
         ]
-        return _Answer(reply, interleave(sequences), len(sequences), [len(prompt) for prompt in prompts])
+        prompt_lens = [len(prompt) for prompt in prompts]
+        trace = AnswerTrace(span, arrived_at)
+        trace.describe(request, serving.model_id, reply.id, reply.seed, sum(prompt_lens))
+        sequences = [trace.follow(index, sequence) for index, sequence in enumerate(sequences)]
+        return _Answer(reply, interleave(sequences), len(sequences), prompt_lens)
 
 
 def draw_seed() -> int:

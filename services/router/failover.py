@@ -11,9 +11,11 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from cluster.errors import InternalError, UnavailableError
+from cluster.telemetry.tracing import NO_SPAN, Span
 from cluster.wire.replies import UNFINISHED, CallReply
 from protos.speculation.v1 import target_pb2
 from services.router.replicas import ReplicaLostError, ReplicaPool
+from services.router.tracing import CallSpan
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +28,11 @@ async def run_anywhere(
     request: target_pb2.GenerateRequest,
     max_pause_seconds: float,
     count_move: Callable[[str], None],
+    span: Span = NO_SPAN,
 ) -> AsyncGenerator[CallReply, None]:
     """Yields the replies to `request` up to one with a finish reason. Closing it frees the sequence.
+
+    `span` is that of the HTTP request: each call on a worker is one below it.
 
     Waits up to `max_pause_seconds` for a worker that can go on: once there are tokens, one that answers alike. Tells
     `count_move` why the last one could not.
@@ -40,14 +45,18 @@ async def run_anywhere(
     for _ in range(_MAX_MOVES):
         num_tokens_before = len(token_ids)
         try:
-            async with contextlib.aclosing(replica.generate(_continued(request, token_ids))) as replies:
-                async for reply in replies:
-                    if reply.token_ids:
-                        token_ids += reply.token_ids
-                        num_deaths = 0
-                    yield reply
-                    if reply.finish_reason != UNFINISHED:
-                        return
+            continued = _continued(request, token_ids)
+            with CallSpan(span, replica, continued) as call:
+                async with contextlib.aclosing(replica.generate(continued)) as replies:
+                    async for reply in replies:
+                        if reply.token_ids:
+                            token_ids += reply.token_ids
+                            num_deaths = 0
+                        if reply.finish_reason != UNFINISHED:
+                            call.note(reply)
+                        yield reply
+                        if reply.finish_reason != UNFINISHED:
+                            return
         except ReplicaLostError as error:
             if len(token_ids) == num_tokens_before:
                 num_deaths += error.reason != "draining" and error.was_reached

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from cluster.errors import UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
+from cluster.telemetry.tracing import NO_SPAN, Span
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from protos.speculation.v1 import target_pb2
 from services.router.failover import run_anywhere
@@ -33,6 +34,7 @@ async def generate(
     metrics: RouterMetrics,
     arrived_at: float,
     max_pause_seconds: float,
+    span: Span = NO_SPAN,
 ) -> AsyncGenerator[Piece, None]:
     """Yields the pieces of one choice, whose request came in at `arrived_at` (time.perf_counter).
 
@@ -44,7 +46,7 @@ async def generate(
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_later_tokens = 0
-    running = run_anywhere(pool, request, max_pause_seconds, metrics.count_move)
+    running = run_anywhere(pool, request, max_pause_seconds, metrics.count_move, span)
     async with contextlib.aclosing(running) as replies:
         async for reply in replies:
             if reply.finish_reason not in _FINISH_REASONS:

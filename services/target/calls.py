@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InternalError, InvalidRequestError, OutriderError, UnavailableError
 from cluster.targets.base import GenerationOutput, Target
+from cluster.telemetry.tracing import Tracer
 from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts
 from protos.speculation.v1 import target_pb2
 from services.target.requests import to_engine
+from services.target.tracing import CallTrace, trace_call
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +70,14 @@ class RouterStream:
 class Calls:
     """All calls of all streams. But for `publish` it belongs to the event loop in which it was made."""
 
-    def __init__(self, target: Target, max_speculative_tokens: int) -> None:
+    def __init__(self, target: Target, max_speculative_tokens: int, tracer: Tracer | None = None) -> None:
         self._target = target
+        self._tracer = tracer or Tracer()
         self._max_speculative_tokens = max_speculative_tokens
         self._loop = asyncio.get_running_loop()
         self._suffixes = itertools.count()
         self._streams: set[RouterStream] = set()
-        self._running: dict[str, tuple[RouterStream, int]] = {}  # by the request's ID in the engine
+        self._running: dict[str, tuple[RouterStream, int, CallTrace | None]] = {}  # by the request's ID in the engine
         self.is_draining = False
 
     @property
@@ -106,11 +109,15 @@ class Calls:
             raise InvalidRequestError(f"call {call} has been started already")
         request_id = f"{request.request_id}#{next(self._suffixes)}"  # callers' IDs need not be unique
         stream.running[call] = request_id
-        self._running[request_id] = stream, call
+        trace = trace_call(self._tracer, request, self._target.model.name)
+        self._running[request_id] = stream, call, trace
         try:
             if self.is_draining:
                 raise UnavailableError("the target is shutting down")
-            self._target.submit(to_engine(request, request_id, self._target, self._max_speculative_tokens))
+            generation = to_engine(
+                request, request_id, self._target, self._max_speculative_tokens, is_traced=trace is not None
+            )
+            self._target.submit(generation)
         except OutriderError as error:
             self._fail(request_id, error)
         except Exception:  # an unforeseen one must not end the other calls of the stream
@@ -159,19 +166,27 @@ class Calls:
             if output.error is not None:
                 self._fail(output.request_id, output.error)
                 continue
-            stream, call = running
+            stream, call, trace = running
+            if trace is not None:
+                trace.count(output)
+                if output.admitted_at is not None:  # which is nothing to tell a router
+                    continue
             stream.put(call, _to_reply(output))
             if output.finish_reason is not None:
-                self._end(output.request_id)
+                self._end(output.request_id, output.finish_reason)
 
     def _fail(self, request_id: str, error: OutriderError) -> None:
-        stream, call = self._running[request_id]
+        stream, call, _ = self._running[request_id]
         stream.put(call, CallReply(error=error))
-        self._end(request_id)
+        self._end(request_id, error=error)
 
-    def _end(self, request_id: str) -> None:
-        stream, call = self._running.pop(request_id)
+    def _end(
+        self, request_id: str, finish_reason: FinishReason | None = None, error: OutriderError | None = None
+    ) -> None:
+        stream, call, trace = self._running.pop(request_id)
         del stream.running[call]
+        if trace is not None:
+            trace.end(finish_reason, error or stream.error)
         if self.is_draining and not stream.running:
             stream.close()
 

@@ -10,6 +10,7 @@ from cluster.placement.endpoints import advertised_address, follow
 from cluster.targets.base import Target
 from cluster.targets.registry import make_target
 from cluster.targets.traits import traits_of
+from cluster.telemetry.tracing import check_tracing, make_tracer
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2_grpc
 from services.target.calls import Calls
@@ -19,6 +20,7 @@ from services.worker import loading_progress, log_kv_cache, prepare_process, ser
 
 def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
+    check_tracing(config.tracing)  # before the model is loaded, which may take minutes
     prepare_process(config.target)
     fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
     target = make_target(config, fingerprint, loading_progress(config.target.model))
@@ -33,7 +35,10 @@ def run(config: Config) -> int:
 
 async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> int:
     serve_readings(config.target, target.readings)
-    calls = Calls(target, config.speculation.max_speculative_tokens)
+    address = advertised_address(config.target)
+    # Here, as it starts a thread: the engine may have started processes of its own before.
+    tracer = make_tracer(config.tracing, "outrider-target", address)
+    calls = Calls(target, config.speculation.max_speculative_tokens, tracer)
     servicer = TargetServicer(
         calls,
         target,
@@ -41,7 +46,7 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         tokenizer_fingerprint,
         # An answer whose length nobody bounds ends at the model's limit, and a request must fit wherever it is moved.
         traits=traits_of(config, target.model) | {"max_model_len": str(target.limits.max_model_len)},
-        advertised_address=advertised_address(config.target),
+        advertised_address=address,
     )
     target.start(calls.publish)
     links = asyncio.create_task(target.run_links(follow(config.draft.addresses)))
@@ -56,3 +61,4 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
     finally:
         links.cancel()
         target.stop()
+        tracer.close()

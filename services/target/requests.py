@@ -12,7 +12,12 @@ from protos.speculation.v1 import target_pb2
 
 
 def to_engine(
-    request: target_pb2.GenerateRequest, request_id: str, target: Target, max_speculative_tokens: int
+    request: target_pb2.GenerateRequest,
+    request_id: str,
+    target: Target,
+    max_speculative_tokens: int,
+    *,
+    is_traced: bool = False,
 ) -> GenerationRequest:
     """Raises InvalidRequestError naming the field."""
     token_ids = list(request.prompt_token_ids)
@@ -44,6 +49,7 @@ def to_engine(
         max_tokens=request.max_tokens,
         ignore_eos=request.ignore_eos,
         num_speculative_tokens=k,
+        is_traced=is_traced,
     )
 
 

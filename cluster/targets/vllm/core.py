@@ -31,6 +31,7 @@ from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
 REQUEST_ID_KEY = "outrider_request_id"  # in a request's `extra_args`: vLLM makes IDs of its own
+TRACED_KEY = "outrider_is_traced"  # there, of requests whose admission is published
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,11 @@ class CoordinatedScheduler(RoundScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self._heartbeat.begin()
-        return super().schedule(throttle_prefills)
+        output = super().schedule(throttle_prefills)
+        admitted = [_extra_args(new) for new in output.scheduled_new_reqs]
+        if traced := [extra_args[REQUEST_ID_KEY] for extra_args in admitted if TRACED_KEY in extra_args]:
+            self._channel.send(Outputs([GenerationOutput.of_admission(request_id) for request_id in traced]))
+        return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -108,8 +113,7 @@ class CoordinatedScheduler(RoundScheduler):
         self._step_times[_kind(step)].add(step.seconds)
         outputs = []
         for committed in step.rounds:
-            params = committed.request.sampling_params
-            request_id = (params.extra_args or {}).get(REQUEST_ID_KEY) if params is not None else None
+            request_id = _extra_args(committed.request).get(REQUEST_ID_KEY)
             self._num_committed_tokens += len(committed.token_ids)
             if request_id is not None:
                 outputs.append(
@@ -184,6 +188,12 @@ class CoordinatedScheduler(RoundScheduler):
         if isinstance(self.rounds, CoordinatedRounds):
             yield from self.rounds.readings()
             yield from self._links.pool.readings()
+
+
+def _extra_args(request: Any) -> dict[str, Any]:
+    """What we sent with `request`; nothing with those that are not ours."""
+    params = request.sampling_params
+    return (params.extra_args or {}) if params is not None else {}
 
 
 def _kind(step: EngineStep) -> str:

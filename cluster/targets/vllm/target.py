@@ -26,7 +26,7 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
 from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Outputs, Profiled, Status
-from cluster.targets.vllm.core import REQUEST_ID_KEY, SCHEDULER, CoreSettings
+from cluster.targets.vllm.core import REQUEST_ID_KEY, SCHEDULER, TRACED_KEY, CoreSettings
 from cluster.targets.vllm.profiling import STEPS
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.coupling import Coupling
@@ -218,6 +218,7 @@ class VllmTarget(Target):
         k = request.num_speculative_tokens
         coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k)
         values: dict[str, Any] = {"temperature": 0.0} if self._is_coupled else _own_params(request)
+        ours = {REQUEST_ID_KEY: request.request_id} | ({TRACED_KEY: True} if request.is_traced else {})
         return VllmSamplingParams(
             **values,
             max_tokens=request.num_prompt_tokens + request.max_tokens - len(request.token_ids),
@@ -226,7 +227,7 @@ class VllmTarget(Target):
             stop_token_ids=[] if request.ignore_eos else list(self.model.eos_token_ids),
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={**coupling.to_extra_args(), REQUEST_ID_KEY: request.request_id},
+            extra_args={**coupling.to_extra_args(), **ours},
         )
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -145,6 +145,8 @@ class GenerateRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_generated_tokens: _builtins.int
     """how many trailing prompt tokens were generated earlier (a moved request)"""
@@ -156,6 +158,10 @@ class GenerateRequest(_message.Message):
     ignore_eos: _builtins.bool
     num_speculative_tokens: _builtins.int
     """absent: the controller decides"""
+    traceparent: _builtins.str
+    """the caller's span, as W3C's header says it; empty: the request is not traced"""
+    tracestate: _builtins.str
+    """the header that goes with it"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -172,10 +178,12 @@ class GenerateRequest(_message.Message):
         max_tokens: _builtins.int = ...,
         ignore_eos: _builtins.bool = ...,
         num_speculative_tokens: _builtins.int | None = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "choice_index", b"choice_index", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_generated_tokens", b"num_generated_tokens", "num_speculative_tokens", b"num_speculative_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "choice_index", b"choice_index", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "num_generated_tokens", b"num_generated_tokens", "num_speculative_tokens", b"num_speculative_tokens", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015

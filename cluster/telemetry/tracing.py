@@ -1,0 +1,91 @@
+"""Spans of requests: what programs know of tracing, and what it is where it is off.
+
+OpenTelemetry is in `cluster.telemetry.otlp`, which is imported only where it is on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.config import TracingConfig
+from cluster.errors import ConfigurationError
+
+Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
+"""None: the attribute is left out."""
+
+SpanKind = Literal["internal", "server", "client"]
+
+_REQUIRED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """A span as others are told of it, in the form of W3C's headers. Without a `traceparent` there is none."""
+
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+class Span:
+    """A span that is not recorded, as all are where tracing is off.
+
+    Times are nanoseconds since the epoch; None: now.
+    """
+
+    is_recorded = False
+    context = TraceContext()
+
+    def start_child(
+        self, name: str, kind: SpanKind = "internal", attributes: Attributes | None = None, at: int | None = None
+    ) -> Span:
+        return self
+
+    def set(self, attributes: Attributes) -> None: ...
+
+    def fail(self, error_type: str, message: str = "") -> None:
+        """What it stands for has failed. It goes on until its end."""
+
+    def end(self, at: int | None = None) -> None: ...
+
+
+NO_SPAN = Span()
+
+
+class Tracer:
+    """Starts the spans of one program. This one is of a program without tracing."""
+
+    def start(self, name: str, kind: SpanKind, parent: TraceContext, attributes: Attributes | None = None) -> Span:
+        """A span of the trace of `parent`, or of a new one. NO_SPAN when the trace is not sampled."""
+        return NO_SPAN
+
+    def close(self) -> None:
+        """Exports what has ended; blocks for some seconds at most."""
+
+
+def check_tracing(config: TracingConfig) -> None:
+    """Raises ConfigurationError when tracing is on and OpenTelemetry is not installed."""
+    if config.endpoint is not None and not all(_is_installed(name) for name in _REQUIRED):
+        raise ConfigurationError("tracing.endpoint needs OpenTelemetry: pip install 'outrider[tracing]'")
+
+
+def make_tracer(config: TracingConfig, service: str, instance: str) -> Tracer:
+    """The tracer of the program `service`, of which there may be several: `instance` tells them apart.
+
+    Raises ConfigurationError when OpenTelemetry is not installed.
+    """
+    if config.endpoint is None:
+        return Tracer()
+    check_tracing(config)
+    from cluster.telemetry.otlp import OtlpTracer  # here: whoever does without tracing does without the package
+
+    return OtlpTracer(config.endpoint, config.sample_ratio, service, instance)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a parent
+        return False
