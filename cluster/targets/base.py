@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
@@ -29,6 +29,7 @@ class GenerationRequest:
     ignore_eos: bool
     num_speculative_tokens: int | None  # None: the controller decides
     is_traced: bool = False  # its admission is published too
+    arrived_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)

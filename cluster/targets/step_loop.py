@@ -21,7 +21,7 @@ from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, T
 from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.profile import profile_steps
-from cluster.telemetry.metrics import Reading, StepTime
+from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class StepLoop(Target):
         self._scheduler: Scheduler[Generation] = Scheduler(blocks, limits)
         self._generations: dict[str, Generation] = {}  # by request
         self._submitted: list[GenerationRequest] = []
+        self._queue_time = QueueTime()
         self._aborted: set[str] = set()
         self._wake = threading.Condition()
         self._stopping = False
@@ -134,6 +135,7 @@ class StepLoop(Target):
         yield Reading("outrider_committed_tokens", "Tokens committed.", committed, is_counter=True)
         stuck = "1 while the engine has work and stands still."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
+        yield from self._queue_time.readings()
         yield from self._scheduler.readings()
         yield from self._blocks.readings()
         for kind, step_time in self._step_times.items():
@@ -266,9 +268,13 @@ class StepLoop(Target):
                 self._scheduler.add(generation)
         for request_id in aborted & self._generations.keys():
             self._release(self._generations[request_id])
-        admitted = [g.request.request_id for g in self._scheduler.admit() if g.request.is_traced]
-        if admitted:
-            publish([GenerationOutput.of_admission(request_id) for request_id in admitted])
+        admitted = self._scheduler.admit()
+        for generation in admitted:
+            if len(generation.token_ids) == len(generation.request.token_ids):  # not again, after a preemption
+                self._queue_time.observe(time.monotonic() - generation.request.arrived_at)
+        traced = [generation.request.request_id for generation in admitted if generation.request.is_traced]
+        if traced:
+            publish([GenerationOutput.of_admission(request_id) for request_id in traced])
 
     def _release(self, generation: Generation) -> None:
         del self._generations[generation.request.request_id]

@@ -10,7 +10,7 @@ import bisect
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -164,6 +164,36 @@ class RouterMetrics:
         return generate_latest(self.registry)
 
 
+class TimeTally:
+    """A histogram of times, in plain numbers. It belongs to one thread."""
+
+    def __init__(self, limits: Sequence[float]) -> None:
+        self._limits = limits
+        self._counts = [0] * (len(limits) + 1)  # by the first limit that was not exceeded
+        self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.seconds += seconds
+        self._counts[bisect.bisect_left(self._limits, seconds)] += 1
+
+    def buckets(self) -> list[tuple[str, int]]:
+        """Each limit, and how many times were within it."""
+        limits = [*map(str, self._limits), "+Inf"]
+        return list(zip(limits, itertools.accumulate(self._counts), strict=True))
+
+
+class QueueTime(TimeTally):
+    """How long sequences waited for their admission."""
+
+    def __init__(self) -> None:
+        super().__init__(_LATENCY_BUCKETS)
+
+    def readings(self) -> Iterator[Reading]:
+        what = "From a sequence's arrival at the target to its admission."
+        (*_, (_, count)) = buckets = self.buckets()
+        yield Reading("vllm:request_queue_time_seconds", what, count, buckets=tuple(buckets), sum=self.seconds)
+
+
 class TokenTally(Collector):
     """What is counted for every chunk and round: in plain numbers, as counters that lock cost many times that.
 
@@ -177,15 +207,13 @@ class TokenTally(Collector):
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
         self._num_accepted_per_position: list[int] = []
-        self._seconds = 0.0  # between tokens
-        self._counts = [0] * (len(_INTER_TOKEN_BUCKETS) + 1)  # by the first bucket whose limit was not exceeded
+        self._gaps = TimeTally(_INTER_TOKEN_BUCKETS)
 
     def count_tokens(self, num_tokens: int, seconds: float | None) -> None:
         """Counts tokens that came at once, `seconds` after those before them; None: the first of a choice."""
         self._num_tokens += num_tokens
         if seconds is not None:
-            self._seconds += seconds
-            self._counts[bisect.bisect_left(_INTER_TOKEN_BUCKETS, seconds)] += 1
+            self._gaps.observe(seconds)
 
     def count_round(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Counts one round that verified draft tokens."""
@@ -221,9 +249,7 @@ class TokenTally(Collector):
             "Between two arrivals of tokens of one choice; with speculation several come at once.",
             labels=["model_name", "engine"],
         )
-        limits = [*map(str, _INTER_TOKEN_BUCKETS), "+Inf"]
-        counts = zip(limits, itertools.accumulate(self._counts), strict=True)
-        latency.add_metric([self._model_name, _ENGINE], list(counts), self._seconds)
+        latency.add_metric([self._model_name, _ENGINE], self._gaps.buckets(), self._gaps.seconds)
         yield latency
 
 
@@ -236,6 +262,8 @@ class Reading:
     value: float
     is_counter: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
+    buckets: tuple[tuple[str, int], ...] = ()  # of a histogram, whose `value` is its count
+    sum: float = 0.0  # likewise
 
 
 @dataclass(slots=True)
@@ -274,11 +302,23 @@ class WorkerMetrics(Collector):
         for reading in self._read():
             family = families.get(reading.name)
             if family is None:
-                kind = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
-                family = families[reading.name] = kind(reading.name, reading.documentation)
-            suffix = "_total" if reading.is_counter else ""
-            family.add_sample(reading.name + suffix, dict(reading.labels), reading.value)
+                family = families[reading.name] = _family(reading)
+            labels = dict(reading.labels)
+            if reading.buckets:
+                for limit, count in reading.buckets:
+                    family.add_sample(f"{reading.name}_bucket", labels | {"le": limit}, count)
+                family.add_sample(f"{reading.name}_count", labels, reading.value)
+                family.add_sample(f"{reading.name}_sum", labels, reading.sum)
+            else:
+                family.add_sample(reading.name + ("_total" if reading.is_counter else ""), labels, reading.value)
         yield from families.values()
+
+
+def _family(reading: Reading) -> Metric:
+    if reading.buckets:
+        return HistogramMetricFamily(reading.name, reading.documentation)
+    kind = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
+    return kind(reading.name, reading.documentation)
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:

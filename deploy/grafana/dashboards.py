@@ -131,6 +131,12 @@ OVERVIEW = Dashboard(
                     _quantiles("vllm:inter_token_latency_seconds"),
                 ),
                 Panel(
+                    "In the queue",
+                    "From a sequence's arrival at a target to its admission.",
+                    "s",
+                    _quantiles("vllm:request_queue_time_seconds"),
+                ),
+                Panel(
                     "Time per output token",
                     "Of a choice, after its first token: decoding alone.",
                     "s",

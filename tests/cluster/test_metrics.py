@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from prometheus_client import generate_latest
 
-from cluster.telemetry.metrics import Reading, RouterMetrics, WorkerMetrics, serve_metrics
+from cluster.telemetry.metrics import QueueTime, Reading, RouterMetrics, WorkerMetrics, serve_metrics
 
 
 def page_of(metrics: RouterMetrics) -> dict[str, float]:
@@ -43,6 +44,20 @@ def test_decoding_is_timed_per_token_and_by_whether_it_may_speculate() -> None:
     for kind, seconds in (("on", 0.2), ("off", 0.4)):
         assert page[f'outrider_decode_tokens_total{{model_name="m",speculation="{kind}"}}'] == 10
         assert page[f'outrider_decode_seconds_total{{model_name="m",speculation="{kind}"}}'] == seconds
+
+
+def test_queue_time_is_a_histogram_of_a_worker() -> None:
+    queue = QueueTime()
+    for seconds in (0.2, 0.4, 3.0):
+        queue.observe(seconds)
+    page = generate_latest(WorkerMetrics(queue.readings).registry).decode().splitlines()
+    name = "vllm:request_queue_time_seconds"
+    assert f"# TYPE {name} histogram" in page
+    for limit, count in (("0.3", 1), ("2.5", 2), ("+Inf", 3)):
+        assert f'{name}_bucket{{le="{limit}"}} {count}.0' in page
+        *page
+    }
+    assert {f"{name}_count 3.0", f"{name}_sum 3.6"} <= {*page}
 
 
 def test_no_series_says_when_it_began() -> None:

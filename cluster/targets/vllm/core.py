@@ -25,7 +25,7 @@ from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, S
 from cluster.targets.vllm.profiling import ProfilingRounds
 from cluster.targets.vllm.rounds import CoordinatedRounds, Links
 from cluster.telemetry.logs import setup_logging
-from cluster.telemetry.metrics import Reading, StepTime
+from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
@@ -72,6 +72,7 @@ class CoordinatedScheduler(RoundScheduler):
         setup_logging("target engine")
         self._heartbeat = Heartbeat()
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
+        self._queue_time = QueueTime()
         self._num_committed_tokens = 0
         self._settings = settings
         if settings.has_rounds:
@@ -85,6 +86,8 @@ class CoordinatedScheduler(RoundScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self._heartbeat.begin()
         output = super().schedule(throttle_prefills)
+        for new in output.scheduled_new_reqs:
+            self._queue_time.observe(time.time() - self.requests[new.req_id].arrival_time)
         admitted = [_extra_args(new) for new in output.scheduled_new_reqs]
         if traced := [extra_args[REQUEST_ID_KEY] for extra_args in admitted if TRACED_KEY in extra_args]:
             self._channel.send(Outputs([GenerationOutput.of_admission(request_id) for request_id in traced]))
@@ -134,7 +137,7 @@ class CoordinatedScheduler(RoundScheduler):
             self._links.follow(message.addresses)
         elif isinstance(message, Profiled) and isinstance(self.rounds, ProfilingRounds):
             self.rounds = self._coordinated_rounds(self.rounds.step_times)
-            self._step_times = {kind: StepTime() for kind in self._step_times}
+            self._step_times, self._queue_time = {kind: StepTime() for kind in self._step_times}, QueueTime()
             self._num_committed_tokens = self.num_queried_tokens = self.num_hit_tokens = 0
 
     def _coordinated_rounds(self, step_times: Sequence[tuple[int, float]]) -> CoordinatedRounds:
@@ -183,6 +186,7 @@ class CoordinatedScheduler(RoundScheduler):
         hits = "Tokens of admitted sequences whose KV was in the prefix cache."
         yield counter("vllm:prefix_cache_hits", hits, self.num_hit_tokens)
         yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
+        yield from self._queue_time.readings()
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
         if isinstance(self.rounds, CoordinatedRounds):
