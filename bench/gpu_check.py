@@ -213,9 +213,12 @@ def run(checks: dict[str, Callable[[], list[Row]]], out: Path) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu_check", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", help="these checks, of: sampling steps answers engine speed")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/gpu.json"))
+    parser.add_argument("--only", nargs="+", choices=("sampling", "steps", "answers", "engine", "speed"))
+    parser.add_argument("--out", type=Path, default=None, help="default: bench/results/gpu.json")
     arguments = parser.parse_args(argv)
+    if arguments.only and arguments.out is None:
+        parser.error("--only needs an --out: what was committed has all checks")
+    arguments.out = arguments.out or Path("bench/results/gpu.json")
     if not torch.cuda.is_available():
         print("PyTorch sees no GPU: nothing is checked", file=sys.stderr)
         return 1

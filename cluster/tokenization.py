@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from cluster.errors import ConfigurationError
 
+_LONG_TEXT_CHARACTERS = 16_384
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -33,6 +34,10 @@ class Tokenizer:
 
         Special tokens that `text` spells out are themselves either way. It must be free of lone surrogates.
         """
+        if len(text) > _LONG_TEXT_CHARACTERS:
+            # Only batches are encoded without the interpreter's lock.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -72,8 +77,9 @@ class IncrementalDetokenizer:
     with the stream.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
         self._context: list[int] = []  # tokens of the last complete piece
         self._context_text = ""
         self._pending: list[int] = []  # tokens since, perhaps within a character
@@ -87,7 +93,7 @@ class IncrementalDetokenizer:
         piece = complete[self._num_emitted :]
         if complete and complete == text:
             self._context, self._pending = self._pending, []
-            self._context_text = self._tokenizer.decode(self._context)
+            self._context_text = self._tokenizer.decode(self._context, skip_special_tokens=self._skips)
             self._num_emitted = 0
         else:
             self._num_emitted = max(self._num_emitted, len(complete))
@@ -101,4 +107,5 @@ class IncrementalDetokenizer:
         return piece
 
     def _pending_text(self) -> str:
-        return self._tokenizer.decode(self._context + self._pending)[len(self._context_text) :]
+        text = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skips)
+        return text[len(self._context_text) :]

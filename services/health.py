@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import urllib.request
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.config import is_host_port
 from cluster.errors import ConfigurationError
+from services.http_call import call
 
+_SCHEME = "http://"
 _TIMEOUT_SECONDS = 5.0
 
 
@@ -26,20 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError when what is at the address does not answer, or says that it does not serve."""
     address: str = arguments.address
-    try:
-        if address.startswith("http://"):
-            with urllib.request.urlopen(f"{address}/health/live", timeout=_TIMEOUT_SECONDS):
-                pass
-        else:
-            _check_worker(address)
-    except (OSError, ValueError, grpc.RpcError) as error:
-        raise ConfigurationError(f"{address} does not answer: {error}") from error
+    if address.startswith(_SCHEME):
+        call(address.removeprefix(_SCHEME).rstrip("/"), "GET", "/health/live", seconds=_TIMEOUT_SECONDS)
+    else:
+        _check_worker(address)
     print(f"{address} answers")
     return 0
 
 
 def _check_worker(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_SECONDS)
+    if not is_host_port(address):
+        raise ConfigurationError(f"{address!r} is neither http://host:port nor host:port")
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            answer = check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_SECONDS)
+        except grpc.RpcError as error:
+            status = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
+            raise ConfigurationError(f"{address} does not answer: {status}") from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise ValueError(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+        state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        raise ConfigurationError(f"{address} does not serve: {state}")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import urllib.error
-import urllib.request
 
 from cluster.errors import ConfigurationError
+from services.http_call import call
 
-_TIMEOUT_SECONDS = 10.0
+_PATH = "/admin/speculation"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,18 +37,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ask(address: str, percentage: float | None, reason: str) -> float:
-    request = urllib.request.Request(f"http://{address}/admin/speculation")
-    if percentage is not None:
-        request.method = "PUT"
-        request.data = json.dumps({"percentage": percentage, "reason": reason}).encode()
-        request.add_header("content-type", "application/json")
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
-            return float(json.load(answer)["percentage"])
-    except urllib.error.HTTPError as error:
-        raise ConfigurationError(f"{address} refused: {error.read(500).decode(errors='replace')}") from error
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{address} does not answer as a router's `router.admin_listen`: {error}") from error
+    if percentage is None:
+        answer = call(address, "GET", _PATH)
+    else:
+        answer = call(address, "PUT", _PATH, {"percentage": percentage, "reason": reason})
+    share = answer.get("percentage") if isinstance(answer, dict) else None
+    if not isinstance(share, int | float):
+        raise ConfigurationError(f"{address} does not answer as a router's `router.admin_listen`")
+    return share
 
 
 def _percentage(text: str) -> float:

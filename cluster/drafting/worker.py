@@ -129,7 +129,7 @@ class DraftWorker:
 
     def token_readings(self) -> Iterator[Reading]:
         """Any thread."""
-        what = "Tokens that were drafted, by what became of them."
+        what = "Tokens that were drafted, by whether they came true; wasted too are those of a sequence's last round."
         for outcome, number in (("committed", self._num_kept_drafts), ("wasted", self._num_wasted_drafts)):
             yield Reading("outrider_draft_tokens", what, number, is_counter=True, labels={"outcome": outcome})
 

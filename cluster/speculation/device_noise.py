@@ -8,6 +8,7 @@ and the high half of a product, is made of halves of 32 bits.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +20,10 @@ _ROUNDS = 10
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _TOKENS_PER_BLOCK = 8
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # PyTorch's builds for GPUs bring it
+
+logger = logging.getLogger(__name__)
+
+_has_kernel = importlib.util.find_spec("triton") is not None  # PyTorch's builds for GPUs bring it
 
 
 def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], num_tokens: int) -> torch.Tensor:
@@ -35,14 +39,26 @@ def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]],
 
 def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """As `gumbel_noise_on`, from tensors that are there: int64 [num_draws] each, keys as the bits of their words."""
-    if position.device.type == "cuda" and _HAS_TRITON:
-        from cluster.speculation.triton_noise import uniforms
-
-        v = uniforms(low, high, position, num_tokens)
-    else:
+    v = None if position.device.type == "cpu" else _by_kernel(low, high, position, num_tokens)
+    if v is None:
         words = _words(low[:, None], high[:, None], position[:, None], num_tokens)
         v = words.to(torch.float64).add_(0.5).mul_(2.0**-32)
     return v.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
+
+
+def _by_kernel(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
+    """What the Triton kernel gives; None where it cannot be had, which is said once."""
+    global _has_kernel
+    if not _has_kernel:
+        return None
+    try:
+        from cluster.speculation.triton_noise import uniforms
+
+        return uniforms(low, high, position, num_tokens)
+    except Exception as error:  # Triton compiles at the first call: without a C compiler, say, it cannot
+        logger.warning("the noise is computed by PyTorch, some milliseconds a step: Triton's kernel failed: %s", error)
+        _has_kernel = False
+        return None
 
 
 def _words(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:

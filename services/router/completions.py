@@ -41,12 +41,12 @@ class CompletionRequest(ApiRequest):
         "logprobs": (),
         "suffix": (),
         "prompt_embeds": (),
-        "add_special_tokens": (True,),
     }
     prompt_field = "prompt"
 
     prompt: Annotated[tuple[str | list[int], ...], PlainValidator(_prompts)]
     max_tokens: MaxTokens | None = 16
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _not_too_many_sequences(self) -> Self:
@@ -83,5 +83,7 @@ class Completions(Endpoint[CompletionRequest]):
     reply_type = CompletionReply
 
     def _encode(self, request: CompletionRequest) -> list[list[int]]:
-        encode = self._serving.tokenizer.encode
-        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
+        encode, adds = self._serving.tokenizer.encode, request.add_special_tokens
+        return [
+            encode(prompt, add_special_tokens=adds) if isinstance(prompt, str) else prompt for prompt in request.prompt
+        ]

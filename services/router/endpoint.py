@@ -36,7 +36,7 @@ from services.router.switch import SpeculationSwitch
 from services.router.tracing import AnswerTrace, span_of
 from services.router.wire_requests import build_generate_requests
 
-# Longer texts are tokenised in a thread, so that streams go on: the tokenizer releases the interpreter's lock.
+# Longer texts are tokenised in a thread, so that streams go on: for these the tokenizer releases Python's lock.
 _LONG_TEXT_CHARACTERS = 16_384
 
 R = TypeVar("R", bound=ApiRequest)
@@ -124,12 +124,10 @@ class Endpoint(abc.ABC, Generic[R]):
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
         )
+        limits = serving.pool.limits()
+        prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
         generate_requests = build_generate_requests(
-            request,
-            request_id=reply.id,
-            prompts=prompts,
-            seed=reply.seed,
-            limits=serving.pool.limits(),
+            request, request_id=reply.id, prompts=prompts, seed=reply.seed, limits=limits
         )
         if not serving.switch.draw():
             for generate_request in generate_requests:
@@ -140,6 +138,7 @@ class Endpoint(abc.ABC, Generic[R]):
                 serving.pool,
                 generate_request,
                 stop_strings=stop_strings,
+                skip_special_tokens=request.skip_special_tokens,
                 tokenizer=serving.tokenizer,
                 metrics=serving.metrics,
                 arrived_at=arrived_at,

@@ -30,6 +30,7 @@ async def generate(
     request: target_pb2.GenerateRequest,
     *,
     stop_strings: StopStrings,
+    skip_special_tokens: bool,
     tokenizer: Tokenizer,
     metrics: RouterMetrics,
     arrived_at: float,
@@ -41,7 +42,7 @@ async def generate(
     A lost target is a pause of `max_pause_seconds` at most. Ends after a piece with a finish reason or with an
     OutriderError. Closing it frees the sequence.
     """
-    writer = _Writer(tokenizer, stop_strings)
+    writer = _Writer(IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens), stop_strings)
     stats = SpeculationStats()
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -56,7 +57,7 @@ async def generate(
                 waited = None if last_token_at is None else now - last_token_at
                 metrics.tokens.count_tokens(len(reply.token_ids), waited)
                 if last_token_at is None:
-                    first_token_at, num_later_tokens = now, -len(reply.token_ids)  # these came together
+                    first_token_at, num_later_tokens = now, -1
                     metrics.time_to_first_token.observe(now - arrived_at)
                     if request.choice_index == 0:  # choices of one prompt share it
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
@@ -118,8 +119,8 @@ async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncG
 class _Writer:
     """Writes the text of one sequence, as far as its first stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: StopStrings) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: StopStrings) -> None:
+        self._detokenizer = detokenizer
         self._matcher = StopMatcher(stop_strings) if stop_strings else None
 
     def write(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:

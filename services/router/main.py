@@ -62,7 +62,7 @@ def run(config: Config) -> int:
     host, port = listener.getsockname()[:2]
     logger.info("listening at http://%s:%d", f"[{host}]" if ":" in host else host, port)
     if admin is not None:
-        logger.info("operators are answered at %s", config.router.admin_listen)
+        logger.info("operators are answered at %s, port %d", *admin.listener.getsockname()[:2])
     keep_collections_short()
     server.run(sockets=[listener])
     return 0 if server.started else 1
@@ -72,15 +72,24 @@ class _AdminServer(uvicorn.Server):
     """Runs in the event loop of the router's own server, beside it, until told to stop."""
 
     def __init__(self, app: Starlette, listener: socket.socket) -> None:
-        super().__init__(uvicorn.Config(app, lifespan="off", access_log=False, log_config=None, server_header=False))
-        self._listener = listener
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=1,  # a caller who sends half a request is not waited for
+            )
+        )
+        self.listener = listener
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:  # they are the other server's
         yield
 
     async def run_beside(self) -> None:
-        await self.serve(sockets=[self._listener])
+        await self.serve(sockets=[self.listener])
 
 
 class _Server(uvicorn.Server):
@@ -103,6 +112,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:  # it is the second
             self.force_exit = True
+            if self._admin is not None:
+                self._admin.should_exit = self._admin.force_exit = True
             # What it leaves unfinished it would report as an error.
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         super().handle_exit(sig, frame)
@@ -112,8 +123,9 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror}; set `{setting}`") from error
+    except (OSError, OverflowError) as error:  # the latter of a port beyond 65535
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"cannot listen at {host}:{port}: {reason}; set `{setting}`") from error
     # Inherited by the connections: not every event loop sets it, and without it a chunk waits for 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -1,11 +1,13 @@
 """The lever of whoever is on call: speculation for all requests, for none, or for a share of them.
 
-It changes no token of an answer. A request is decided on when it comes; those that run end as they began.
+It changes no token of an answer (but with `acceptance: rejection`, where drafts have a say). A request is decided on
+when it comes; those that run end as they began.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 
 from cluster.telemetry.metrics import RouterMetrics
 
@@ -17,26 +19,24 @@ class SpeculationSwitch:
         """`percentage` of requests are speculated for, until it is set."""
         self.percentage = percentage
         self._metrics = metrics
-        self._owed = 0.0  # percents of a request that may be speculated for
         metrics.speculation_percentage.set(percentage)
 
     def draw(self) -> bool:
-        """Whether the request that has just come may be speculated for: `percentage` of every hundred, evenly."""
-        self._owed += self.percentage
-        if self._owed < 100:
-            return False
-        self._owed -= 100
-        return True
+        """Whether the request that has just come may be speculated for.
+
+        At random: clients that ask in turns would otherwise have all of one kind on one side.
+        """
+        return 100 * random.random() < self.percentage
 
     def set(self, percentage: float, *, caller: str, reason: str) -> None:
         """`percentage` is 0 to 100. Counts, and leaves an audit line."""
         audit.warning(
-            "speculation for %g %% of requests, was %g %%; set by %s, reason: %r",
+            "audit: speculation for %g %% of requests, was %g %%; set by %s, reason: %r",
             percentage,
             self.percentage,
             caller,
             reason,
         )
-        self.percentage, self._owed = percentage, 0.0
+        self.percentage = percentage
         self._metrics.speculation_percentage.set(percentage)
         self._metrics.speculation_switched.inc()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from starlette.requests import Request
@@ -16,6 +16,11 @@ from services.router.body import read_json_object
 from services.router.chat import Message, render, to_messages
 from services.router.chat_template import ChatTemplate
 from services.router.endpoint import Serving
+
+MAX_TOKENS = 262_144
+
+_TOKENIZE_PATH, _DETOKENIZE_PATH = "/tokenize", "/detokenize"
+TOKEN_PATHS = frozenset({_TOKENIZE_PATH, _DETOKENIZE_PATH})
 
 
 class _TokenizeRequest(BaseModel):
@@ -41,7 +46,8 @@ class _DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    # Checked as far as the first that is wrong: a list of millions would make as many complaints.
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 R = TypeVar("R", _TokenizeRequest, _DetokenizeRequest)
@@ -54,18 +60,21 @@ class Tokens:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route(_TOKENIZE_PATH, self.tokenize, methods=["POST"]),
+            Route(_DETOKENIZE_PATH, self.detokenize, methods=["POST"]),
         ]
 
     async def tokenize(self, http_request: Request) -> Response:
         request = await self._read(_TokenizeRequest, http_request)
-        # In a thread, as texts may be long.
-        token_ids = await asyncio.to_thread(self._encode, request)
-        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": None, "tokens": token_ids}
-        if self._serving.pool.usable:
-            answer["max_model_len"] = self._serving.pool.limits().max_model_len
-        answer["token_strs"] = self._serving.tokenizer.tokens(token_ids) if request.return_token_strs else None
+        pool = self._serving.pool
+        max_model_len = pool.limits().max_model_len if pool.usable else None
+        # In a thread, as texts may be long, and their tokens many.
+        return await asyncio.to_thread(self._tokenized, request, max_model_len)
+
+    def _tokenized(self, request: _TokenizeRequest, max_model_len: int | None) -> Response:
+        token_ids = self._encode(request)
+        strings = self._serving.tokenizer.tokens(token_ids) if request.return_token_strs else None
+        answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
         return JSONResponse(answer)
 
     async def detokenize(self, http_request: Request) -> Response:

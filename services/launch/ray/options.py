@@ -60,7 +60,8 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
     """For each deployment, the router first. Raises ConfigurationError when a setting cannot work under Ray."""
     _refuse_what_cannot_work(config)
     ray = config.ray
-    is_port_fixed = config.router.port != 0
+    admin_port = 0 if config.router.admin_listen is None else int(config.router.admin_listen.rpartition(":")[2])
+    is_port_fixed = config.router.port != 0 or admin_port != 0
     pools = [
         DeploymentOptions(
             "router",

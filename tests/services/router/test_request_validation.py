@@ -44,7 +44,9 @@ BAD_FIELDS = [
     ("suffix", ["x"]),
     ("response_format", [{"type": "json_object"}]),
     ("min_tokens", [1]),
-    ("skip_special_tokens", [False]),
+    ("skip_special_tokens", [0, "true"]),
+    ("truncate_prompt_tokens", [-2, 1.5, "3"]),
+    ("add_special_tokens", [1]),
 ]
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -219,3 +220,15 @@ def test_operators_have_an_address_of_their_own(model_folder, target):
             assert target.requests[-1].num_speculative_tokens == 0
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=10) == 0
+
+
+def test_half_a_call_of_an_operator_keeps_nobody_from_ending(model_folder, target):
+    (free_port,) = free_ports(1)
+    head = b"PUT /admin/speculation HTTP/1.1", b"Host: x", b"Content-Type: application/json", b"Content-Length: 100"
+    with (
+        program(model_folder, target, admin_listen=f"127.0.0.1:{free_port}") as (process, _),
+        socket.create_connection(("127.0.0.1", free_port)) as unfinished,
+    ):
+        unfinished.sendall(b"\r\n".join(head) + b"\r\n\r\n{")
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=15) == 0

@@ -88,3 +88,42 @@ def test_every_event_may_have_the_usage_so_far(shared_router, n: int) -> None:
 def test_continuous_usage_alone_asks_for_nothing(shared_router) -> None:
     chunks = shared_router.stream(prompt=[70], max_tokens=3, stream_options={"continuous_usage_stats": True})
     assert not any("usage" in chunk for chunk in chunks[:-1])
+
+
+def test_special_tokens_are_text_when_asked(shared_router, tokenizer) -> None:
+    prompt = [*tokenizer.encode("dog"), 0]
+    shown = {"prompt": prompt, "max_tokens": len(prompt), "skip_special_tokens": False}
+    assert shared_router.complete(**shown).json()["choices"][0]["text"] == "dog<|endoftext|>"
+    streamed = shared_router.stream(**shown)
+    assert "".join(event["choices"][0]["text"] for event in streamed[:-1]) == "dog<|endoftext|>"
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(2, [72, 73]), (4, [70, 71, 72, 73]), (9, [70, 71, 72, 73])])
+def test_a_prompt_is_cut_to_its_end(router, target, kept: int, expected: list[int]) -> None:
+    body = router.complete(prompt=[70, 71, 72, 73], max_tokens=3, truncate_prompt_tokens=kept).json()
+    assert target.requests[-1].prompt_token_ids == expected
+    assert body["usage"]["prompt_tokens"] == len(expected)
+
+
+def test_a_long_prompt_is_cut_to_what_leaves_room(router, target) -> None:
+    long = [70 + i % 30 for i in range(2 * MAX_MODEL_LEN)]
+    assert router.complete(prompt=long, max_tokens=8).status_code == 400
+    assert router.complete(prompt=long, max_tokens=8, truncate_prompt_tokens=-1).status_code == 200
+    assert target.requests[-1].prompt_token_ids == long[-(MAX_MODEL_LEN - 8) :]
+    nothing = router.complete(prompt=long, max_tokens=8, truncate_prompt_tokens=0)
+    assert nothing.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("tokens", [[[]] * 500_000, [-1] * 500_000, [1] * 300_000])
+def test_a_list_of_millions_is_refused_by_its_first_fault(new_router, target, tokens: list[Any]) -> None:
+    router = new_router([target.address])
+    answer = router.client.post("/detokenize", json={"tokens": tokens})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tokens"
+
+
+def test_long_text_is_the_same_tokens(shared_router, tokenizer) -> None:
+    text = "the quick brown fox " * 900
+    long = shared_router.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    assert tokenizer.decode(long) == text
+    assert long == tokenizer._tokenizer.encode(text).ids

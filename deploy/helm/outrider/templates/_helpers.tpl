@@ -80,7 +80,7 @@ matchExpressions:
 {{- define "outrider.config" -}}
 {{- $name := include "outrider.name" . -}}
 {{- $config := deepCopy .Values.config -}}
-{{- $router := dict "host" "0.0.0.0" "port" 8000 "admin_listen" "127.0.0.1:8001" -}}
+{{- $router := dict "host" "0.0.0.0" "port" 8000 "admin_listen" (dig "router" "admin_listen" "127.0.0.1:8001" .Values.config) -}}
 {{- $target := dict "addresses" (list (printf "dns:%s-target:7000" $name)) "listen" "0.0.0.0:7000" "metrics_host" "0.0.0.0" "metrics_port" 9100 -}}
 {{- if gt (include "outrider.nodesPerReplica" . | int) 1 -}}
 {{- $_ := set $target "engine_args" (dict "distributed_executor_backend" "ray") -}}
@@ -121,7 +121,7 @@ capabilities: {drop: [ALL]}
 - {name: HF_HOME, value: /models}
 - {name: OUTRIDER_HOST, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
 {{- if .Values.huggingFaceSecret }}
-- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .Values.huggingFaceSecret }}, key: token}}}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ .Values.huggingFaceSecret | quote }}, key: token}}}
 {{- end }}
 {{- end -}}
 
