@@ -190,7 +190,7 @@ async def _events(http_request: Request, answer: _Answer) -> AsyncGenerator[byte
                 num_tokens[index] += len(piece.token_ids)
                 if answer.num_choices == 1:
                     speculation = piece.speculation
-                usage = Usage(answer.prompt_len(index), num_tokens[index])
+                usage = Usage(answer.prompt_len(index), num_tokens[index]) if reply.continuous_usage else None
                 for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
                     yield event(chunk)
                     is_sent = True

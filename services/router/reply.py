@@ -56,15 +56,15 @@ class Reply(abc.ABC):
         speculation = choices[0].speculation if len(choices) == 1 else None
         return self._frame(self.whole_object, objects) | {"usage": usage.to_json()} | _metrics(speculation)
 
-    def chunks(self, index: int, piece: Piece, usage: Usage, *, is_first: bool) -> Iterator[dict[str, Any]]:
+    def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
         """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more.
 
-        `usage` is that of the choice with the piece.
+        `usage` is that of the choice with the piece, where it is to be in every chunk (`continuous_usage`).
         """
         for choice in self._deltas(index, piece, is_first=is_first):
             chunk = self._frame(self.chunk_object, [choice])
             if self.include_usage:
-                chunk["usage"] = usage.to_json() if self.continuous_usage else None
+                chunk["usage"] = None if usage is None else usage.to_json()
             yield chunk
 
     def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:

@@ -130,7 +130,7 @@ capabilities: {drop: [ALL]}
 - {name: VLLM_HOST_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 {{- if .values.rayTokenSecret }}
 - {name: RAY_AUTH_MODE, value: token}
-- {name: RAY_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: {{ .values.rayTokenSecret }}, key: token}}}
+- {name: RAY_AUTH_TOKEN, valueFrom: {secretKeyRef: {name: {{ .values.rayTokenSecret | quote }}, key: token}}}
 {{- else }}
 - {name: RAY_AUTH_MODE, value: disabled}
 {{- end }}
