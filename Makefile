@@ -11,7 +11,7 @@ READY_DEV := .venv/ready-dev
 READY_VLLM := .venv/ready-vllm
 READY_RAY := .venv/ready-ray
 
-.PHONY: help setup setup-vllm setup-ray serve test bench gpu-check format lint typecheck protos docs train images clean
+.PHONY: help setup setup-vllm setup-ray serve test bench gpu-check format lint typecheck protos docs constraints train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
@@ -95,6 +95,9 @@ docs: $(READY_DEV)
 	$(BIN)/python -m deploy.grafana.dashboards
 	$(BIN)/python -m deploy.kuberay.rayservice
 	$(BIN)/python -m tests.deploy.golden
+
+constraints: $(READY_RAY)
+	$(BIN)/python -m deploy.docker.constraints
 
 images:
 	docker build -f deploy/docker/Dockerfile -t outrider:0.1.0-cpu .
