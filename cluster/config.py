@@ -5,14 +5,14 @@ It is read by `cluster.config_file`, which asks nothing of the environment. What
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
+from cluster.config_ray import PlacementConfig, RayConfig
+from cluster.config_types import Address, DrainSeconds, HostPort, NotNegative, Port, Section, Share, is_host_port
 from cluster.errors import ConfigurationError
 
-TRIAL_SHARE = 0.02
 DEFAULT_KV_CACHE_BYTES = 256 * 2**20
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -21,27 +21,9 @@ EngineName = Literal["torch", "vllm", "simulated"]
 DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "vllm", "engine", "simulated"]
 LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
 Numerics = Literal["fast", "invariant"]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Share = Annotated[float, Field(ge=0, le=1)]
-HOST_PORT = r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}"
-HostPort = Annotated[str, Field(pattern=rf"^{HOST_PORT}$")]
-# One worker, all that a name stands for, or those that a file lists: `cluster.placement.endpoints`.
-Address = Annotated[str, Field(pattern=rf"^({HOST_PORT}|dns:[^\s:]+:\d{{1,5}}|file:\S.*)$")]
 
 
-def is_host_port(address: str) -> bool:
-    """Whether `address` is that of one worker."""
-    return re.fullmatch(HOST_PORT, address) is not None
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-DrainSeconds = Annotated[float, Field(ge=0)]
-
-
-class WorkerConfig(_Section):
+class WorkerConfig(Section):
     """One pool of workers, all with the same model and engine settings."""
 
     model: str = Field(description="Hugging Face folder, hub name, or the name of a bundled model")
@@ -170,7 +152,7 @@ class DraftConfig(WorkerConfig):
     ngram_max: PositiveInt = Field(4, description="tokens of the longest run that ngram looks up")
 
 
-class SpeculationConfig(_Section):
+class SpeculationConfig(Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
         4,
         description="draft tokens a round (k): where the controller begins, or stays when it is fixed; 0: no draft "
@@ -262,13 +244,12 @@ def _ascending(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, fl
     return points
 
 
-_NotNegative = Annotated[float, Field(ge=0)]
 _Curve = Annotated[
-    tuple[tuple[PositiveInt, _NotNegative], ...], Field(min_length=1), AfterValidator(_ascending)
+    tuple[tuple[PositiveInt, NotNegative], ...], Field(min_length=1), AfterValidator(_ascending)
 ]  # linear between points; beyond the last along the last slope
 
 
-class SimulationConfig(_Section):
+class SimulationConfig(Section):
     """What simulated engines do; a curve is linear between its points, and beyond the last goes on as before it."""
 
     vocab_size: PositiveInt | None = Field(
@@ -278,7 +259,7 @@ class SimulationConfig(_Section):
         ((1, 24.0), (4, 26.0), (8, 38.0), (16, 56.0), (32, 100.0), (64, 180.0)),
         description="time of a step of the target: pairs of rows and ms",
     )
-    target_sequence_ms: _NotNegative = Field(0.0, description="added to a step of the target for each sequence")
+    target_sequence_ms: NotNegative = Field(0.0, description="added to a step of the target for each sequence")
     draft_step_ms: _Curve = Field(
         ((1, 0.8), (16, 1.7)), description="time of a step of the drafter: pairs of rows and ms"
     )
@@ -287,11 +268,11 @@ class SimulationConfig(_Section):
         description="how often a draft is right when all before it are: one number, or one for each place in the "
         "proposal, of which the last goes on",
     )
-    acceptance_schedule: Annotated[tuple[tuple[_NotNegative, Share], ...], AfterValidator(_ascending)] = Field(
+    acceptance_schedule: Annotated[tuple[tuple[NotNegative, Share], ...], AfterValidator(_ascending)] = Field(
         (),
         description="pairs of seconds since the drafter's first sequence and the acceptance from then on",
     )
-    round_trip_ms: _NotNegative = Field(
+    round_trip_ms: NotNegative = Field(
         0.0, description="added between target and draft by the launcher, with a proxy that delays"
     )
     loss: Share = Field(0.0, description="of what the proxy passes on, the share that comes 200 ms late")
@@ -301,7 +282,7 @@ class SimulationConfig(_Section):
         return self.round_trip_ms > 0 or self.loss > 0
 
 
-class RouterConfig(_Section):
+class RouterConfig(Section):
     host: str = Field("127.0.0.1", description="address to listen at; 0.0.0.0: all of the machine's")
     port: Port = Field(8000, description="port to listen at; 0: a free one")
     max_waiting_requests: PositiveInt = Field(1024, description="requests in flight before new ones are answered 503")
@@ -330,7 +311,7 @@ class RouterConfig(_Section):
     )
 
 
-class TracingConfig(_Section):
+class TracingConfig(Section):
     """Spans of requests, exported by OTLP over HTTP."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] | None = Field(
@@ -345,142 +326,7 @@ class TracingConfig(_Section):
     )
 
 
-_Resources = dict[str, Annotated[float, Field(gt=0)]]
-
-
-class RayPoolConfig(_Section):
-    """What Ray sets aside for each replica of a pool, on one node, and on which."""
-
-    num_cpus: _NotNegative = Field(
-        1.0,
-        description="cores that Ray sets aside for a replica; what it computes on is for `threads` and `cpus` to say",
-    )
-    num_gpus: _NotNegative | None = Field(
-        None,
-        description="GPUs of a replica, all on one node; null: tensor_parallel_size where `device` is cuda or an "
-        "accelerator_type is named, else none",
-    )
-    accelerator_type: str | None = Field(None, description="the GPU, by Ray's name for it, such as `A100` or `A10G`")
-    resources: _Resources = Field({}, description="custom resources that a replica takes of its node, by name")
-    label_selector: dict[str, str] = Field(
-        {}, description="labels that the node must have, as Ray's selectors say it: `{zone: a}`, `{zone: '!a'}`"
-    )
-
-
-class RayRouterConfig(RayPoolConfig):
-    num_cpus: _NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
-    replicas: PositiveInt = Field(
-        1, description="routers; more than one on a node need `router.port` 0, else there is one on a node at most"
-    )
-
-
-class RayTargetConfig(RayPoolConfig):
-    min_replicas: PositiveInt = Field(1, description="fewer target workers are not scaled to")
-    max_replicas: PositiveInt | None = Field(None, description="more target workers are not scaled to; null: no limit")
-
-
-class RayDraftConfig(RayPoolConfig):
-    num_cpus: _NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
-    min_replicas: Annotated[int, Field(ge=0)] = Field(1, description="fewer draft workers are not scaled to")
-    max_replicas: PositiveInt | None = Field(None, description="more draft workers are not scaled to; null: no limit")
-
-
-class RayFurtherDraftsConfig(RayPoolConfig):
-    """Draft workers beside those of `draft.replicas`, such as those of another zone, or with another model."""
-
-    num_cpus: _NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
-    replicas: PositiveInt = Field(1, description="how many; they are not scaled")
-    draft: dict[str, Any] = Field({}, description="settings of the section `draft` that are others for these")
-
-
-class RayScalingConfig(_Section):
-    """Scaling of the target pool and of the draft pool, by one policy."""
-
-    mode: Literal["manual", "advise", "act"] = Field(
-        "manual",
-        description="manual: nothing; advise: decisions are logged and are metrics, and nothing else; act: Serve "
-        "carries them out, within the `min_replicas` and `max_replicas` of both pools",
-    )
-    interval_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="how often the policy looks")
-    target_use: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.8,
-        description="how full targets should be: of KV blocks or of `target.max_num_seqs`, whichever is fuller",
-    )
-    queued_tokens: PositiveInt = Field(
-        4096, description="so many tokens of sequences that wait for a target are worth a target more"
-    )
-    draft_gain: Annotated[float, Field(gt=0)] = Field(
-        0.05,
-        description="what a draft worker must bring by the targets' own measures, in tokens a second of one target "
-        "without drafts: about what it costs beside a target. One that brings less than half of that is taken away",
-    )
-    upscale_delay_seconds: _NotNegative = Field(15.0, description="how long more must have been wanted")
-    downscale_delay_seconds: _NotNegative = Field(120.0, description="how long fewer must have been wanted")
-
-
-class RayConfig(_Section):
-    application: Annotated[str, Field(min_length=1)] = Field(
-        "outrider", description="name of the Serve application under `outrider serve --launcher ray`"
-    )
-    address: str | None = Field(
-        None,
-        description="the Ray cluster to run on, `host:port` of its head; null: the one that runs on this machine, else "
-        "a new one, which ends with the launcher",
-    )
-    proxy_port: Port | None = Field(
-        None,
-        description="port of Serve's own HTTP proxy, which passes requests on to the routers, under `outrider serve`; "
-        "null: no proxy, clients call the routers",
-    )
-    router: RayRouterConfig = Field(RayRouterConfig(), description="Each router.")
-    target: RayTargetConfig = Field(RayTargetConfig(), description="Each target worker.")
-    draft: RayDraftConfig = Field(RayDraftConfig(), description="Each draft worker.")
-    further_drafts: dict[Annotated[str, Field(pattern="^[a-z0-9-]+$")], RayFurtherDraftsConfig] = Field(
-        {},
-        description="further draft workers by a name of your own, each with the settings of `ray.draft` but for its "
-        "bounds, `replicas`, and `draft`, what differs in that section: `{zone-b: {replicas: 2, label_selector: {zone: "
-        "b}}, bigger: {accelerator_type: L4, draft: {model: ..., quantization: int4}}}`",
-    )
-    scaling: RayScalingConfig = Field(RayScalingConfig(), description="How many of both there are.")
-
-
-class PlacementConfig(_Section):
-    host: str | None = Field(
-        None,
-        description="the host that this program runs on, as the lists of workers name hosts (`host=h2` after an "
-        "address); null: the environment's `OUTRIDER_HOST`, which a launcher may set, or not known",
-    )
-    zone: str | None = Field(None, description="its zone, likewise; null: `OUTRIDER_ZONE`")
-    region: str | None = Field(None, description="its region, likewise; null: `OUTRIDER_REGION`")
-    trial_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
-        TRIAL_SHARE,
-        description="share of a target's sequences that draft models other than the best get where a pool has several, "
-        "so that they keep being measured; it changes no token",
-    )
-    host_label: str = Field("ray.io/node-id", description="the label of a Ray node that says which host it is")
-    zone_label: str = Field("ray.io/availability-zone", description="the label that says its zone")
-    region_label: str = Field("ray.io/availability-region", description="the label that says its region")
-    heartbeat_seconds: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="how often a worker tells the registry that it is there"
-    )
-    expiry_seconds: Annotated[float, Field(gt=0)] = Field(
-        6.0, description="how long the registry lists a worker that it does not hear of"
-    )
-    settling_seconds: _NotNegative = Field(
-        6.0, description="how long a new registry's lists only add to those that callers have"
-    )
-
-    @model_validator(mode="after")
-    def _outlasts_a_heartbeat(self) -> PlacementConfig:
-        if self.expiry_seconds < 2 * self.heartbeat_seconds:
-            raise ValueError(
-                f"expiry_seconds {self.expiry_seconds} must be at least twice heartbeat_seconds, "
-                f"{self.heartbeat_seconds}"
-            )
-        return self
-
-
-class Config(_Section):
+class Config(Section):
     target: TargetConfig = Field(TargetConfig(), description="The workers that verify and decide.")
     draft: DraftConfig = Field(DraftConfig(), description="The workers that propose.")
     speculation: SpeculationConfig = Field(SpeculationConfig(), description="How deep, and how, to speculate.")

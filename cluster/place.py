@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from cluster.config import HOST_PORT, PlacementConfig
+from cluster.config_ray import PlacementConfig
+from cluster.config_types import HOST_PORT
 
 # Round trips that one would guess, until one is measured; seconds.
 _SAME_HOST, _SAME_ZONE, _SAME_REGION, _ELSEWHERE = 0.0002, 0.0005, 0.005, 0.030

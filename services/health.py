@@ -7,7 +7,7 @@ import argparse
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.config import is_host_port
+from cluster.config_types import is_host_port
 from cluster.errors import ConfigurationError
 from services.http_call import call
 

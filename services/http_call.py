@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from cluster.config import is_host_port
+from cluster.config_types import is_host_port
 from cluster.errors import ConfigurationError
 
 _MAX_ANSWER_BYTES = 65_536

@@ -6,7 +6,7 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from cluster.config import TRIAL_SHARE
+from cluster.config_ray import TRIAL_SHARE
 from cluster.coordination.link import DraftLink, LinkEvent
 from cluster.place import SOMEWHERE, Endpoint, Place
 from cluster.telemetry.metrics import Reading

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.config import PlacementConfig
+from cluster.config_ray import PlacementConfig
 from cluster.place import Endpoint, Place
 from cluster.speculation.demand import DraftDemand
 

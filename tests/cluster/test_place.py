@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cluster.config import PlacementConfig
+from cluster.config_ray import PlacementConfig
 from cluster.place import Endpoint, Place
 
 

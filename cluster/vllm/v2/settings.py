@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cluster.config import Address, Port, SpeculationConfig
+from cluster.config import SpeculationConfig
+from cluster.config_types import Address, Port
 from cluster.errors import ConfigurationError
 
 SECTION = "outrider"

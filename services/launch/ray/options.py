@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cluster.config import Config, RayPoolConfig, WorkerConfig
+from cluster.config import Config, WorkerConfig
+from cluster.config_ray import RayPoolConfig
 from cluster.errors import ConfigurationError
 from cluster.placement.registry import Pool
 from cluster.placement.scaling import Bounds, ScaledPool

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import PlacementConfig
+from cluster.config_ray import PlacementConfig
 from cluster.place import Endpoint
 from cluster.placement.registry import Announcement, Load, NodeLabels, Registry, View, endpoints_after
 
