@@ -37,7 +37,6 @@ MAX_STOP_STRING_CHARACTERS = 4096
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stop_token_ids": ([],),
-    "echo": (False,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -172,6 +171,11 @@ class ApiRequest(BaseModel, abc.ABC):
     @property
     def stop_strings(self) -> StopStrings:
         return StopStrings(self.stop, in_output=self.include_stop_str_in_output)
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether an answer begins with its prompt."""
+        return False
 
     @property
     @abc.abstractmethod

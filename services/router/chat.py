@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Self
 
-from pydantic import PlainValidator
+from pydantic import Field, PlainValidator, model_validator
 
 from cluster.errors import InvalidRequestError
 from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
@@ -83,6 +83,7 @@ def _refusal(reason: str, value: object) -> InvalidRequestError:
 
 class ChatRequest(ApiRequest):
     unsupported_fields = UNSUPPORTED_FIELDS | {
+        "echo": (False,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
@@ -98,8 +99,6 @@ class ChatRequest(ApiRequest):
         "web_search_options": (),
         "documents": ([],),
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
     }
     prompt_field = "messages"
 
@@ -107,6 +106,17 @@ class ChatRequest(ApiRequest):
     max_completion_tokens: MaxTokens | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False  # the template writes them itself
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default={}, description="variables of the template's own")
+
+    @model_validator(mode="after")
+    def _either_continues_or_begins(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message goes on with the last message: set add_generation_prompt to false",
+                param="continue_final_message",
+            )
+        return self
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -165,15 +175,43 @@ class ChatCompletions(Endpoint[ChatRequest]):
         self._template = template
 
     def _encode(self, request: ChatRequest) -> list[list[int]]:
-        text = render(self._template, request.messages, add_generation_prompt=request.add_generation_prompt)
+        text = render(
+            self._template,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            more=request.chat_template_kwargs,
+        )
         return [self._serving.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)]
 
 
-def render(template: ChatTemplate | None, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-    """The prompt that `messages` make. Raises InvalidRequestError where there is no template or it refuses them."""
+def render(
+    template: ChatTemplate | None,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt that `messages` make. Raises InvalidRequestError where there is no template or it refuses them.
+
+    With `continue_final_message` it ends within the last message; `more` are variables of the template's own.
+    """
     if template is None:
         raise InvalidRequestError(
             "messages need a chat template and this model has none; send a prompt to /v1/completions",
             param="messages",
         )
-    return template.render(messages, add_generation_prompt=add_generation_prompt)
+    text = template.render(messages, add_generation_prompt=add_generation_prompt, more=more)
+    return _cut_after(text, messages[-1]["content"]) if continue_final_message else text
+
+
+def _cut_after(text: str, content: str) -> str:
+    """`text` without what a template wrote after the last message's `content`, from which it may have cut blanks."""
+    for written in (content, content.rstrip(), content.strip()):
+        start = text.rfind(written) if written else -1
+        if start >= 0:
+            return text[: start + len(written)]
+    raise InvalidRequestError(
+        "continue_final_message: the chat template does not write the last message as it is", param="messages"
+    )

@@ -38,13 +38,24 @@ class ChatTemplate:
         source = file.read_text(encoding="utf-8") if file.is_file() else _template_in(config)
         return None if source is None else cls(source, _special_tokens(config))
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt. Raises InvalidRequestError when the template refuses the messages or cannot take them."""
-        variables = self._special_tokens | {
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt,
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt; `more` are variables of the template's own.
+
+        Raises InvalidRequestError when the template refuses the messages or cannot take them.
+        """
+        variables = {
+            **self._special_tokens,
             "tools": None,
             "documents": None,
+            **(more or {}),
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
             return self._template.render(variables)

@@ -47,6 +47,7 @@ class CompletionRequest(ApiRequest):
     prompt: Annotated[tuple[str | list[int], ...], PlainValidator(_prompts)]
     max_tokens: MaxTokens | None = 16
     add_special_tokens: bool = True
+    echo: bool = False
 
     @model_validator(mode="after")
     def _not_too_many_sequences(self) -> Self:
@@ -56,6 +57,10 @@ class CompletionRequest(ApiRequest):
                 param="n",
             )
         return self
+
+    @property
+    def has_echo(self) -> bool:
+        return self.echo
 
     @property
     def num_characters(self) -> int:

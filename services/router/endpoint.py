@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
@@ -147,11 +148,24 @@ class Endpoint(abc.ABC, Generic[R]):
             )
             for generate_request in generate_requests
         ]
+        if request.has_echo:
+            decode = partial(serving.tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
+            texts = [decode(prompt) for prompt in prompts for _ in range(request.n)]
+            sequences = [_echoed(text, pieces) for text, pieces in zip(texts, sequences, strict=True)]
         prompt_lens = [len(prompt) for prompt in prompts]
         trace = AnswerTrace(span, arrived_at)
         trace.describe(request, serving.model_id, reply.id, reply.seed, sum(prompt_lens))
         sequences = [trace.follow(index, sequence) for index, sequence in enumerate(sequences)]
         return _Answer(reply, interleave(sequences), len(sequences), prompt_lens)
+
+
+async def _echoed(prompt: str, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+    """`pieces`, the first of which begins with the prompt."""
+    text = prompt
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            piece.text, text = text + piece.text, ""
+            yield piece
 
 
 def draw_seed() -> int:

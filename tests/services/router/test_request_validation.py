@@ -38,7 +38,7 @@ BAD_FIELDS = [
     ("include_stop_str_in_output", [1, "true"]),
     ("return_token_ids", [1, "true"]),
     ("stop_token_ids", [[1]]),
-    ("echo", [True, 1]),
+    ("echo", [1, "true"]),
     ("logprobs", [0, 5]),
     ("prompt_logprobs", [0]),
     ("suffix", ["x"]),
@@ -81,9 +81,9 @@ BAD_CHAT_FIELDS = [
     ("logprobs", [True, 0]),
     ("top_logprobs", [1]),
     ("stop_token_ids", [[1]]),
-    ("echo", [True]),
+    ("echo", [True, 1]),
     ("chat_template", ["{{ messages }}"]),
-    ("continue_final_message", [True]),
+    ("continue_final_message", [True, "no"]),
 ]
 
 
