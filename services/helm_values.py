@@ -19,6 +19,7 @@ SCHEMA = CHART / "values.schema.json"
 
 _Port = Annotated[int, Field(gt=0, lt=65536)]
 _Percent = Annotated[int, Field(gt=0, le=100)]
+_Bytes = Annotated[str, Field(pattern=r"^([0-9]+(\.[0-9]+)?([KMGTP]i?|[kE])?)?$")]  # as Kubernetes writes them
 _Free = dict[str, Any]  # Kubernetes' own: what is in it is for Kubernetes to check
 _Quantities = dict[str, str | int | float]
 
@@ -76,7 +77,7 @@ class Target(Worker):
     nodesPerReplica: PositiveInt = 1
     rayTokenSecret: str = ""
     startupSeconds: PositiveInt = 1800
-    shmSize: str = "8Gi"
+    shmSize: _Bytes = "8Gi"
 
 
 class DraftAutoscaling(_Values):
@@ -96,7 +97,7 @@ class Draft(Worker):
 
 class ModelCache(_Values):
     claim: str = ""
-    size: str = ""
+    size: _Bytes = ""
     storageClass: str = ""
     accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = ["ReadWriteMany"]
 

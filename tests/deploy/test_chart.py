@@ -259,6 +259,8 @@ def test_containers_may_do_little() -> None:
         ({"ray": {"upgrade": {"stepSizePercent": 0}}}, "/ray/upgrade/stepSizePercent"),
         ({"ray": {"autoscaling": {"enable": True}}}, "enable"),
         ({"grafana": {"dashboard": {}}}, "dashboard"),
+        ({"target": {"shmSize": "8 Gi"}}, "/target/shmSize"),
+        ({"modelCache": {"size": "500Gib"}}, "/modelCache/size"),
         ({"prometheusRules": {"enabled": "on"}}, "/prometheusRules/enabled"),
     ],
 )
@@ -297,6 +299,7 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
             },
             "ray.upgrade.stepSizePercent 50",
         ),
+        ({"mode": "ray", "ray": {"workerGroups": [{"name": "a"}, {"name": "a"}]}}, "two have the name a"),
         ({"mode": "ray", "ray": {"workerGroups": [{"name": "a", "maxReplicas": 2}]}}, "ray.autoscaling.enabled"),
         (
             {
