@@ -27,8 +27,8 @@ UNSCALED = ("ray.scaling.mode=manual", "draft.replicas=2")
 def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list[Question], expected: Answers) -> None:
     cluster.roll(*SCALED)
     try:
-        # As many as deployed, for as long as nothing is measured; but one where the targets of before, which had measured,
-        # were listed for long enough with nothing to draft for.
+        # As many as deployed, for as long as nothing is measured; but one where the targets of before, which had
+        # measured, were listed for long enough with nothing to draft for.
         assert eventually(lambda: len(cluster.members("draft")) in (1, 2), READY_SECONDS), decisions(cluster)
 
         def wait_for_three() -> str:
