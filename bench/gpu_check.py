@@ -3,7 +3,7 @@
 Each check is a row: what was compared, whether it held, and its figures. A check that fails or raises is a row too,
 and the others go on. Choices and noise are compared with the CPU's, steps with the same steps computed without graphs,
 answers with those of a cluster without drafts. Speed is of the bundled target widened by `bench.models`, whose
-acceptance is that of the bundled pair, and of the bundled draft on the same GPU.
+acceptance is that of the bundled pair, and of the bundled draft, on the CPU and on the same GPU.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from cluster.errors import ConfigurationError
 
-_LONG_TEXT_CHARACTERS = 16_384
+LONG_TEXT_CHARACTERS = 16_384  # longer ones are encoded without Python's lock, so that a thread helps
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -34,7 +34,7 @@ class Tokenizer:
 
         Special tokens that `text` spells out are themselves either way. It must be free of lone surrogates.
         """
-        if len(text) > _LONG_TEXT_CHARACTERS:
+        if len(text) > LONG_TEXT_CHARACTERS:
             # Only batches are encoded without the interpreter's lock.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return list(encoding.ids)

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from cluster.errors import OutriderError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.telemetry.tracing import Span
-from cluster.tokenization import Tokenizer
+from cluster.tokenization import LONG_TEXT_CHARACTERS, Tokenizer
 from services.router.api_request import ApiRequest, parse_request
 from services.router.body import read_json_object
 from services.router.errors import ModelNotFoundError, envelope, excerpt
@@ -36,9 +36,6 @@ from services.router.streaming import (
 from services.router.switch import SpeculationSwitch
 from services.router.tracing import AnswerTrace, span_of
 from services.router.wire_requests import build_generate_requests
-
-# Longer texts are tokenised in a thread, so that streams go on: for these the tokenizer releases Python's lock.
-_LONG_TEXT_CHARACTERS = 16_384
 
 R = TypeVar("R", bound=ApiRequest)
 
@@ -109,7 +106,7 @@ class Endpoint(abc.ABC, Generic[R]):
         return JSONResponse(body, headers=headers)
 
     async def _tokenize(self, request: R) -> list[list[int]]:
-        if request.num_characters > _LONG_TEXT_CHARACTERS:
+        if request.num_characters > LONG_TEXT_CHARACTERS:
             return await asyncio.to_thread(self._encode, request)
         return self._encode(request)
 
