@@ -10,8 +10,9 @@ READY := .venv/ready
 READY_DEV := .venv/ready-dev
 READY_VLLM := .venv/ready-vllm
 READY_RAY := .venv/ready-ray
+READY_CLIENTS := .venv/ready-clients
 
-.PHONY: help setup setup-vllm setup-ray serve test bench gpu-check format lint typecheck protos docs constraints train images clean
+.PHONY: help setup setup-vllm setup-ray setup-clients serve test bench gpu-check format lint typecheck protos docs constraints train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
@@ -20,6 +21,7 @@ help:
 	@echo "make gpu-check                        what only a GPU can show; results in bench/results"
 	@echo "make setup-vllm                       add vLLM to the environment, for target.engine vllm"
 	@echo "make setup-ray                        add Ray to the environment, for --launcher ray"
+	@echo "make setup-clients                    add the clients that tests/system/clients lets loose on a cluster"
 	@echo "make images                           build the container images"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
@@ -55,13 +57,21 @@ $(READY_RAY): pyproject.toml $(KERNELS) | $(READY_DEV)
 	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,ray]'
 	@touch $@ $(READY_DEV) $(READY)
 
+setup-clients: $(READY_CLIENTS)
+
+$(READY_CLIENTS): pyproject.toml $(KERNELS) | $(READY_DEV)
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,clients]'
+	@touch $@ $(READY_DEV) $(READY)
+
 serve: $(READY)
 	@exec $(BIN)/outrider serve $(ARGS)
 
-# Without vLLM or Ray their tests say that it is missing, and are skipped, unless REQUIRE_VLLM or REQUIRE_RAY is set.
+# Without vLLM, Ray or the clients their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
+# REQUIRE_RAY or REQUIRE_CLIENTS is set.
 test: $(READY_DEV)
 	@$(MAKE) --no-print-directory setup-vllm || test -z "$(REQUIRE_VLLM)"
 	@$(MAKE) --no-print-directory setup-ray || test -z "$(REQUIRE_RAY)"
+	@$(MAKE) --no-print-directory setup-clients || test -z "$(REQUIRE_CLIENTS)"
 	$(BIN)/pytest $(ARGS)
 
 bench: $(READY_DEV)

@@ -86,6 +86,8 @@ class Case:
             "target.enable_prefix_caching": "false",
             "draft.max_num_seqs": 2 * load.num_seqs,
             "draft.max_num_batched_tokens": load.max_num_batched_tokens,
+            "target.max_prefill_ms": 50 * scale,
+            "draft.max_prefill_ms": 50 * scale,
             "speculation.draft_timeout_ms": 1000 * scale,
             "speculation.num_speculative_tokens": 0 if self.draft is None else depth,
         }

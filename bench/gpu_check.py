@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
+from cluster.speculation.scoring import token_logprobs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 VOCAB_SIZES = (4096, 128_256)
@@ -92,6 +93,43 @@ def check_sampling() -> list[Row]:
                 figures,
             )
         )
+    return rows
+
+
+def check_constraints() -> list[Row]:
+    """Choices among allowed tokens, and log-probabilities, on both devices from the same logits."""
+    rows = []
+    for vocab_size in VOCAB_SIZES:
+        generator = torch.Generator().manual_seed(vocab_size)
+        logits = 3 * torch.randn(16 * len(PARAMS), vocab_size, generator=generator)
+        words = torch.randint(-(2**31), 2**31, (len(logits), -(-vocab_size // 32)), generator=generator)
+        allowed = words.to(torch.int32)
+        requests = [
+            SampleRequest(
+                PARAMS[i % len(PARAMS)], NoiseKey.derive(i, 0), [i + 1, 7, 7, 11], 2, allowed=allowed[i : i + 1]
+            )
+            for i in range(len(logits))
+        ]
+        expected, seen = (Sampler(d).sample(logits.to(d), requests) for d in (CPU, GPU))
+        scores = perturbed_logits(logits, requests)
+        different = [i for i, (a, b) in enumerate(zip(expected, seen, strict=True)) if a != b]
+        ties = sum(float(scores[i, expected[i]] - scores[i, seen[i]]) < NEAR_TIE for i in different)
+        places, on_gpu = range(len(logits)), logits.to(GPU)
+        wanted, found = (token_logprobs(on, places, expected, 5) for on in (logits, on_gpu))
+        error = max(abs(a - b) for a, b in zip(wanted.top_logprobs, found.top_logprobs, strict=True))
+        same = (wanted.ranks, wanted.top_token_ids) == (found.ranks, found.top_token_ids)
+        one = [SampleRequest(SamplingParams(), NoiseKey.derive(i, 1), [1], 1) for i in range(16)]
+        masked = [replace(request, allowed=allowed[i : i + 1]) for i, request in enumerate(one)]
+        figures = {
+            "ms, 16 rows": milliseconds(partial(Sampler(GPU).sample, on_gpu[:16], one)),
+            "ms, 16 rows with masks": milliseconds(partial(Sampler(GPU).sample, on_gpu[:16], masked)),
+            "ms, 5 log-probabilities of 16 rows": milliseconds(
+                partial(token_logprobs, on_gpu, range(16), expected[:16], 5)
+            ),
+        }
+        seen_text = f"{len(different)} choices differ, {ties} near-ties; log-probabilities by at most {error:.1e}"
+        held = len(different) == ties and error < 1e-4 and same
+        rows.append(Row(f"masks and log-probabilities, vocabulary of {vocab_size}", held, seen_text, figures))
     return rows
 
 
@@ -213,7 +251,7 @@ def run(checks: dict[str, Callable[[], list[Row]]], out: Path) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu_check", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=("sampling", "steps", "answers", "engine", "speed"))
+    parser.add_argument("--only", nargs="+", choices=("sampling", "constraints", "steps", "answers", "engine", "speed"))
     parser.add_argument("--out", type=Path, default=None, help="default: bench/results/gpu.json")
     arguments = parser.parse_args(argv)
     if arguments.only and arguments.out is None:
@@ -226,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pair, results = Path(folder), arguments.out.parent
         checks: dict[str, Callable[[], list[Row]]] = {
             "sampling": check_sampling,
+            "constraints": check_constraints,
             "steps": check_steps,
             "answers": check_answers,
             "engine": lambda: check_engine(pair, results),

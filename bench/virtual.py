@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from bench.in_process import simulated_request
-from cluster.config import Config, SimulationConfig
+from cluster.config import Config
+from cluster.config_simulation import SimulationConfig
 from cluster.coordination.link import DraftLink, LinkEvent, LinkState
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.simulated import SimulatedDrafter

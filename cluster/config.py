@@ -1,16 +1,31 @@
 """The configuration: one YAML tree for every program, read once, unknown keys refused.
 
-It is read by `cluster.config_file`, which asks nothing of the environment. What can be derived is a property.
+It is read by `cluster.config_file`. What can be derived is a property.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from cluster.config_ray import PlacementConfig, RayConfig
-from cluster.config_types import Address, DrainSeconds, HostPort, NotNegative, Port, Section, Share, is_host_port
+from cluster.config_router import RouterConfig
+from cluster.config_simulation import SimulationConfig
+from cluster.config_tls import TlsConfig
+from cluster.config_types import (
+    AdapterName,
+    Address,
+    DrainSeconds,
+    FilePath,
+    HostPort,
+    LogFormat,
+    LogLevel,
+    Port,
+    Section,
+    Share,
+    is_host_port,
+)
 from cluster.errors import ConfigurationError
 
 DEFAULT_KV_CACHE_BYTES = 256 * 2**20
@@ -61,6 +76,11 @@ class WorkerConfig(Section):
     )
     max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
+    max_prefill_ms: PositiveFloat | None = Field(
+        50.0,
+        description="milliseconds that prompts may add to a step: a long one is computed in so many steps, between "
+        "which others get their tokens, and begin; null: as many of their tokens as a step takes",
+    )
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share the model; more than 1: with vLLM only")
     engine_args: dict[str, Any] = Field(
         {}, description="further arguments of vLLM's engine, by their names there, such as `{enforce_eager: true}`"
@@ -86,8 +106,32 @@ class WorkerConfig(Section):
         "127.0.0.1", description="where the metrics page listens; 0.0.0.0: reachable from other machines"
     )
     metrics_port: Port | None = Field(
-        None, description="port of the metrics page; 0: a free one; null: no page (the launcher picks a port)"
+        0,
+        description="port of the metrics page; 0: a free one, which the log says; null: no page. `outrider serve` "
+        "gives it to the pool's first worker, and free ones to the others",
     )
+    metrics_token_file: FilePath | None = Field(
+        None,
+        description="a token that opens the metrics page, for who scrapes it; each line of the file is one. null: that "
+        "of `tls.token_file`, if there is one",
+    )
+    tls_server_name: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="what the workers' certificates have to be for, where callers dial addresses that are not in them, "
+        "such as those of pods; null: the host that is dialled",
+    )
+    reflection: bool = Field(
+        False, description="whether gRPC's reflection tells callers of the worker's methods, for tools such as grpcurl"
+    )
+    health_listen: HostPort | None = Field(
+        None,
+        description="where gRPC's health service is answered in plaintext and without a token, and nothing else, for "
+        "Kubernetes' probes, which know neither; null: only with all the rest",
+    )
+
+    @property
+    def max_prefill_seconds(self) -> float | None:
+        return None if self.max_prefill_ms is None else self.max_prefill_ms / 1e3
 
     @property
     def listen_address(self) -> str:
@@ -110,6 +154,11 @@ class TargetConfig(WorkerConfig):
         description="Hugging Face folder, hub name, or the name of a bundled model; the router reads its tokenizer too",
     )
     replicas: PositiveInt = Field(1, description="target workers that the launcher starts")
+    max_waiting_tokens: PositiveInt = Field(
+        2**22,
+        description="tokens of sequences that wait for their first one, each counted as 256 at least, before routers "
+        "are told to try another target; what was begun on another is taken whatever waits, and one alone always is",
+    )
     engine: EngineName = Field(
         "torch",
         description="torch: runs the model; vllm: has vLLM run it (`docs/VLLM.md`); simulated: computes nothing, see "
@@ -120,6 +169,20 @@ class TargetConfig(WorkerConfig):
         description="fast: logits may differ in their last bits with the batch; invariant: the same bits whatever the "
         "batch and the cut of the work, or no start at all",
     )
+    lora: dict[AdapterName, FilePath] = Field(
+        {},
+        description="LoRA adapters, by the name that requests give as their `model`: folders with PEFT's "
+        "adapter_config.json and adapter_model.safetensors; engine vllm only (`docs/VLLM.md`)",
+    )
+    lora_root: FilePath | None = Field(
+        None,
+        description="folder below which adapters have to lie that are loaded while the target serves (`outrider "
+        "adapter load`); null: none can be",
+    )
+
+    @property
+    def takes_adapters(self) -> bool:
+        return bool(self.lora) or self.lora_root is not None
 
 
 class DraftConfig(WorkerConfig):
@@ -237,80 +300,6 @@ def window_of(num_speculative_tokens: int, granted: int) -> int:
     return max(num_speculative_tokens, min(granted, 2 * num_speculative_tokens + 2))
 
 
-def _ascending(points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
-    counts = [count for count, _ in points]
-    if counts != sorted(set(counts)):
-        raise ValueError("the first numbers of the pairs must ascend")
-    return points
-
-
-_Curve = Annotated[
-    tuple[tuple[PositiveInt, NotNegative], ...], Field(min_length=1), AfterValidator(_ascending)
-]  # linear between points; beyond the last along the last slope
-
-
-class SimulationConfig(Section):
-    """What simulated engines do; a curve is linear between its points, and beyond the last goes on as before it."""
-
-    vocab_size: PositiveInt | None = Field(
-        None, description="tokens in the vocabulary; null: as many as the target's model has"
-    )
-    target_step_ms: _Curve = Field(
-        ((1, 24.0), (4, 26.0), (8, 38.0), (16, 56.0), (32, 100.0), (64, 180.0)),
-        description="time of a step of the target: pairs of rows and ms",
-    )
-    target_sequence_ms: NotNegative = Field(0.0, description="added to a step of the target for each sequence")
-    draft_step_ms: _Curve = Field(
-        ((1, 0.8), (16, 1.7)), description="time of a step of the drafter: pairs of rows and ms"
-    )
-    acceptance: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
-        0.75,
-        description="how often a draft is right when all before it are: one number, or one for each place in the "
-        "proposal, of which the last goes on",
-    )
-    acceptance_schedule: Annotated[tuple[tuple[NotNegative, Share], ...], AfterValidator(_ascending)] = Field(
-        (),
-        description="pairs of seconds since the drafter's first sequence and the acceptance from then on",
-    )
-    round_trip_ms: NotNegative = Field(
-        0.0, description="added between target and draft by the launcher, with a proxy that delays"
-    )
-    loss: Share = Field(0.0, description="of what the proxy passes on, the share that comes 200 ms late")
-
-    @property
-    def needs_proxy(self) -> bool:
-        return self.round_trip_ms > 0 or self.loss > 0
-
-
-class RouterConfig(Section):
-    host: str = Field("127.0.0.1", description="address to listen at; 0.0.0.0: all of the machine's")
-    port: Port = Field(8000, description="port to listen at; 0: a free one")
-    max_waiting_requests: PositiveInt = Field(1024, description="requests in flight before new ones are answered 503")
-    max_body_bytes: PositiveInt = Field(8 * 2**20, description="bytes of a request's body before it is answered 413")
-    drain_seconds: DrainSeconds = Field(
-        30.0, description="how long running requests may go on after SIGTERM; then they end with an error (503)"
-    )
-    max_pause_seconds: Annotated[float, Field(ge=0)] = Field(
-        60.0, description="how long a request whose target was lost waits for another, or for its restart"
-    )
-    served_model_name: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="what clients call the model; null: `target.model`, or its folder's name where it is a path"
-    )
-    speculation_percentage: Annotated[float, Field(ge=0, le=100)] = Field(
-        100.0, description="share of the requests that are speculated for, at first; `outrider speculation` changes it"
-    )
-    admin_listen: HostPort | None = Field(
-        None,
-        description="where the router answers `outrider speculation` and other calls of its operators; it asks nobody "
-        "who they are, so keep it on 127.0.0.1; null: nowhere",
-    )
-    allow_different_targets: bool = Field(
-        False,
-        description="use targets together whose answers may differ (other weights, dtype, processor, ...); what it "
-        "costs: a request may get other tokens from another worker, and one that is moved may change its course",
-    )
-
-
 class TracingConfig(Section):
     """Spans of requests, exported by OTLP over HTTP."""
 
@@ -326,14 +315,27 @@ class TracingConfig(Section):
     )
 
 
+class LoggingConfig(Section):
+    level: LogLevel = Field(
+        "info", description="the least that is logged: debug, info, warning or error; `--log-level` is the same"
+    )
+    format: LogFormat = Field(
+        "text", description="text: `time level program: message`; json: an object a line; `--log-format` is the same"
+    )
+
+
 class Config(Section):
     target: TargetConfig = Field(TargetConfig(), description="The workers that verify and decide.")
     draft: DraftConfig = Field(DraftConfig(), description="The workers that propose.")
     speculation: SpeculationConfig = Field(SpeculationConfig(), description="How deep, and how, to speculate.")
     router: RouterConfig = Field(RouterConfig(), description="The HTTP server.")
+    tls: TlsConfig = Field(
+        TlsConfig(), description="Between the programs: certificates and a shared token (`docs/SECURITY.md`)."
+    )
     tracing: TracingConfig = Field(
         TracingConfig(), description="Spans of requests, by OpenTelemetry (`docs/OPERATING.md`)."
     )
+    logging: LoggingConfig = Field(LoggingConfig(), description="The log of each program, on stderr.")
     simulation: SimulationConfig = Field(
         SimulationConfig(),
         description="What simulated engines do (`target.engine` and `draft.drafter` both `simulated`). The default "
@@ -398,6 +400,10 @@ class Config(Section):
                 raise ValueError(f"acceptance engine needs target.engine vllm, not {self.target.engine}")
             if self.draft.drafter == "engine":
                 raise ValueError(f"draft.drafter engine needs target.engine vllm, not {self.target.engine}")
+            if self.target.takes_adapters:
+                raise ValueError(
+                    f"target.lora and target.lora_root need target.engine vllm: {self.target.engine} has no adapters"
+                )
         if self.draft.drafter != "vllm":
             _refuse_vllm_settings("draft", self.draft, f"draft.drafter {self.draft.drafter}")
         if self.draft.drafter == "vllm" and self.draft.quantization is not None:

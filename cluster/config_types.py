@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,10 +15,31 @@ HostPort = Annotated[str, Field(pattern=rf"^{HOST_PORT}$")]
 # One worker, all that a name stands for, or those that a file lists: `cluster.placement.endpoints`.
 Address = Annotated[str, Field(pattern=rf"^({HOST_PORT}|dns:[^\s:]+:\d{{1,5}}|file:\S.*)$")]
 
+FilePath = Annotated[str, Field(min_length=1)]
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+_ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}"
+AdapterName = Annotated[str, Field(pattern=rf"^{_ADAPTER_NAME}$")]
+"""What requests call a LoRA adapter: it stands in URLs, logs and labels of metrics."""
+
+
+def is_adapter_name(name: str) -> bool:
+    return re.fullmatch(_ADAPTER_NAME, name) is not None
+
 
 def is_host_port(address: str) -> bool:
     """Whether `address` is that of one worker."""
     return re.fullmatch(HOST_PORT, address) is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach who listens at `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Section(BaseModel):
@@ -26,3 +48,4 @@ class Section(BaseModel):
 
 DrainSeconds = Annotated[float, Field(ge=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -2,6 +2,7 @@
 
 OutriderError
 ├── ConfigurationError      a setting, flag, model folder or port is unusable
+│   └── AddressInUseError   somebody else listens there, who may be gone soon
 ├── InvalidRequestError     400  INVALID_ARGUMENT    the caller's request is unusable; `param` names the field
 ├── NotFoundError           404  NOT_FOUND           no such model or route
 ├── OverloadedError         503  RESOURCE_EXHAUSTED  the queue is full; nothing was started
@@ -14,6 +15,8 @@ in the router's request parsing.
 
 from __future__ import annotations
 
+import errno
+
 import grpc
 
 
@@ -23,6 +26,8 @@ class OutriderError(Exception):
     http_status = 500
     grpc_code = grpc.StatusCode.INTERNAL
     error_type = "internal_error"
+    retry_after: int | None = None
+    """Seconds after which it is worth to ask again, where it ever is."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -34,6 +39,16 @@ class ConfigurationError(OutriderError):
     """A setting that cannot work; the message says which and what to do."""
 
     grpc_code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class AddressInUseError(ConfigurationError):
+    """Another program has the port."""
+
+
+def cannot_listen(where: str, error: Exception, remedy: str) -> ConfigurationError:
+    """Why nobody can listen at `where`; the message ends with `remedy`."""
+    kind = AddressInUseError if getattr(error, "errno", None) == errno.EADDRINUSE else ConfigurationError
+    return kind(f"cannot listen at {where}: {getattr(error, 'strerror', None) or error}; {remedy}")
 
 
 class InvalidRequestError(OutriderError):
@@ -52,12 +67,14 @@ class OverloadedError(OutriderError):
     http_status = 503
     grpc_code = grpc.StatusCode.RESOURCE_EXHAUSTED
     error_type = "overloaded_error"
+    retry_after = 1  # a place is free as soon as any request ends
 
 
 class UnavailableError(OutriderError):
     http_status = 503
     grpc_code = grpc.StatusCode.UNAVAILABLE
     error_type = "unavailable_error"
+    retry_after = 5  # a worker that died: noticed, started again after a pause, its model loaded, found to answer
 
 
 class InternalError(OutriderError):

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Tokenizer
 
 from cluster.errors import ConfigurationError
 
 LONG_TEXT_CHARACTERS = 16_384  # longer ones are encoded without Python's lock, so that a thread helps
+_MAX_PENDING_TOKENS = 32  # that end inside a character
+_LONGEST_CHARACTER = 4  # bytes
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -24,10 +30,20 @@ class Tokenizer:
             raise ConfigurationError(f"the model folder {folder} has no tokenizer.json")
         self._definition = path.read_bytes()
         self._tokenizer: _Tokenizer = _Tokenizer.from_buffer(self._definition)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        decoder = self._tokenizer.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()  # its part of the file
 
     @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The IDs of the special tokens, by how they are spelled."""
+        return self._special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token IDs of `text`, with whatever the model's tokenizer puts around a prompt if `add_special_tokens`.
@@ -37,8 +53,34 @@ class Tokenizer:
         if len(text) > LONG_TEXT_CHARACTERS:
             # Only batches are encoded without the interpreter's lock.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return list(encoding.ids)
+            token_ids: list[int] = encoding.ids
+            return token_ids
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_partly_literal(
+        self, text: str, stand_ins: Mapping[str, str], *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """As `encode`, but for spellings of special tokens that are to stay text.
+
+        The first character of each of them is a key of `stand_ins`, in place of that key's value.
+        """
+        token_ids = self._disguised.encode(text, stand_ins)
+        if not add_special_tokens:
+            return token_ids
+        before, after = self._surroundings()
+        return before + token_ids + after
+
+    @cached_property
+    def _disguised(self) -> _DisguisedTokenizer:
+        return _DisguisedTokenizer(self._tokenizer)
+
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before a prompt and after it."""
+        bare, whole = (self.encode("a", add_special_tokens=adds) for adds in (False, True))
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return whole[:start], whole[start + len(bare) :]
+        return [], []
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -47,6 +89,19 @@ class Tokenizer:
     def tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """Each of `token_ids` as the vocabulary spells it; None where it has no such token."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, which may end inside a character; b"" where there is no such token."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return b"".join(_BYTES.get(character) or character.encode() for character in token)
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def fingerprint(self) -> str:
         """SHA-256, in hexadecimal, over what token IDs mean: (ID, token), merges and special IDs.
@@ -68,18 +123,78 @@ class Tokenizer:
         return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
+class _DisguisedTokenizer:
+    """The same tokenizer, but that its special tokens are spelled in a way that nobody knows.
+
+    So what a text spells of the real ones is text, with the tokens it would have if they did not exist.
+    """
+
+    def __init__(self, original: _Tokenizer) -> None:
+        self._disguise = secrets.token_hex(16)
+        # The two share the model. There is no post-processor: it would know special tokens by the IDs that they had.
+        self._tokenizer = _Tokenizer(original.model)
+        if original.normalizer is not None:
+            self._tokenizer.normalizer = original.normalizer
+        if original.pre_tokenizer is not None:
+            self._tokenizer.pre_tokenizer = original.pre_tokenizer
+        # Tokens that the model's own vocabulary does not spell are numbered anew.
+        self._original_id: dict[int, int] = {}
+        special: list[str] = []
+        for token_id, token in sorted(original.get_added_tokens_decoder().items()):
+            added = token
+            if token.special:
+                special.append(token.content)
+                added = AddedToken(
+                    self._disguise + token.content,
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=False,
+                )
+            self._tokenizer.add_tokens([added])
+            new_id = self._tokenizer.token_to_id(added.content)
+            assert new_id is not None
+            self._original_id[new_id] = token_id
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = re.compile("|".join(re.escape(token) for token in longest_first))
+
+    def encode(self, text: str, stand_ins: Mapping[str, str]) -> list[int]:
+        """See `Tokenizer.encode_partly_literal`."""
+        disguised = self._special.sub(lambda match: self._disguise + match[0], text)
+        literal = disguised.translate({ord(stand_in): first for stand_in, first in stand_ins.items()})
+        # A batch, as only those are encoded without the interpreter's lock.
+        (encoding,) = self._tokenizer.encode_batch_fast([literal], add_special_tokens=False)
+        return [self._original_id.get(token_id, token_id) for token_id in encoding.ids]
+
+
+def _byte_level_alphabet() -> dict[str, bytes]:
+    """The characters that byte-level vocabularies write bytes with: printable ones stand for themselves, the others
+    come after the first 256 (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [*map(chr, printable), *(chr(256 + index) for index in range(len(others)))]
+    return {character: bytes([byte]) for character, byte in zip(characters, [*printable, *others], strict=True)}
+
+
+_BYTES = _byte_level_alphabet()
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
 class IncrementalDetokenizer:
     """Turns a stream of token IDs into pieces of text whose concatenation is the text of all of them.
 
     A piece never ends inside a character: bytes of an unfinished one are held back until it is complete or the
     stream ends. Decoding restarts at the last place where a character ended, with the tokens of one piece before
-    it for context (some tokenizers drop a space at the start of a text), so the cost of a token does not grow
-    with the stream.
+    it for context (some tokenizers drop a space at the start of a text). Where none ends for some tokens, their bytes
+    are no characters, and all but the last few are let go. So the cost of a token does not grow with the stream.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> None:
+        """`shown`: special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._skips = skip_special_tokens
+        self._hidden: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            self._hidden = frozenset(tokenizer.special_tokens.values()) - frozenset(shown)
         self._context: list[int] = []  # tokens of the last complete piece
         self._context_text = ""
         self._pending: list[int] = []  # tokens since, perhaps within a character
@@ -87,25 +202,52 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; "" when they end inside a character."""
-        self._pending.extend(token_ids)
-        text = self._pending_text()
+        self._pending.extend(token_id for token_id in token_ids if token_id not in self._hidden)
+        text = self._text(self._pending)
         complete = text.rstrip(_REPLACEMENT)
         piece = complete[self._num_emitted :]
+        self._num_emitted = max(self._num_emitted, len(complete))
         if complete and complete == text:
-            self._context, self._pending = self._pending, []
-            self._context_text = self._tokenizer.decode(self._context, skip_special_tokens=self._skips)
-            self._num_emitted = 0
-        else:
-            self._num_emitted = max(self._num_emitted, len(complete))
+            self._settle(len(self._pending), text)
+        elif len(self._pending) > _MAX_PENDING_TOKENS:
+            end = self._start_of_last_character()
+            settled = self._text(self._pending[:end])
+            piece += settled[self._num_emitted :]
+            self._settle(end, settled)
         return piece
 
     def flush(self) -> str:
         """The rest, at the end of the stream; an unfinished character becomes U+FFFD."""
-        piece = self._pending_text()[self._num_emitted :]
+        piece = self._text(self._pending)[self._num_emitted :]
         self._context, self._pending, self._num_emitted = [], [], 0
         self._context_text = ""
         return piece
 
-    def _pending_text(self) -> str:
-        text = self._tokenizer.decode(self._context + self._pending, skip_special_tokens=self._skips)
-        return text[len(self._context_text) :]
+    def _text(self, token_ids: list[int]) -> str:
+        """Of `token_ids` after the context."""
+        return self._decode(self._context + token_ids)[len(self._context_text) :]
+
+    def _settle(self, num_tokens: int, text: str) -> None:
+        """The first of the pending tokens, which are `text`, and all of it is out, become the context."""
+        self._context, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
+        self._context_text = self._decode(self._context)
+        self._num_emitted = max(0, self._num_emitted - len(text))
+
+    def _start_of_last_character(self) -> int:
+        """The last of the pending tokens before which a character surely ended, if one did."""
+        bytes_of = [self._tokenizer.token_bytes(token_id) for token_id in self._pending]
+        for index in range(len(bytes_of) - 1, 0, -1):
+            before = b"".join(bytes_of[max(0, index - _LONGEST_CHARACTER) : index])[1 - _LONGEST_CHARACTER :]
+            # No character has more than three bytes after its first.
+            is_over = len(before) == _LONGEST_CHARACTER - 1 and all(map(_is_continuation, before))
+            if bytes_of[index] and (is_over or not _is_continuation(bytes_of[index][0])):
+                return index
+        return len(bytes_of)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _is_continuation(byte: int) -> bool:
+    """Whether, in UTF-8, `byte` goes on with a character."""
+    return byte & 0xC0 == 0x80

@@ -4,33 +4,55 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 from cluster.config import Config
 from cluster.config_file import load_config
+from cluster.config_types import LogFormat, LogLevel
 from cluster.engine.memory_plan import Memory, PlannedModel, describe, plan_pair
-from cluster.errors import ConfigurationError
+from cluster.errors import AddressInUseError, ConfigurationError
 from cluster.telemetry.logs import setup_logging
 from cluster.training.cli import add_arguments as add_train_arguments
 from cluster.training.cli import main as run_training
+from services.adapters import add_arguments as add_adapter_arguments
+from services.adapters import run as change_adapters
+from services.certs import add_arguments as add_certs_arguments
+from services.certs import run as make_certificates
+from services.check_config import run as check_config
 from services.health import add_arguments as add_health_arguments
 from services.health import run as check_health
 from services.plan.cli import above_zero
 from services.plan.cli import add_arguments as add_plan_cluster_arguments
 from services.plan.cli import run as plan_cluster
+from services.settings import AppendOverride, settings_parser
 from services.speculation_switch import add_arguments as add_speculation_arguments
 from services.speculation_switch import run as switch_speculation
 
+logger = logging.getLogger(__name__)
+
+_LOG_LEVELS = get_args(LogLevel)
+_LOG_FORMATS = get_args(LogFormat)
 _PROGRAMS = {
     "router": "run the HTTP router",
     "target": "run a target worker",
     "draft": "run a draft worker",
 }
+
+
+_EPILOG = (
+    "Every setting can be given in the file, as `section: {key: VALUE}`; in the environment, as "
+    "OUTRIDER_SECTION__KEY=VALUE, which goes before the file; and as --section.key VALUE, which goes before both. "
+    "Values are read as YAML. `outrider check-config` shows what comes of it."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +63,7 @@ class ServeOption:
     metavar: str
     settings: tuple[str, ...]
     purpose: str
+    is_mapping: bool = False  # NAME=VALUE, repeated for each, in the place of the whole setting
 
     @property
     def destination(self) -> str:
@@ -65,18 +88,33 @@ SERVE_OPTIONS = (
     ServeOption("--served-model-name", "NAME", ("router.served_model_name",), "what clients call the model"),
     ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),
     ServeOption("--draft-replicas", "N", ("draft.replicas",), "draft workers"),
+    ServeOption(
+        "--lora",
+        "NAME=FOLDER",
+        ("target.lora",),
+        "a LoRA adapter, and the `model` that requests call it by; may be repeated",
+        is_mapping=True,
+    ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit code. A setting that cannot work is one line on stderr and code 2."""
+    """Runs a subcommand; returns the exit code. A setting that cannot work is one line on stderr and code 2; a port of
+    a program that another has, which may be free later, is code 75 (EX_TEMPFAIL)."""
     arguments = make_parser().parse_args(argv)
-    setup_logging(arguments.command)
+    if "log_level" in arguments:
+        setup_logging(arguments.command, arguments.log_level, arguments.log_format)
+    else:
+        setup_logging(arguments.command)
     try:
         return int(arguments.run(arguments))
     except ConfigurationError as error:
-        print(f"outrider {arguments.command}: {error}", file=sys.stderr)
-        return 2
+        if getattr(arguments, "log_format", "text") == "json":
+            logger.error("%s", error)
+        else:
+            print(f"outrider {arguments.command}: {error}", file=sys.stderr)
+        is_passing = isinstance(error, AddressInUseError) and arguments.command in _PROGRAMS
+        return os.EX_TEMPFAIL if is_passing else 2
     except KeyboardInterrupt:
         return 130
 
@@ -87,33 +125,54 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"outrider {version('outrider')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="run a whole cluster, on this machine or on Ray")
+    settings = [settings_parser()]
+    serve = commands.add_parser("serve", parents=settings, help="run a whole cluster, on this machine or on Ray")
     _add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
-    down = commands.add_parser("down", help="end what `serve --launcher ray` left running when it was killed")
+    down = commands.add_parser(
+        "down", parents=settings, help="end what `serve --launcher ray` left running when it was killed"
+    )
     _add_config_arguments(down)
     down.set_defaults(run=_down)
     for program, purpose in _PROGRAMS.items():
-        command = commands.add_parser(program, help=purpose)
+        command = commands.add_parser(program, parents=settings, help=purpose)
         _add_config_arguments(command)
         command.set_defaults(run=_run_program)
+    check = commands.add_parser(
+        "check-config", parents=settings, help="show the configuration that comes of file, environment and options"
+    )
+    _add_config_arguments(check)
+    check.set_defaults(run=_check_config)
     health = commands.add_parser("health", help="tell whether a router or a worker answers")
     add_health_arguments(health)
+    _add_log_options(health)
     health.set_defaults(run=check_health)
+    certs = commands.add_parser("certs", help="make certificates of an authority of one's own, for development")
+    add_certs_arguments(certs)
+    _add_log_options(certs)
+    certs.set_defaults(run=make_certificates)
     speculation = commands.add_parser("speculation", help="switch speculation off, on, or on for some requests, live")
     add_speculation_arguments(speculation)
+    _add_log_options(speculation)
     speculation.set_defaults(run=switch_speculation)
+    adapter = commands.add_parser("adapter", help="load, unload or list LoRA adapters, live")
+    add_adapter_arguments(adapter)
+    _add_log_options(adapter)
+    adapter.set_defaults(run=change_adapters)
     plans = commands.add_parser("plan", help="tell what a deployment needs").add_subparsers(
         required=True, metavar="WHAT"
     )
     plan_memory = plans.add_parser("memory", help="GPU memory of a pair: weights, KV cache, largest batch")
     _add_plan_memory_arguments(plan_memory)
+    _add_log_options(plan_memory)
     plan_memory.set_defaults(run=_plan_memory)
     cluster = plans.add_parser("cluster", help="throughput, latency and dollars of ways to place a draft")
     add_plan_cluster_arguments(cluster)
+    _add_log_options(cluster)
     cluster.set_defaults(run=plan_cluster)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
+    _add_log_options(train)
     train.set_defaults(run=run_training)
     return parser
 
@@ -126,8 +185,34 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override one setting; may be repeated",
+        help="another way to write --SECTION.KEY VALUE; may be repeated",
     )
+    parser.add_argument(
+        "--log-level",
+        action=AppendOverride,
+        dest="overrides",
+        const=("logging.level",),
+        default=[],
+        choices=_LOG_LEVELS,
+        help="the least that is logged (default: info); the same as --logging.level",
+    )
+    parser.add_argument(
+        "--log-format",
+        action=AppendOverride,
+        dest="overrides",
+        const=("logging.format",),
+        default=[],
+        choices=_LOG_FORMATS,
+        help="how it is written (default: text); the same as --logging.format",
+    )
+    parser.usage = f"{parser.prog} [OPTION ...] [--SECTION.KEY VALUE ...]"  # argparse would list two hundred
+    parser.epilog = _EPILOG
+
+
+def _add_log_options(parser: argparse.ArgumentParser) -> None:
+    """To a command that has no configuration of its own."""
+    parser.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="default: info")
+    parser.add_argument("--log-format", choices=_LOG_FORMATS, default="text", help="default: text")
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +224,33 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="local: processes of this machine (default); ray: a Ray Serve application, on a new Ray if none is here",
     )
     for option in SERVE_OPTIONS:
-        parser.add_argument(option.flag, metavar=option.metavar, help=option.purpose)
+        if option.is_mapping:
+            parser.add_argument(
+                option.flag,
+                action="append",
+                type=_pair,
+                dest=option.destination,
+                default=[],
+                metavar=option.metavar,
+                help=option.purpose,
+            )
+            continue
+        parser.add_argument(
+            option.flag,
+            action=AppendOverride,
+            dest="overrides",
+            const=option.settings,
+            default=[],
+            metavar=option.metavar,
+            help=option.purpose,
+        )
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not (separator and name and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,20 +293,33 @@ def _serve(arguments: argparse.Namespace) -> int:
     else:
         from services.launch.local import serve
 
-    options = [
-        f"{setting}={value}"
+    mappings = [
+        f"{setting}={json.dumps(dict(pairs))}"
         for option in SERVE_OPTIONS
-        if (value := getattr(arguments, option.destination)) is not None
+        if option.is_mapping and (pairs := getattr(arguments, option.destination))
         for setting in option.settings
     ]
-    return serve(load_config(arguments.config, [*options, *arguments.overrides]))
+    arguments.overrides = [*mappings, *arguments.overrides]
+    return serve(_load(arguments))
+
+
+def _load(arguments: argparse.Namespace) -> Config:
+    """The configuration, with the log as it says from here on. Raises ConfigurationError."""
+    config = load_config(arguments.config, arguments.overrides, os.environ)
+    arguments.log_format = config.logging.format
+    setup_logging(arguments.command, config.logging.level, config.logging.format)
+    return config
+
+
+def _check_config(arguments: argparse.Namespace) -> int:
+    return check_config(_load(arguments))
 
 
 def _down(arguments: argparse.Namespace) -> int:
     _require_ray()
     from services.launch.ray.launcher import down
 
-    return down(load_config(arguments.config, arguments.overrides))
+    return down(_load(arguments))
 
 
 def _require_ray() -> None:
@@ -221,7 +345,7 @@ def _plan_memory(arguments: argparse.Namespace) -> int:
 
 
 def _run_program(arguments: argparse.Namespace) -> int:
-    config: Config = load_config(arguments.config, arguments.overrides)
+    config = _load(arguments)
     # A program that is still loading has nothing to finish; what it serves later has handlers of its own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Imported here: the router must not import torch, the workers need not import the router's HTTP server.

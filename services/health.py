@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.config_file import load_config
 from cluster.config_types import is_host_port
 from cluster.errors import ConfigurationError
-from services.http_call import call
+from cluster.transport.dialing import Dialer
+from services.http_call import add_trust_arguments, call, trusted_context
 
-_SCHEME = "http://"
+_SCHEMES = ("http://", "https://")
 _TIMEOUT_SECONDS = 5.0
 
 
@@ -20,7 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "address",
         nargs="?",
         default="http://127.0.0.1:8000",
-        help="http://HOST:PORT of a router (default: http://127.0.0.1:8000), HOST:PORT of a worker",
+        help="http[s]://HOST:PORT of a router (default: http://127.0.0.1:8000), HOST:PORT of a worker",
+    )
+    add_trust_arguments(parser)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration whose `tls` a worker wants")
+    parser.add_argument(
+        "--as",
+        dest="program",
+        choices=("router", "target", "draft"),
+        default="router",
+        help="which program's files that are, where they differ (default: router)",
+    )
+    parser.add_argument(
+        "--server-name", metavar="NAME", help="what a worker's certificate has to be for (default: HOST)"
     )
     parser.epilog = "example: outrider health 127.0.0.1:7000"
 
@@ -28,24 +44,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError when what is at the address does not answer, or says that it does not serve."""
     address: str = arguments.address
-    if address.startswith(_SCHEME):
-        call(address.removeprefix(_SCHEME).rstrip("/"), "GET", "/health/live", seconds=_TIMEOUT_SECONDS)
+    if address.startswith(_SCHEMES):
+        call(address, "GET", "/health/live", seconds=_TIMEOUT_SECONDS, context=trusted_context(arguments))
     else:
-        _check_worker(address)
+        tls = load_config(arguments.config, environment=os.environ).tls
+        _check_worker(address, Dialer.of(tls, arguments.program, arguments.server_name))
     print(f"{address} answers")
     return 0
 
 
-def _check_worker(address: str) -> None:
+def _check_worker(address: str, dialer: Dialer) -> None:
     if not is_host_port(address):
         raise ConfigurationError(f"{address!r} is neither http://host:port nor host:port")
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with dialer.blocking_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
             check = health_pb2_grpc.HealthStub(channel).Check
             answer = check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_SECONDS)
         except grpc.RpcError as error:
             status = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
-            raise ConfigurationError(f"{address} does not answer: {status}") from error
+            refusal = dialer.explain(error)
+            raise ConfigurationError(
+                f"{address} does not answer: {status}{f': {refusal}' if refusal else ''}"
+            ) from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         raise ConfigurationError(f"{address} does not serve: {state}")

@@ -64,6 +64,10 @@ class Router(Placement):
     resources: Resources = Resources(requests={"cpu": "1", "memory": "2Gi"}, limits={"memory": "4Gi"})
     service: RouterService = RouterService()
     autoscaling: RouterAutoscaling = RouterAutoscaling()
+    apiKeysSecret: str = ""
+    adminKeysSecret: str = ""
+    tlsSecret: str = ""
+    tlsServerName: str = ""
 
 
 class Worker(Placement):
@@ -100,6 +104,12 @@ class ModelCache(_Values):
     size: _Bytes = ""
     storageClass: str = ""
     accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"]] = ["ReadWriteMany"]
+
+
+class Tls(_Values):
+    secretName: str = ""
+    serverName: str = ""
+    tokenSecret: str = ""
 
 
 class PodDisruptionBudget(_Values):
@@ -196,6 +206,8 @@ class Values(_Values):
     draft: Draft = Draft()
     modelCache: ModelCache = ModelCache()
     huggingFaceSecret: str = ""
+    tls: Tls = Tls()
+    metricsTokenSecret: str = ""
     podDisruptionBudget: PodDisruptionBudget = PodDisruptionBudget()
     networkPolicy: NetworkPolicy = NetworkPolicy()
     podMonitor: PodMonitor = PodMonitor()

@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
+import os
+import re
+import ssl
 import time
+from pathlib import Path
 from typing import Any
 
 from cluster.config_types import is_host_port
 from cluster.errors import ConfigurationError
 
+API_KEY = "OUTRIDER_API_KEY"  # of the environment, where a list of processes does not show it
+# Of the key that a launcher made for itself: in the environment of its router, which only the same user can read.
+LAUNCHER_KEY_SHA256 = "OUTRIDER_LAUNCHER_KEY_SHA256"
 _MAX_ANSWER_BYTES = 65_536
+_PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 
-def call(address: str, method: str, path: str, body: dict[str, Any] | None = None, *, seconds: float = 10.0) -> Any:
-    """The JSON that `address` (host:port) answers; None where the answer is empty.
+def call(
+    address: str,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    seconds: float = 10.0,
+    context: ssl.SSLContext | None = None,
+) -> Any:
+    """The JSON that `address` (host:port, http://host:port or https://host:port) answers; None where that is empty.
 
-    Raises ConfigurationError when it does not answer in that time, or not with a 2xx and JSON.
+    It is sent the key in the environment, if there is one. `context`: what is taken for its certificate; None: what
+    this machine trusts. Raises ConfigurationError when it does not answer in that time, or not with a 2xx and JSON.
     """
-    if not is_host_port(address):
+    scheme, has_scheme, place = address.rpartition("://")
+    if not is_host_port(place.rstrip("/")) or (has_scheme and scheme not in ("http", "https")):
         raise ConfigurationError(f"{address!r} is no host:port")
-    host, _, port = address.rpartition(":")
+    host, _, port = place.rstrip("/").rpartition(":")
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(API_KEY):
+        headers["authorization"] = f"Bearer {key}"
     deadline = time.monotonic() + seconds
     try:
         connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=seconds)
+        if scheme == "https":
+            connection = http.client.HTTPSConnection(
+                host.strip("[]"), int(port), timeout=seconds, context=context or ssl.create_default_context()
+            )
         try:
-            headers = {"content-type": "application/json"}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
             content = bytearray()
@@ -35,9 +60,48 @@ def call(address: str, method: str, path: str, body: dict[str, Any] | None = Non
                     raise ConfigurationError(f"{address} answers too much, or too slowly")
         finally:
             connection.close()
+        if answer.status == 401:
+            raise ConfigurationError(f"{address} asks for a key: set {API_KEY} in the environment to one that it knows")
         if not 200 <= answer.status < 300:
             raise ConfigurationError(f"{address} answers {answer.status}: {bytes(content[:300])!r}")
         return json.loads(content) if content else None
     except (OSError, OverflowError, ValueError, RecursionError, http.client.HTTPException) as error:
         reason = str(error) or type(error).__name__
         raise ConfigurationError(f"{address} does not answer as expected: {reason[:200]!r}") from error
+
+
+def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whom a command takes for a router with TLS: see `trusted_context`."""
+    whom = parser.add_mutually_exclusive_group()
+    whom.add_argument(
+        "--ca-file", metavar="FILE", help="who signs a router's certificate (default: whom this machine trusts)"
+    )
+    whom.add_argument("--certificate", metavar="FILE", help="the router's own certificate, whatever name it is for")
+
+
+def trusted_context(arguments: argparse.Namespace) -> ssl.SSLContext | None:
+    """Raises ConfigurationError when a file cannot be used."""
+    try:
+        if arguments.ca_file is not None:
+            return ssl.create_default_context(cafile=arguments.ca_file)
+        return pinned_context(arguments.certificate)
+    except (OSError, ValueError) as error:
+        file = arguments.ca_file or arguments.certificate
+        raise ConfigurationError(f"{file} cannot be used as a certificate: {error}") from error
+
+
+def pinned_context(certificate_file: str | None) -> ssl.SSLContext | None:
+    """For a launcher that calls its own router: whoever shows that very certificate is it, under whatever name.
+
+    None: for a router without TLS. Raises OSError when the file cannot be read.
+    """
+    if certificate_file is None:
+        return None
+    own = _PEM.search(Path(certificate_file).read_text(encoding="ascii"))
+    if own is None:
+        raise OSError(f"{certificate_file} has no certificate")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be its own issuer
+    context.load_verify_locations(cadata=own[0])
+    return context

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 
 from cluster.errors import ConfigurationError
-from services.http_call import call
+from services.http_call import add_trust_arguments, call, trusted_context
 
 _PATH = "/admin/speculation"
 
@@ -23,24 +24,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="HOST:PORT",
-        help="a router's `router.admin_listen`; repeat it for every router",
+        help="a router's `router.admin_listen`, with https:// before it where the router has TLS; repeat it for every "
+        "router. The key that it may ask for is the environment's OUTRIDER_API_KEY",
     )
+    add_trust_arguments(parser)
     parser.add_argument("--reason", default="", help="kept in each router's log")
     parser.epilog = "example: outrider speculation off --admin 127.0.0.1:8001 --reason 'acceptance fell'"
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what each router answers. Raises ConfigurationError when one does not; those before it have changed."""
+    context = trusted_context(arguments)
     for address in arguments.admin:
-        print(f"{address}: speculation for {_ask(address, arguments.share, arguments.reason):g} % of requests")
+        print(f"{address}: speculation for {_ask(address, arguments, context):g} % of requests")
     return 0
 
 
-def _ask(address: str, percentage: float | None, reason: str) -> float:
-    if percentage is None:
-        answer = call(address, "GET", _PATH)
+def _ask(address: str, arguments: argparse.Namespace, context: ssl.SSLContext | None) -> float:
+    if arguments.share is None:
+        answer = call(address, "GET", _PATH, context=context)
     else:
-        answer = call(address, "PUT", _PATH, {"percentage": percentage, "reason": reason})
+        change = {"percentage": arguments.share, "reason": arguments.reason}
+        answer = call(address, "PUT", _PATH, change, context=context)
     share = answer.get("percentage") if isinstance(answer, dict) else None
     if not isinstance(share, int | float):
         raise ConfigurationError(f"{address} does not answer as a router's `router.admin_listen`")

@@ -14,15 +14,20 @@ from typing import Any, Protocol
 
 import grpc
 import torch
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.config import WorkerConfig
+from cluster.config import Config, WorkerConfig
+from cluster.config_types import is_loopback
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks
-from cluster.errors import ConfigurationError, OutriderError
+from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
 from cluster.interpreter import switch_threads_soon
-from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
+from cluster.telemetry.metrics import Reading, WorkerMetrics
+from cluster.telemetry.metrics_page import PageGuard, serve_metrics
+from cluster.transport.listening import Listener
+from services.addresses import check_worker, warn_of_unknown_hosts
 from services.garbage import keep_collections_short
 
 logger = logging.getLogger(__name__)
@@ -32,6 +37,7 @@ _SERVER_OPTIONS = (
     ("grpc.server.max_pending_requests", 10_000),
     ("grpc.server.max_pending_requests_hard_limit", 20_000),
     ("grpc.max_receive_message_length", 16 * 2**20),
+    ("grpc.max_concurrent_streams", 256),  # of a connection; its peer keeps further calls back
     ("grpc.so_reuseport", 0),  # a port in use must be an error; else two servers would share its connections
     # A peer that has vanished, with its host or behind a broken network, is noticed in four seconds, and what it had
     # here is freed. It is the ping's own timeout that decides; its default is a minute.
@@ -56,6 +62,14 @@ def prepare_process(config: WorkerConfig) -> None:
             raise ConfigurationError(f"cannot pin to cpus {list(config.cpus)}: {error.strerror}") from error
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     switch_threads_soon()
+
+
+def check_before_loading(config: Config, pool: str) -> None:
+    """What can be known to be wrong before a model is loaded, which may take minutes. Raises ConfigurationError."""
+    Listener.of(config.tls, pool)
+    check_worker(config.target if pool == "target" else config.draft, pool)
+    if pool == "target":
+        warn_of_unknown_hosts(config.draft.addresses, "draft.addresses")
 
 
 def loading_progress(model: str) -> Progress:
@@ -83,11 +97,16 @@ def log_kv_cache(num_blocks: int, block_size: int, max_num_seqs: int, num_slots:
     )
 
 
-def serve_readings(worker: WorkerConfig, read: Callable[[], Iterable[Reading]]) -> None:
-    """Serves a metrics page with what `read` returns, if `worker` has a port for one."""
+def serve_readings(
+    worker: WorkerConfig, read: Callable[[], Iterable[Reading]], listener: Listener | None = None
+) -> None:
+    """Serves a metrics page with what `read` returns to those whom `listener` knows, if `worker` has a port for one."""
     if worker.metrics_port is not None:
-        port = serve_metrics(WorkerMetrics(read).registry, worker.metrics_host, worker.metrics_port)
-        logger.info("metrics page at %s, port %d", worker.metrics_host, port)
+        guard = PageGuard.of(listener or Listener(), worker.metrics_token_file)
+        port = serve_metrics(WorkerMetrics(read).registry, worker.metrics_host, worker.metrics_port, guard)
+        scheme = "https" if listener is not None and listener.is_secure else "http"
+        host = f"[{worker.metrics_host}]" if ":" in worker.metrics_host else worker.metrics_host
+        logger.info("metrics page at %s://%s:%d/metrics", scheme, host, port)
 
 
 def new_epoch() -> int:
@@ -97,9 +116,11 @@ def new_epoch() -> int:
 
 @asynccontextmanager
 async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Ends the call with the status of an OutriderError."""
+    """Ends the call with the status of an OutriderError; a message that is none is INVALID_ARGUMENT."""
     try:
         yield
+    except DecodeError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     except OutriderError as error:
         await context.abort(error.grpc_code, error.message)
 
@@ -120,27 +141,38 @@ class Worker(Protocol):
 
 
 async def serve(
-    address: str, service: str, add_servicer: Callable[[grpc.aio.Server], None], worker: Worker, drain_seconds: float
+    config: WorkerConfig,
+    listener: Listener,
+    service: str,
+    add_servicer: Callable[[grpc.aio.Server], None],
+    worker: Worker,
 ) -> int:
-    """Serves `service` at `address` until SIGTERM or SIGINT (returns 0) or until `worker` has failed (returns 1).
+    """Serves `service` as `config` says until SIGTERM or SIGINT (returns 0) or until `worker` has failed (returns 1).
 
-    It then drains, for `drain_seconds` at most; a second signal ends that at once.
+    It then drains, for the `drain_seconds` of `config` at most; a second signal ends that at once.
 
-    Raises ConfigurationError when the address cannot be listened at.
+    Raises ConfigurationError when an address cannot be listened at.
     """
     keep_collections_short()
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    address = config.listen_address
+    server = listener.new_server(_SERVER_OPTIONS)
     add_servicer(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    try:
-        server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ConfigurationError(f"cannot listen at {address}: is the port in use?") from error
+    if config.reflection:
+        reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    _open_port(listener, server, address)
+    servers = [server]
+    if config.health_listen is not None:
+        servers.append(_new_health_server(config.health_listen, health_servicer))
     signals = _Signals()
-    await server.start()
-    logger.info("serving %s at %s", service, address)
+    for one in servers:
+        await one.start()
+    logger.info("serving %s at %s%s", service, address, ", with TLS" if listener.is_secure else "")
+    if not listener.is_secure and not is_loopback(address.rpartition(":")[0]):
+        logger.warning(
+            "%s is in plaintext and asks nobody who they are: see `tls`, or keep it in its own network", address
+        )
     while worker.error is None and not await signals.came_within(_WATCH_SECONDS):
         status = (
             health_pb2.HealthCheckResponse.NOT_SERVING if worker.is_stuck else health_pb2.HealthCheckResponse.SERVING
@@ -148,13 +180,31 @@ async def serve(
         for name in ("", service):
             await health_servicer.set(name, status)
     await health_servicer.enter_graceful_shutdown()
-    draining = asyncio.create_task(worker.drain(drain_seconds))
+    draining = asyncio.create_task(worker.drain(config.drain_seconds))
     hurried = asyncio.create_task(signals.next())
     await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
-    await server.stop(grace=0.0 if hurried.done() else _LAST_WORDS_SECONDS)
+    await asyncio.gather(*(one.stop(grace=0.0 if hurried.done() else _LAST_WORDS_SECONDS) for one in servers))
     draining.cancel()
     hurried.cancel()
     return 0 if worker.error is None else 1
+
+
+def _open_port(listener: Listener, server: grpc.aio.Server, address: str) -> None:
+    """Raises ConfigurationError."""
+    try:
+        listener.open_port(server, address)
+    except RuntimeError as error:
+        # gRPC says why in a line of its own; the address was free when it was asked for before the model was loaded.
+        raise AddressInUseError(f"cannot listen at {address}: is the port in use?") from error
+
+
+def _new_health_server(address: str, servicer: Any) -> grpc.aio.Server:
+    """For those who can show neither certificate nor token, and learn nothing but whether all is well."""
+    plain = Listener()
+    server = plain.new_server(_SERVER_OPTIONS)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    _open_port(plain, server, address)
+    return server
 
 
 class _Signals:

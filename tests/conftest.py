@@ -27,15 +27,19 @@ _OF_EXTRAS = {
         "cluster/targets/test_vllm_rounds.py",
     ),
     "ray": ("system/ray", "services/launch/ray/test_app.py"),
+    "agents": ("system/clients/test_agents.py",),
+    "lm_eval": ("system/clients/test_lm_eval.py",),
 }
+_SETUP = {"vllm": "vllm", "ray": "ray", "agents": "clients", "lm_eval": "clients"}
 _MISSING = [package for package in _OF_EXTRAS if importlib.util.find_spec(package) is None]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Tests of an extra, where it cannot be had; with REQUIRE_VLLM or REQUIRE_RAY set they fail there."""
+    """Tests of an extra, where it cannot be had; with REQUIRE_VLLM, REQUIRE_RAY or REQUIRE_CLIENTS set they fail
+    there."""
     own = collection_path.relative_to(Path(__file__).parent.parent).as_posix().removeprefix("tests/")
     for package in _MISSING:
-        if f"REQUIRE_{package.upper()}" not in os.environ and own.startswith(_OF_EXTRAS[package]):
+        if f"REQUIRE_{_SETUP[package].upper()}" not in os.environ and own.startswith(_OF_EXTRAS[package]):
             return True
     return None
 
@@ -43,7 +47,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for package in _MISSING:
         tests = ", ".join(_OF_EXTRAS[package])
-        terminalreporter.write_line(f"left out, as {package} is not installed (make setup-{package}): {tests}")
+        terminalreporter.write_line(f"left out, as {package} is not installed (make setup-{_SETUP[package]}): {tests}")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from services.router.api_request import IGNORED_FIELDS
 from services.router.chat import ChatRequest
 from services.router.completions import CompletionRequest
+from services.router.responses import request as responses
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -46,4 +47,10 @@ def test_every_metric_is_explained() -> None:
 def test_every_field_of_a_request_is_explained(request_type: type[ChatRequest] | type[CompletionRequest]) -> None:
     page = (ROOT / "docs" / "API.md").read_text(encoding="utf-8")
     fields = {*request_type.model_fields, *request_type.unsupported_fields, *IGNORED_FIELDS} - {"stream_options"}
+    assert not {field for field in fields if f"`{field}`" not in page}
+
+
+def test_every_field_of_a_response_is_explained() -> None:
+    page = (ROOT / "docs" / "API.md").read_text(encoding="utf-8")
+    fields = {*responses.ResponsesRequest.model_fields, *responses.PASSED_ON, *responses.REFUSED, *responses.IGNORED}
     assert not {field for field in fields if f"`{field}`" not in page}

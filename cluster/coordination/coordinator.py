@@ -219,8 +219,8 @@ class Coordinator:
                 self._balancer.add(happened.link)
             else:
                 link = self._balancer.remove(happened.link)
-                for sequence in list(link.sequences.values()) if link is not None else ():
-                    self._openings.detach(sequence)
+                if link is not None:
+                    self._openings.lose(link)
 
     def _take_reply(self, draft_link: DraftLink, reply: SpeculateReply, answer_seconds: float) -> None:
         link = self._balancer.active.get(draft_link)

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import grpc
 
+from cluster.coordination.backoff import Backoff
 from cluster.errors import ConfigurationError
 from cluster.telemetry.metrics import Reading
+from cluster.transport.dialing import PLAIN, Dialer
 from cluster.wire.codec import decode_reply, encode_request
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 from cluster.wire.outbox import Outbox
@@ -21,9 +23,13 @@ from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
 
-_RECONNECT_SECONDS = (0.1, 0.2, 0.5, 1.0)
+_RECONNECT_SECONDS = 1.0  # at most, to a worker that cannot be reached: it may be back any time
+_REPAIR_SECONDS = 30.0  # at most, to one that cannot be used, or whose stream ends as soon as it is up
+_STABLE_SECONDS = 5.0  # a stream that has lived so long was not ended by what was sent first
+_MAX_OPEN_TOKENS = 2**18  # in one message, of at most 5 bytes each, but for a longer sequence: workers take 16 MiB
 _NUM_ANSWER_TIMES = 64
 _LABEL_DIGITS = 8
+_STOPPED = "Cancelling all calls"  # what gRPC says for a server that has been told to stop
 _DESCRIBE_TIMEOUT_SECONDS = 5.0
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -73,6 +79,7 @@ class DraftLink:
         tokenizer_fingerprint: str,
         notify: Callable[[LinkEvent], None],
         expected_round_trip: float | None = None,
+        dialer: Dialer = PLAIN,
     ) -> None:
         self.address = address
         self.expected_round_trip = expected_round_trip  # seconds, by its place; None: nobody knows
@@ -80,6 +87,9 @@ class DraftLink:
         self.traffic = LinkTraffic()
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._notify = notify
+        self._dialer = dialer
+        self._refusal: str | None = None  # what was last said of why it may not come up
+        self._is_unusable = False  # what the worker is or says, so that trying again soon is of no use
         self._outbox: Outbox[SpeculateRequest] | None = None  # while the stream is up
         self._sent_at = 0.0
         self._answer_times: deque[float] = deque(maxlen=_NUM_ANSWER_TIMES)
@@ -126,27 +136,57 @@ class DraftLink:
 
     async def run(self) -> None:
         """Keeps the link up until cancelled."""
-        attempt = 0
-        async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
-            stub = draft_pb2_grpc.DraftStub(channel)
-            while True:
-                try:
-                    await self._check_pair(stub)
-                    attempt = 0
-                    await self._stream(stub)
-                except grpc.aio.AioRpcError as error:
-                    logger.debug("draft worker %s: %s", self.address, error.details())
-                except ValueError as error:
-                    logger.error("draft worker %s sent an unusable message: %s", self.address, error)
-                    attempt = len(_RECONNECT_SECONDS)  # it will hardly send others so soon
-                except ConfigurationError as error:
-                    logger.error("%s", error)
-                    attempt = len(_RECONNECT_SECONDS)
-                except Exception:
-                    # A link that ended for good would take its drafter from the pool without a word.
-                    logger.exception("the link to draft worker %s failed", self.address)
-                await asyncio.sleep(_RECONNECT_SECONDS[min(attempt, len(_RECONNECT_SECONDS) - 1)])
-                attempt += 1
+        backoff = Backoff()
+        while True:
+            version = self._dialer.version
+            async with self._dialer.channel(self.address, _CHANNEL_OPTIONS) as channel:
+                stub = draft_pb2_grpc.DraftStub(channel)
+                while version == self._dialer.version:
+                    up_seconds = await self._live(stub)
+                    if up_seconds >= _STABLE_SECONDS:
+                        backoff.succeeded()
+                    is_gone = up_seconds == 0.0 and not self._is_unusable
+                    await asyncio.sleep(backoff.failed(_RECONNECT_SECONDS if is_gone else _REPAIR_SECONDS))
+
+    async def _live(self, stub: draft_pb2_grpc.DraftStub) -> float:
+        """One attempt to be up, and being up, to the end; returns the seconds that it was up."""
+        up_at: float | None = None
+        level, cause = logging.INFO, "the worker has stopped"
+        self._is_unusable = False
+        try:
+            await self._check_pair(stub)
+            self._refusal = None
+            up_at = time.monotonic()
+            await self._stream(stub)
+        except grpc.aio.AioRpcError as error:
+            if error.details() != _STOPPED:
+                level, cause = logging.WARNING, f"{error.code().name}: {error.details()}"
+            if up_at is None:
+                self._report(error)
+        except ValueError as error:
+            self._is_unusable = True  # it will hardly send others so soon
+            level, cause = logging.ERROR, f"it sent an unusable message: {error}"
+        except ConfigurationError as error:
+            self._is_unusable = True
+            logger.error("%s", error)
+        except Exception as error:
+            # A link that ended for good would take its drafter from the pool without a word.
+            logger.exception("the link to draft worker %s failed", self.address)
+            level, cause = logging.WARNING, f"{type(error).__name__}: {error}"
+        if up_at is None:
+            return 0.0
+        up_seconds = time.monotonic() - up_at
+        logger.log(level, "link to draft worker %s is down after %.1f s: %s", self.address, up_seconds, cause)
+        return up_seconds
+
+    def _report(self, error: grpc.aio.AioRpcError) -> None:
+        """A refusal for who the two are is for an operator to mend, and said once; others pass."""
+        refusal = self._dialer.explain(error)
+        if refusal is None or refusal == self._refusal:
+            logger.debug("draft worker %s: %s", self.address, error.details())
+        else:
+            logger.error("draft worker %s: %s", self.address, refusal)
+        self._refusal = refusal or self._refusal
 
     async def _check_pair(self, stub: draft_pb2_grpc.DraftStub) -> None:
         """Notes the worker's model. Raises ConfigurationError when its tokenizer is another than the target's."""
@@ -182,7 +222,6 @@ class DraftLink:
             writer.cancel()
             outbox.close()
             await asyncio.gather(writer, return_exceptions=True)
-            logger.info("link to draft worker %s is down", self.address)
             self._notify(LinkEvent(self, LinkState.DOWN))
 
     async def _write(
@@ -190,10 +229,13 @@ class DraftLink:
         call: grpc.aio.StreamStreamCall[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply],
         outbox: Outbox[SpeculateRequest],
     ) -> None:
+        waiting = SpeculateRequest()
         while True:
-            request = await outbox.take()
+            newer = outbox.take_waiting() if waiting else await outbox.take()
+            if newer is not None:
+                waiting.merge(newer)
             started_at = time.thread_time()
-            message = encode_request(request)
+            message = encode_request(waiting.take_part(_MAX_OPEN_TOKENS))
             num_bytes = message.ByteSize()
             num_open_bytes = sum(entry.ByteSize() for entry in message.open)
             self.traffic.opens += num_open_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,8 +16,11 @@ from cluster.speculation.noise import NoiseDomain
 from cluster.speculation.tree import Shape
 from cluster.wire.messages import Open, SpeculateReply, SpeculateRequest
 
+logger = logging.getLogger(__name__)
+
 _REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
 _MAX_REOPEN_SECONDS = 60.0
+_MAX_DEATHS = 2  # links that went down before they answered an opening: its sequence is not opened again
 
 
 class Openings:
@@ -94,6 +98,28 @@ class Openings:
             sequence.turned_away(self._clock() + pause)
             self.detach(sequence)
 
+    def lose(self, link: ActiveLink) -> None:
+        """`link` is down: its sequences wait for another, but for those whose openings may be what ends workers."""
+        sequences = list(link.sequences.values())
+        num_given_up = 0
+        for sequence in sequences:
+            sequence.lost_its_link()
+            if sequence.num_deaths < _MAX_DEATHS:
+                self._waiting[sequence] = None
+            else:
+                num_given_up += 1
+                self._stats.num_given_up += 1
+        if sequences:
+            num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+            logger.info("%d sequences with %d tokens lost their draft worker", len(sequences), num_tokens)
+        if num_given_up:
+            logger.warning(
+                "%d sequences are drafted for no more: %d draft workers one after the other were lost before they "
+                "answered their opening",
+                num_given_up,
+                _MAX_DEATHS,
+            )
+
     def detach(self, sequence: SpeculativeSequence) -> None:
         """`sequence` has no drafter any more, and waits for another."""
         sequence.detached()
@@ -130,4 +156,5 @@ class Openings:
             num_drafts,
             self._config.granted_window,
             shape,
+            sequence.cache_root,
         )

@@ -10,6 +10,7 @@ from cluster.config_ray import TRIAL_SHARE
 from cluster.coordination.link import DraftLink, LinkEvent
 from cluster.place import SOMEWHERE, Endpoint, Place
 from cluster.telemetry.metrics import Reading
+from cluster.transport.dialing import PLAIN, Dialer
 
 
 class DraftPool:
@@ -18,11 +19,19 @@ class DraftPool:
     `run` follows `endpoints`: each item is the whole list as it is from then on, of lines as `Endpoint` has them. What
     happens on the links collects until the engine's thread takes it with `poll`.
 
-    `place` is the target's; `trial_share` of its sequences are to try draft models that are not the best.
+    `place` is the target's; `trial_share` of its sequences are to try draft models that are not the best;
+    `dialer` makes the links' channels.
     """
 
-    def __init__(self, tokenizer_fingerprint: str, place: Place = SOMEWHERE, trial_share: float = TRIAL_SHARE) -> None:
+    def __init__(
+        self,
+        tokenizer_fingerprint: str,
+        place: Place = SOMEWHERE,
+        trial_share: float = TRIAL_SHARE,
+        dialer: Dialer = PLAIN,
+    ) -> None:
         self.trial_share = trial_share
+        self._dialer = dialer
         self._place = place
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._links: dict[str, DraftLink] = {}
@@ -57,7 +66,7 @@ class DraftPool:
             del self._links[address]
         for address in addresses - self._links.keys():
             expected = self._place.round_trip_to(places[address])
-            link = DraftLink(address, self._tokenizer_fingerprint, self._events.put, expected)
+            link = DraftLink(address, self._tokenizer_fingerprint, self._events.put, expected, self._dialer)
             self._links[address] = link
             self._tasks[address] = asyncio.create_task(link.run())
 

@@ -41,6 +41,7 @@ class SpeculativeSequence:
     noise_key: NoiseKey
     num_speculative_tokens: int | None  # what its request asked for; None: the controller decides
     max_len: int = sys.maxsize  # prompt and generated tokens at most
+    cache_root: bytes = b""  # a drafter shares KV only between sequences of the same
 
     # What is planned for it.
     acceptance: SequenceAcceptance | None = None  # None before it has joined
@@ -55,6 +56,7 @@ class SpeculativeSequence:
     window: int = 0  # how far past the committed tokens proposals may go
     num_refusals: int = 0  # in a row
     may_open_at: float = 0.0
+    num_deaths: int = 0  # links in a row that went down before the first answer after its opening
 
     # The round.
     num_acknowledged: int = 0  # committed tokens the drafter is known to have been told
@@ -104,6 +106,11 @@ class SpeculativeSequence:
         self.link = self.proposal = self.awaited_since = None
         self.is_late = False
 
+    def lost_its_link(self) -> None:
+        """The link went down, and with it whatever its worker knew."""
+        self.num_deaths += not self.has_answered
+        self.detached()
+
     def turned_away(self, until: float) -> None:
         """Its worker would not, or could not, draft for it: it opens nowhere before `until`."""
         self.may_open_at = until
@@ -141,7 +148,7 @@ class SpeculativeSequence:
     def answered(self, proposal: Proposal, now: float, stats: CoordinatorStats) -> None:
         """Takes `proposal` in, as far as it is of use after the tokens committed since its base."""
         base, num_tokens = proposal.base, len(self.token_ids)
-        self.has_answered = True
+        self.has_answered, self.num_deaths = True, 0
         if not self.num_acknowledged <= base <= num_tokens:
             stats.num_stale_proposals += 1
             return

@@ -19,6 +19,7 @@ class CoordinatorStats:
     num_excess_token_ids: int = 0  # drafts beyond the window they were granted
     num_refused: int = 0
     num_lost: int = 0
+    num_given_up: int = 0  # sequences that no worker survived the opening of
     num_without_credit: int = 0  # times that no draft worker had room for a sequence
     depths: Counter[int] = field(default_factory=Counter)  # of a sequence in a step, by what was wanted
     plain_decodes: Counter[str] = field(default_factory=Counter)  # of a sequence in a step, by reason
@@ -51,4 +52,5 @@ class CoordinatorStats:
         ended = "Sequences a draft worker would not or could not draft for, by reason."
         yield counter("outrider_sequences_refused", ended, self.num_refused, reason="full")
         yield counter("outrider_sequences_refused", ended, self.num_lost, reason="lost")
+        yield counter("outrider_sequences_refused", ended, self.num_given_up, reason="given_up")
         yield counter("outrider_sequences_refused", ended, self.num_without_credit, reason="no_credit")

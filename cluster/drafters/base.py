@@ -29,6 +29,7 @@ class DraftSequence:
     num_speculative_tokens: int  # k: drafts owed in each round
     window: int  # how far past the committed tokens drafts may run
     shape: Shape | None = None  # of the tree that is owed; None: a chain of k
+    cache_root: bytes = b""  # KV is shared only between sequences of the same
     width: int = 1  # children that a node is given when it is extended
     num_committed: int = 0
     is_exhausted: bool = False  # the drafter has nothing more to propose after these tokens

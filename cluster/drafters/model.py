@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,10 @@ import torch
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
+from cluster.engine.prompt_pace import PromptPace, share
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.sampling import Sampler, SampleRequest
+from cluster.speculation.token_counts import TokenCounts
 from cluster.telemetry.metrics import Reading
 
 
@@ -22,6 +25,14 @@ class _Cache:
     block_table: list[int]
     num_computed_tokens: int  # committed ones; all of them when there are drafts
     computed_nodes: set[int] = field(default_factory=set)
+    counts: TokenCounts | None = None  # of the committed tokens, where penalties ask for them
+
+
+@dataclass(slots=True)
+class _Step:
+    segments: list[Segment] = field(default_factory=list)
+    extended: list[tuple[DraftSequence, int]] = field(default_factory=list)  # with the node, for every row of logits
+    num_rows: int = 0
 
 
 class ModelDrafter(Drafter):
@@ -40,6 +51,7 @@ class ModelDrafter(Drafter):
         self._runner = runner
         self._sampler = Sampler(runner.model.device)
         self._limits = limits
+        self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
         self._caches: dict[DraftSequence, _Cache] = {}
 
     @property
@@ -59,32 +71,39 @@ class ModelDrafter(Drafter):
         if len(self._caches) >= self._limits.max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
             return False
         num_tokens = min(len(sequence.token_ids) + sequence.window, self.max_model_len)
-        allocated = self._runner.blocks.allocate_for(sequence.token_ids, num_tokens)
+        allocated = self._runner.blocks.allocate_for(sequence.token_ids, num_tokens, root=sequence.cache_root or None)
         if allocated is None:
             return False
         self._caches[sequence] = _Cache(*allocated)
         return True
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        segments: list[Segment] = []
-        extended: list[tuple[DraftSequence, int]] = []  # with the node, for every row of logits
+        started_at = time.perf_counter()
+        prompts: list[DraftSequence] = []
+        others: list[DraftSequence] = []
         without_room: list[DraftSequence] = []
-        budget, blocks = self._limits.max_num_batched_tokens, self._runner.blocks
         for sequence in sequences:
-            cache = self._caches[sequence]
-            if not blocks.grow(cache.block_table, len(sequence.token_ids)):
+            if not self._grow(sequence):
                 without_room.append(sequence)
-                continue
-            if budget == 0:
-                break
-            blocks.cache(cache.block_table, sequence.token_ids, cache.num_computed_tokens)
-            segment, nodes = _next_segment(sequence, cache, budget)
-            segments.append(segment)
-            extended.extend((sequence, node) for node in nodes)
-            budget -= len(segment.token_ids)
-        if segments:
-            logits = self._runner.run(segments)
-            self._extend(extended, logits)
+            elif self._num_uncomputed(sequence) > sequence.window + 1:  # more than a round commits
+                prompts.append(sequence)
+            else:
+                others.append(sequence)
+        budget = self._limits.max_num_batched_tokens
+        lengths = [self._num_uncomputed(sequence) for sequence in prompts]
+        for_others = budget - min(sum(lengths), budget // 2)
+        step = _Step()
+        for sequence in others:
+            self._add(step, sequence, for_others - step.num_rows)
+        chunks = share(lengths, self._pace.num_tokens(step.num_rows, budget - step.num_rows) if prompts else 0)
+        for sequence, chunk in zip(prompts, chunks, strict=True):
+            self._add(step, sequence, chunk)
+        if step.segments:
+            logits = self._runner.run(step.segments)
+            self._extend(step.extended, logits)
+            if not step.extended:
+                self._runner.wait()  # else the next step would be taken to be as long as both
+            self._pace.observe(step.num_rows, sum(chunks), time.perf_counter() - started_at)
         return without_room
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
@@ -104,12 +123,41 @@ class ModelDrafter(Drafter):
     def release(self, sequence: DraftSequence) -> None:
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
 
+    def _grow(self, sequence: DraftSequence) -> bool:
+        """Blocks for all tokens of `sequence`; False when there are none."""
+        cache, blocks = self._caches[sequence], self._runner.blocks
+        if not blocks.grow(cache.block_table, len(sequence.token_ids)):
+            return False
+        blocks.cache(cache.block_table, sequence.token_ids, cache.num_computed_tokens, sequence.cache_root or None)
+        return True
+
+    def _num_uncomputed(self, sequence: DraftSequence) -> int:
+        return sequence.num_committed - self._caches[sequence].num_computed_tokens
+
+    def _add(self, step: _Step, sequence: DraftSequence, most: int) -> None:
+        """Gives `sequence` its rows in `step`, so many at most."""
+        if most > 0:
+            segment, nodes = _next_segment(sequence, self._caches[sequence], most)
+            step.segments.append(segment)
+            step.extended.extend((sequence, node) for node in nodes)
+            step.num_rows += len(segment.token_ids)
+
+    def _count(self, sequence: DraftSequence) -> TokenCounts | None:
+        if not sequence.params.has_penalty:
+            return None
+        cache = self._caches[sequence]
+        if cache.counts is None:
+            cache.counts = TokenCounts(self.vocab_size, self._runner.model.device)
+        cache.counts.count(sequence.token_ids, sequence.num_committed, sequence.num_prompt_tokens)
+        return cache.counts
+
     def _extend(self, extended: Sequence[tuple[DraftSequence, int]], logits: torch.Tensor) -> None:
         """Gives every node its children: the best under the target's noise."""
         if not extended:
             return
         requests = [
-            SampleRequest(s.params, s.noise_key, s.tokens_to(node), s.num_prompt_tokens) for s, node in extended
+            SampleRequest(s.params, s.noise_key, s.tokens_to(node), s.num_prompt_tokens, counts=self._count(s))
+            for s, node in extended
         ]
         width = max(sequence.width for sequence, _ in extended)
         if width == 1:

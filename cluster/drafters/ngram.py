@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.engine.limits import StepLimits
 
 
 class NgramDrafter(Drafter):
@@ -16,14 +17,21 @@ class NgramDrafter(Drafter):
     dtype = "none"
     num_blocks = num_used_blocks = block_size = 0  # it has no model, and so no KV cache
 
-    def __init__(self, vocab_size: int, max_model_len: int, shortest: int, longest: int) -> None:
+    def __init__(self, vocab_size: int, limits: StepLimits, shortest: int, longest: int) -> None:
         assert 0 < shortest <= longest
         self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
+        self.max_model_len = limits.max_model_len
+        self._max_num_seqs = limits.max_num_seqs
         self._lengths = range(longest, shortest - 1, -1)
         self._indices: dict[DraftSequence, _Index] = {}
 
+    @property
+    def free_tokens(self) -> int | None:
+        return 0 if len(self._indices) >= self._max_num_seqs else None
+
     def admit(self, sequence: DraftSequence) -> bool:
+        if len(self._indices) >= self._max_num_seqs or len(sequence.token_ids) >= self.max_model_len:
+            return False
         self._indices[sequence] = _Index(self._lengths)
         return True
 

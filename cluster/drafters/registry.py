@@ -58,7 +58,7 @@ def _ngram(config: Config, progress: Progress | None) -> Drafter:
         raise ConfigurationError(f"draft.ngram_min {draft.ngram_min} exceeds draft.ngram_max {draft.ngram_max}")
     model = ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = model.resolve_max_model_len(draft.max_model_len)
-    return NgramDrafter(model.vocab_size, max_model_len, draft.ngram_min, draft.ngram_max)
+    return NgramDrafter(model.vocab_size, StepLimits.of(draft, max_model_len), draft.ngram_min, draft.ngram_max)
 
 
 def _vllm(config: Config, progress: Progress | None) -> Drafter:

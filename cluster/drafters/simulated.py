@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.config import SimulationConfig
+from cluster.config_simulation import SimulationConfig
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.limits import StepLimits
 from cluster.simulation.acceptance import AcceptanceSchedule

@@ -109,7 +109,7 @@ class VllmDrafter(Drafter):
             request = None
         if request is None:
             coupling = Coupling(sequence.params, sequence.noise_key, sequence.num_prompt_tokens)
-            request_id = self._engine.add(sequence.token_ids, coupling)
+            request_id = self._engine.add(sequence.token_ids, coupling, sequence.cache_root)
             request = _Request(request_id, sequence.params, len(sequence.token_ids), len(sequence.parents))
             self._requests[sequence] = request
         return request

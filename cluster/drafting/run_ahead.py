@@ -114,7 +114,7 @@ class RunAhead:
             if has_left:
                 break
             node = children[0]
-        num_accepted = max(0, len(news) - 1)
+        num_accepted = min(max(0, len(news) - 1), _NUM_POSITIONS)  # the kinds of outcomes are few, whatever is told
         rest = sequence.proposal().after(news[:num_accepted])
         return "all_accepted" if rest is not None and not rest else f"rejected_at_{num_accepted}"
 

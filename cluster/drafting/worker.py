@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes somebody must open sequences too
 _SILENT_SECONDS = 0.5  # after which a coordinator hears how long steps take, if nothing else
+_MAX_CONTEXTS = 16  # of the draft, that a sequence may have before it is forgotten: its tokens take memory
 _BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
 
 Deliver = Callable[[SpeculateReply], None]
@@ -36,6 +37,7 @@ class _Link:
     deliver: Deliver
     answered_at: float  # the last time
     received_at: float = 0.0  # the last request
+    num_waiting_bytes: int = 0  # of requests in the inbox
     step_seconds: float = 0.0  # the last step that had a sequence of it
     batch: int = 0  # its sequences in that step
 
@@ -57,6 +59,7 @@ class _Entry:
     owes_proposal: bool = True
     lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
     sent_at: float = 0.0  # its last proposal
+    is_computed: bool = False  # its prompt: it has been drafted for
     turnaround: float | None = None  # from a proposal to what was committed after it, on the average
 
     def has_proposal(self, max_model_len: int) -> bool:
@@ -142,12 +145,19 @@ class DraftWorker:
             self._links[self._num_links_ever] = _Link(deliver, self._clock())
             return self._num_links_ever
 
-    def receive(self, link: int, request: SpeculateRequest) -> None:
+    def receive(self, link: int, request: SpeculateRequest, num_bytes: int = 0) -> None:
+        """`num_bytes`: what it took on the wire."""
         with self._wake:
             if link in self._links:
                 self._links[link].received_at = self._clock()
+                self._links[link].num_waiting_bytes += num_bytes
             self._inbox.append((link, request))
             self._wake.notify()
+
+    def num_waiting_bytes(self, link: int) -> int:
+        """Of the requests of `link` that the loop has not come to."""
+        known = self._links.get(link)
+        return 0 if known is None else known.num_waiting_bytes
 
     def detach(self, link: int) -> None:
         """The link is gone, and with it all its sequences."""
@@ -199,6 +209,7 @@ class DraftWorker:
                 self.run_ahead.time_step(seconds)
             for entry in batch:
                 entry.lacks = None
+                entry.is_computed = entry.is_computed or bool(entry.sequence.parents) or entry.sequence.is_exhausted
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.wire_id)
@@ -220,6 +231,8 @@ class DraftWorker:
 
     def _record_step(self, batch: Sequence[_Entry], seconds: float) -> None:
         self.step_time.add(seconds)
+        if not all(entry.is_computed for entry in batch):
+            return  # a coordinator would take the time of a prompt for that of a round
         for number, count in Counter(entry.link for entry in batch).items():
             link = self._links.get(number)
             if link is not None:
@@ -228,6 +241,9 @@ class DraftWorker:
     def _take_inbox(self) -> list[tuple[int, SpeculateRequest | None]]:
         with self._wake:
             inbox, self._inbox = self._inbox, []
+            for link, _ in inbox:
+                if link in self._links:
+                    self._links[link].num_waiting_bytes = 0
         return inbox
 
     def _urgent_batch(self) -> list[_Entry]:
@@ -238,7 +254,7 @@ class DraftWorker:
         """
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
-        known = [entry for entry in urgent if entry.sent_at]
+        known = [entry for entry in urgent if entry.is_computed]
         if known and self._num_steps_without_new < _MAX_STEPS_WITHOUT_NEW:
             self._num_steps_without_new += len(known) < len(urgent)
             urgent = known
@@ -306,6 +322,7 @@ class DraftWorker:
             noise_key=opening.noise_key,
             num_speculative_tokens=opening.num_speculative_tokens,
             window=opening.window,
+            cache_root=opening.cache_root,
         )
         entry = _Entry(opening.wire_id, link, sequence, opening.window, opening.params)
         self._want(entry, opening)
@@ -315,12 +332,14 @@ class DraftWorker:
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
-        """False when the sequence, the tokens before the advance's base or one of its tokens are not known here."""
+        """False when the sequence, the tokens before the advance's base or one of its tokens are not known here, or it
+        is so long that nothing will ever be drafted for it again."""
         entry = self._entries.get((link, advance.wire_id))
         if entry is None:
             return False
         sequence = entry.sequence
-        if sequence.is_behind(advance.base) or not self._knows(advance.token_ids):
+        is_too_long = advance.base + len(advance.token_ids) > _MAX_CONTEXTS * self._drafter.max_model_len
+        if is_too_long or sequence.is_behind(advance.base) or not self._knows(advance.token_ids):
             self._release(entry)
             return False
         outcome = None

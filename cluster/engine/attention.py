@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from cluster.engine.batch import Batch
 
@@ -28,7 +29,7 @@ class _View:
 
     rows: slice
     slots: torch.Tensor  # [num_seen]
-    mask: torch.Tensor | None  # bool [num_rows, num_seen]; None: every row sees all
+    mask: torch.Tensor | CausalBias | None  # bool [num_rows, num_seen]; None: every row sees all
 
 
 class GatheredAttention:
@@ -62,8 +63,12 @@ class GatheredAttention:
             rows, prefix_len = slice(starts[index], starts[index + 1]), prefix_lens[index]
             first_seen = max(0, prefix_len + 1 - span)  # by any row
             slots = (batch.block_tables[index][:, None] * block_size + offsets).flatten()[first_seen:context_len]
-            mask = None
-            if context_len > prefix_len + 1:
+            mask: torch.Tensor | CausalBias | None = None
+            is_chain = batch.paths is None or bool(batch.paths[rows][0, 0] < 0)
+            if device.type == "cuda" and is_chain and span >= context_len:
+                # A mask that is written out has cuDNN plan anew for every length of a context: 45 ms on an H100.
+                mask = causal_lower_right(rows.stop - rows.start, context_len)
+            elif context_len > prefix_len + 1:
                 paths = None if batch.paths is None else batch.paths[rows]
                 mask = _mask(rows.stop - rows.start, prefix_len, context_len, span, paths, device)[:, first_seen:]
             views.append(_View(rows, slots, mask))
@@ -88,7 +93,9 @@ def _mask(
     return mask[:, :context_len]
 
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | CausalBias | None
+) -> torch.Tensor:
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],

@@ -7,7 +7,8 @@ A block is in one of three states:
     free    in no table, and nothing in it is of use
 
 A full block of committed tokens is known by a hash of them and of all tokens before them: SHA-256 over the hash of
-the block before it and the token IDs in it. Speculative tokens are never hashed. A shared block is never written, as a
+the block before it and the token IDs in it; before the first block is a root, which keeps apart what must not be
+shared. Speculative tokens are never hashed. A shared block is never written, as a
 sequence writes only where its KV is not computed yet.
 
 When blocks are needed and none is free, the cached one that was given back first is taken. A table is given back from
@@ -68,16 +69,22 @@ class BlockManager:
         return [self._take() for _ in range(num_blocks)]
 
     def allocate_for(
-        self, token_ids: Sequence[int], num_tokens: int, *, reserve: int = 0
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        reserve: int = 0,
+        root: bytes | None = None,
+        uses_cache: bool = True,
     ) -> tuple[list[int], int] | None:
         """A block table for `num_tokens` tokens that begin with `token_ids`, and how many of these are computed.
 
-        It begins with the longest cached prefix. The last of `token_ids` is never part of that: its logits
-        are wanted. None, changing nothing, unless `reserve` blocks stay available.
+        It begins with the longest prefix that was cached under `root`, where it `uses_cache`. The last of `token_ids`
+        is never part of that: its logits are wanted. None, changing nothing, unless `reserve` blocks stay available.
         """
         if self.num_available_blocks <= reserve:  # the last token takes a block, so the prefix does not matter
             return None
-        block_table = self._cached_prefix(token_ids)
+        block_table = self._cached_prefix(token_ids, root) if uses_cache else []
         num_shared = len(block_table)
         num_missing = self.num_blocks_for(num_tokens) - num_shared
         num_without_owner = sum(self._num_owners[block] == 0 for block in block_table)
@@ -117,15 +124,18 @@ class BlockManager:
                 self._put_back(block)
         block_table.clear()
 
-    def cache(self, block_table: Sequence[int], token_ids: Sequence[int], num_tokens: int) -> None:
-        """Lets others share the full blocks of the first `num_tokens` tokens: committed, and their KV computed."""
+    def cache(
+        self, block_table: Sequence[int], token_ids: Sequence[int], num_tokens: int, root: bytes | None = None
+    ) -> None:
+        """Lets others with the same `root` share the full blocks of the first `num_tokens` tokens: committed, and their
+        KV computed."""
         hash_of, size = self._hash_of, self.block_size
         num_full = num_hashed = num_tokens // size
         while num_hashed > 0 and hash_of[block_table[num_hashed - 1]] is None:
             num_hashed -= 1
         if num_hashed == num_full or not self._enable_prefix_caching:
             return
-        parent = hash_of[block_table[num_hashed - 1]] if num_hashed else None
+        parent = hash_of[block_table[num_hashed - 1]] if num_hashed else root
         for index in range(num_hashed, num_full):
             block = block_table[index]
             parent = _hash(parent, token_ids[index * size : (index + 1) * size])
@@ -143,10 +153,10 @@ class BlockManager:
         ):
             yield Reading(f"vllm:prefix_cache_{name}", documentation, value, is_counter=True)
 
-    def _cached_prefix(self, token_ids: Sequence[int]) -> list[int]:
+    def _cached_prefix(self, token_ids: Sequence[int], root: bytes | None = None) -> list[int]:
         """The blocks of the longest cached prefix that leaves at least one token."""
         block_table: list[int] = []
-        parent: bytes | None = None
+        parent = root
         for end in range(self.block_size, len(token_ids), self.block_size):
             parent = _hash(parent, token_ids[end - self.block_size : end])
             block = self._block_of.get(parent)

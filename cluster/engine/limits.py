@@ -14,8 +14,9 @@ class StepLimits:
     max_model_len: int  # tokens of a sequence, prompt and generated
     max_num_seqs: int  # sequences that run at once
     max_num_batched_tokens: int  # tokens in one step
+    max_prefill_seconds: float | None = None  # that prompts may add to a step; None: whatever they take
 
     @classmethod
     def of(cls, config: WorkerConfig, max_model_len: int) -> StepLimits:
         """Those that `config` sets, for a model that takes `max_model_len` tokens."""
-        return cls(max_model_len, config.max_num_seqs, config.max_num_batched_tokens)
+        return cls(max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_seconds)

@@ -63,6 +63,11 @@ class ModelRunner:
         batch = pack(segments, self.blocks.block_size, self.model.device)
         return self.model.forward(batch)
 
+    def wait(self) -> None:
+        """Until all that was run is computed: a GPU answers before."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
     def keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         """Closes the gaps in a tree whose node 0 has place `start`: `nodes[i]` gets the i-th place from there.
 

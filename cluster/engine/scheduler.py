@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -10,6 +12,7 @@ from typing import Generic, TypeVar
 from cluster.engine.batch import Segment
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
+from cluster.engine.prompt_pace import PromptPace, share
 from cluster.engine.sequence import Sequence
 from cluster.speculation.drafts import Drafts
 from cluster.telemetry.metrics import Reading
@@ -38,6 +41,35 @@ class ScheduledSequence(Generic[SequenceT]):
         return len(self.drafts) + 1 if self.yields_choices else 0
 
     @property
+    def num_scored(self) -> int:
+        """Leading rows of its logits that tell of prompt tokens and not of a choice."""
+        first_row = self._first_scored_row
+        if first_row is None:
+            return 0
+        end = min(self.sequence.num_computed_tokens + self.num_new_tokens, self.sequence.num_prompt_tokens - 1)
+        return max(0, end - first_row)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the step that yield logits: its last ones.
+
+        The first `num_scored` of them tell of the prompt, the last `num_choices` of what comes after it.
+        """
+        first_row = self._first_scored_row
+        if first_row is None or not self.num_scored:
+            return self.num_choices
+        return self.sequence.num_computed_tokens + self.num_new_tokens - first_row + len(self.drafts)
+
+    @property
+    def _first_scored_row(self) -> int | None:
+        """The place of the first token of this step whose logits may be wanted for the prompt token after it."""
+        sequence = self.sequence
+        if not sequence.is_scoring:
+            return None
+        assert sequence.first_unscored is not None
+        return max(sequence.first_unscored - 1, sequence.num_computed_tokens)
+
+    @property
     def parents(self) -> list[int] | None:
         """Of the last committed token and the drafts, when these are a tree."""
         parents = self.drafts.parents
@@ -50,29 +82,33 @@ class ScheduledSequence(Generic[SequenceT]):
             token_ids=[*new_tokens, *self.drafts.token_ids],
             num_computed_tokens=start,
             block_table=self.sequence.block_table,
-            num_logits=self.num_choices,
+            num_logits=self.num_logits,
             parents=self.parents,
         )
 
 
 class Scheduler(Generic[SequenceT]):
-    """First come, first served; blocks are taken as sequences grow.
+    """First come, first served among those of one priority; blocks are taken as sequences grow.
 
     A sequence is admitted when there are blocks for the tokens it has. When blocks run out, admission waits; then
-    drafts are given up; then the youngest sequence is preempted: it gives its blocks back and waits, before all
-    others, to be computed again. What it generates stays the same, as its noise depends on its positions alone.
+    drafts are given up; then the youngest sequence of the least priority is preempted: it gives its blocks back and
+    waits, before all others of its priority, to be computed again. What it generates stays the same, as its noise
+    depends on its positions alone.
 
-    `running` and then `waiting` are in the order of arrival.
+    `running` and `waiting` are each in the order of priority, and within it of arrival.
     """
 
-    def __init__(self, blocks: BlockManager, limits: StepLimits) -> None:
+    def __init__(self, blocks: BlockManager, limits: StepLimits, max_scored_tokens: int = sys.maxsize) -> None:
+        """`max_scored_tokens`: of a prompt in one step, where the logits of all of them are wanted."""
         # Every decoding sequence gets its row in every step.
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
-        self.waiting: deque[SequenceT] = deque()
+        self.waiting: list[SequenceT] = []
         self.running: list[SequenceT] = []
         self.num_preemptions = 0
+        self.pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
         self._blocks = blocks
         self._limits = limits
+        self._max_scored_tokens = max_scored_tokens
         self._watermark = max(1, round(_WATERMARK * blocks.num_blocks))
 
     def fits(self, max_len: int) -> bool:
@@ -82,7 +118,7 @@ class Scheduler(Generic[SequenceT]):
     def add(self, sequence: SequenceT) -> None:
         """`sequence`, which must fit, waits for admission."""
         assert self.fits(sequence.max_len)
-        self.waiting.append(sequence)
+        _insert(self.waiting, sequence)
 
     def admit(self) -> list[SequenceT]:
         """Moves waiting sequences to running while there is room; returns them."""
@@ -91,28 +127,39 @@ class Scheduler(Generic[SequenceT]):
             sequence = self.waiting[0]
             # One that runs alone may take the whole cache.
             reserve = self._watermark if self.running else 0
-            allocated = self._blocks.allocate_for(sequence.token_ids, len(sequence.token_ids), reserve=reserve)
+            allocated = self._blocks.allocate_for(
+                sequence.token_ids,
+                len(sequence.token_ids),
+                reserve=reserve,
+                root=sequence.cache_root,
+                uses_cache=not sequence.is_scoring,  # what is cached has no logits
+            )
             if allocated is None:
                 break
             sequence.block_table, sequence.num_computed_tokens = allocated
-            self.running.append(self.waiting.popleft())
+            _insert(self.running, self.waiting.pop(0))
             admitted.append(sequence)
         return admitted
 
-    def remove(self, sequence: SequenceT) -> None:
-        """`sequence` finished or was aborted, wherever it was."""
-        if sequence in self.running:
+    def remove(self, *sequences: SequenceT) -> None:
+        """`sequences` finished or were aborted, wherever they were. All at once: thousands may wait, and leave."""
+        gone = set(sequences)
+        running = [sequence for sequence in self.running if sequence in gone]
+        for sequence in running:
             self.running.remove(sequence)
             self._blocks.free(sequence.block_table)
-        else:
-            self.waiting.remove(sequence)
+        if len(running) < len(gone):
+            num_left = len(self.waiting) + len(running) - len(gone)
+            self.waiting = [sequence for sequence in self.waiting if sequence not in gone]
+            if len(self.waiting) != num_left:
+                raise ValueError("a sequence to remove neither runs nor waits")
 
     def schedule(self, drafts_of: Callable[[SequenceT], Drafts | None]) -> list[ScheduledSequence[SequenceT]]:
         """The next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
         `drafts_of` gives the drafts that are there for a sequence, or None for one that takes no part in this step.
         While prompts wait, drafts get at most half of what the budget leaves, so that a busy step cannot starve
-        prefill.
+        prefill. Prompts get what `pace` says, those of a higher priority first.
         """
         may_grow = self._make_room()
         offers = [(s, drafts_of(s)) for s in self.running if not s.is_prefilling]
@@ -128,12 +175,13 @@ class Scheduler(Generic[SequenceT]):
             draft_budget -= len(drafts)
             budget -= len(drafts)
             step.append(ScheduledSequence(sequence, 1, drafts))
-        for sequence in prefilling:
-            chunk = min(len(sequence.token_ids) - sequence.num_computed_tokens, budget)
-            if chunk == 0:
-                break
-            budget -= chunk
-            step.append(ScheduledSequence(sequence, chunk))
+        if prefilling:
+            budget = self.pace.num_tokens(self._limits.max_num_batched_tokens - budget, budget)
+        for _, group in itertools.groupby(prefilling, key=_priority):
+            sequences = list(group)
+            chunks = share([self._longest_chunk(sequence) for sequence in sequences], budget)
+            budget -= sum(chunks)
+            step += [ScheduledSequence(s, chunk) for s, chunk in zip(sequences, chunks, strict=True) if chunk]
         return step
 
     def advance(self, scheduled: ScheduledSequence[SequenceT], num_accepted: int = 0) -> None:
@@ -142,13 +190,17 @@ class Scheduler(Generic[SequenceT]):
         num_computed = sequence.num_computed_tokens + scheduled.num_new_tokens + num_accepted
         # An end-of-sequence token inside the drafts leaves those after it uncommitted.
         sequence.num_computed_tokens = min(num_computed, len(sequence.token_ids))
-        self._blocks.cache(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens)
+        self._blocks.cache(sequence.block_table, sequence.token_ids, sequence.num_computed_tokens, sequence.cache_root)
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
         yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", len(self.running))
         preempted = "Sequences preempted for want of blocks."
         yield Reading("vllm:num_preemptions", preempted, self.num_preemptions, is_counter=True)
+
+    def _longest_chunk(self, sequence: Sequence) -> int:
+        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+        return min(num_left, self._max_scored_tokens) if sequence.is_scoring else num_left
 
     def _make_room(self) -> bool:
         """Gives every running sequence, the oldest first, the blocks of its committed tokens, whatever that takes.
@@ -184,5 +236,14 @@ class Scheduler(Generic[SequenceT]):
         sequence = self.running.pop()
         self._blocks.free(sequence.block_table)
         sequence.num_computed_tokens = 0
-        self.waiting.appendleft(sequence)
+        bisect.insort_left(self.waiting, sequence, key=_priority)
         self.num_preemptions += 1
+
+
+def _priority(sequence: Sequence) -> int:
+    return sequence.priority
+
+
+def _insert(sequences: list[SequenceT], sequence: SequenceT) -> None:
+    """After those that go before it or came before it."""
+    bisect.insort_right(sequences, sequence, key=_priority)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class FinishReason(enum.Enum):
-    STOP = "stop"  # an end-of-sequence token
+    STOP = "stop"  # a token that ends it
     LENGTH = "length"  # max_tokens
 
 
@@ -24,8 +24,11 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_len: int  # prompt and generated tokens at most
-    eos_token_ids: frozenset[int]  # empty: end-of-sequence tokens are ignored
+    end_token_ids: frozenset[int]  # any of them ends the sequence
     num_speculative_tokens: int
+    priority: int = 0  # of sequences that wait, the lowest goes first
+    cache_root: bytes | None = None  # KV is shared with sequences of the same root only
+    first_unscored: int | None = None  # the prompt's first token whose logits have yet to be kept; None: none of them
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -33,6 +36,11 @@ class Sequence:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < len(self.token_ids) - 1
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether logits of prompt tokens are still wanted."""
+        return self.first_unscored is not None and self.first_unscored < self.num_prompt_tokens
 
     @property
     def max_useful_drafts(self) -> int:
@@ -43,7 +51,7 @@ class Sequence:
         """Appends `token_ids`, at most up to where the sequence ends; returns how many of them were appended."""
         for count, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
-            if token in self.eos_token_ids:
+            if token in self.end_token_ids:
                 self.finish_reason = FinishReason.STOP
                 return count
             if len(self.token_ids) >= self.max_len:

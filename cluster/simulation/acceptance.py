@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.config import SimulationConfig
+from cluster.config_simulation import SimulationConfig
 
 
 class AcceptanceSchedule:

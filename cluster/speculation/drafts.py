@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -43,6 +43,10 @@ class Drafts:
         if max(self.token_ids, default=0) < vocab_size:
             return self
         return self._where(lambda node: self.token_ids[node] < vocab_size)
+
+    def among(self, nodes: Collection[int]) -> Drafts:
+        """Those of `nodes`, without what comes after the others."""
+        return self._where(lambda node: node in nodes)
 
     def after(self, token_ids: Sequence[int]) -> Drafts | None:
         """What is left when `token_ids` have been committed; None when it does not begin with them."""

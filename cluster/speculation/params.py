@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MAX_LOGIT_BIAS = 1024  # entries: each takes its time in every step that its sequence is in
+
 # Below this temperature the noise could not change a choice, and the division would overflow.
 _GREEDY_BELOW = 1e-5
 
@@ -40,3 +42,19 @@ class SamplingParams:
         object.__setattr__(self, "has_filter", has_filter)
         object.__setattr__(self, "has_penalty", has_penalty)
         object.__setattr__(self, "is_shaped", bool(self.logit_bias) or has_penalty or has_filter)
+
+    def check(self) -> None:
+        """Raises ValueError for what no request may ask for: beyond these bounds, which are the API's, the scores leave
+        the range of float32, and the arithmetic of a whole step would suffer."""
+        ranges = {
+            "temperature": 0.0 <= self.temperature <= 2.0,
+            "top_p": 0.0 < self.top_p <= 1.0,
+            "min_p": 0.0 <= self.min_p <= 1.0,
+            "repetition_penalty": 0.01 <= self.repetition_penalty <= 100.0,
+            "presence_penalty": abs(self.presence_penalty) <= 2.0,
+            "frequency_penalty": abs(self.frequency_penalty) <= 2.0,
+            "logit_bias": len(self.logit_bias) <= MAX_LOGIT_BIAS and all(abs(b) <= 100.0 for _, b in self.logit_bias),
+        }
+        for name, is_sound in ranges.items():
+            if not is_sound:
+                raise ValueError(f"{name} is out of its range: {str(getattr(self, name))[:80]}")

@@ -9,6 +9,7 @@ target's.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +21,15 @@ from cluster.speculation.device_noise import gumbel_noise_from, gumbel_noise_on
 from cluster.speculation.gumbel_max import MAX_WIDTH, draw, has_kernel, pack_run
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.token_counts import TokenCounts
 
 NO_TOP_P = 2.0
 """A row without top-p keeps everything, whatever the sum of its probabilities rounds to."""
+
+_PENALTIES_OF_BYTES = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
+).astype(np.float32)
+"""For each byte of a mask what it adds to the scores of its eight tokens, [256, 8]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,13 @@ class SampleRequest:
     num_prompt_tokens: int
     num_rows: int = 1
     draft_token_ids: Sequence[int] = ()  # apart, so that no context is copied to append them
+    allowed: torch.Tensor | None = None  # int32 [num_rows, ceil(vocab_size / 32)], a set bit for each token; None: all
+    counts: TokenCounts | None = None  # of the first of `token_ids`, which are then not looked at; None: of none
+
+    @property
+    def is_shaped(self) -> bool:
+        """By more than the temperature."""
+        return self.params.is_shaped or self.allowed is not None
 
     @property
     def first_position(self) -> int:
@@ -77,12 +91,13 @@ class Sampler:
     def best_choices(
         self, logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
     ) -> list[tuple[list[int], list[float]]]:
-        """As `best_tokens`, with each one's distance from the first; a row whose filters leave fewer has fewer."""
+        """As `best_tokens`, with each one's distance from the first; a row whose filters leave fewer has fewer:
+        one at least."""
         ids, scores = self._best_tokens(logits, requests, min(width, logits.shape[-1]))
         gaps = (scores[:, :1] - scores).tolist()
         best = []
         for row_tokens, row_gaps in zip(ids.tolist(), gaps, strict=True):
-            num_left = sum(gap < math.inf for gap in row_gaps)
+            num_left = max(1, sum(gap < math.inf for gap in row_gaps))
             best.append((row_tokens[:num_left], row_gaps[:num_left]))
         return best
 
@@ -138,7 +153,7 @@ def _best_by_kernel(
     for request in requests:
         params, key, num_bytes = request.params, request.noise_key, request.num_rows * row_bytes
         temperature = 0.0 if params.is_greedy else params.temperature
-        if params.is_shaped:
+        if request.is_shaped:
             run_address, temperature = shaped_address, 1.0 if temperature else 0.0
             shaped_address += num_bytes
         else:
@@ -155,7 +170,7 @@ def _shaped_rows(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> tor
     rows: list[int] = []
     start = 0
     for request in requests:
-        if request.params.is_shaped:
+        if request.is_shaped:
             shaped_requests.append(request)
             rows.extend(range(start, start + request.num_rows))
         start += request.num_rows
@@ -179,38 +194,80 @@ def _shape(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
 
 
 def _bias_and_penalise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
-    """Adds logit bias and applies the penalties, in place."""
+    """Takes out what is not allowed, adds logit bias and applies the penalties, in place."""
+    _mask(scores, requests)
     start = 0
     for request in requests:
         rows = scores[start : start + request.num_rows]
         start += request.num_rows
         params = request.params
         if params.logit_bias:
-            token_ids = torch.tensor([token for token, _ in params.logit_bias], device=scores.device)
-            biases = torch.tensor([bias for _, bias in params.logit_bias], device=scores.device)
+            token_ids, biases = _biases(params.logit_bias, scores.device)
             rows[:, token_ids] += biases
         if params.has_penalty:
             _penalise(rows, request)
 
 
+@functools.lru_cache(maxsize=1024)  # of sequences that run
+def _biases(logit_bias: tuple[tuple[int, float], ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids, biases = zip(*logit_bias, strict=True)
+    return torch.tensor(token_ids, device=device), torch.tensor(biases, device=device)
+
+
+def _mask(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
+    """Tokens that are not allowed become -inf, in place: at once for all rows, as each call takes as long as a row."""
+    masks = [request.allowed for request in requests if request.allowed is not None]
+    if not masks:
+        return
+    allowed = torch.cat(masks) if len(masks) > 1 else masks[0]
+    penalties = _mask_penalties(allowed, scores.shape[-1], scores.device)
+    if len(allowed) == len(scores):
+        scores += penalties
+        return
+    rows: list[int] = []
+    start = 0
+    for request in requests:
+        if request.allowed is not None:
+            rows.extend(range(start, start + request.num_rows))
+        start += request.num_rows
+    scores[rows] += penalties
+
+
+def _mask_penalties(allowed: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """0 where `allowed` has a bit and -inf where it has none: float32 [num_rows, vocab_size].
+
+    On a CPU a table of all bytes takes a fortieth of the time of a `masked_fill`, whose branches cannot be predicted.
+    """
+    if device.type == "cpu":
+        penalties = np.take(_PENALTIES_OF_BYTES, allowed.numpy().view(np.uint8), axis=0)
+        return torch.from_numpy(penalties.reshape(len(allowed), -1)[:, :vocab_size])
+    words = allowed.to(device, non_blocking=True)
+    bits = (words[..., None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+    return torch.zeros(bits.shape, device=device).masked_fill_(bits == 0, -torch.inf).flatten(1)[:, :vocab_size]
+
+
 def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
     """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its prefix."""
-    params, vocab_size, device = request.params, rows.shape[-1], rows.device
-    num_prompt, first = request.num_prompt_tokens, request.first_position
-    tokens = torch.tensor([*request.token_ids, *request.draft_token_ids], device=device)
-    seen_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-    seen_in_prompt[tokens[:num_prompt]] = True
-    counts = torch.bincount(tokens[num_prompt:first], minlength=vocab_size).to(torch.float32)
+    params, first = request.params, request.first_position
+    counts = request.counts
+    if counts is None:
+        counts = TokenCounts(rows.shape[-1], rows.device)
+        counts.count(request.token_ids, min(first, len(request.token_ids)), request.num_prompt_tokens)
+    tail = [*request.token_ids[counts.num_counted :], *request.draft_token_ids]
+    generated = counts.generated.clone() if tail else counts.generated
+    num_added = first - counts.num_counted
+    for token in tail[:num_added]:
+        generated[token] += 1
     for j, row in enumerate(rows):
         if j:
-            counts[tokens[first + j - 1]] += 1
-        generated = counts > 0
+            generated[tail[num_added + j - 1]] += 1
+        is_generated = generated > 0
         if params.repetition_penalty != 1.0:
             penalty = params.repetition_penalty
             penalised = torch.where(row > 0, row / penalty, row * penalty)
-            row.copy_(torch.where(seen_in_prompt | generated, penalised, row))
-        row -= params.frequency_penalty * counts
-        row -= params.presence_penalty * generated
+            row.copy_(torch.where(counts.in_prompt | is_generated, penalised, row))
+        row -= params.frequency_penalty * generated
+        row -= params.presence_penalty * is_generated
 
 
 def _filter(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

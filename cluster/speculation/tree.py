@@ -27,6 +27,8 @@ from cluster.speculation.drafts import depths_of
 Shape = tuple[int, ...]
 """The parents of a tree's nodes, as in Drafts. Siblings are in the order of their ranks."""
 
+MAX_NODES = 64  # of a shape: as many as a round may have drafts
+
 AcceptanceTable = npt.NDArray[np.float64]
 """[num_depths, num_ranks]; deeper nodes are accepted as those of the last depth."""
 

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cluster.constraints import UNCONSTRAINED, Constraints
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
-from cluster.errors import OutriderError
+from cluster.errors import InvalidRequestError, NotFoundError, OutriderError
+from cluster.grammars.matcher import CompiledGrammar
+from cluster.logprobs import TokenLogprobs
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.telemetry.metrics import Reading
+
+
+def root_of(cache_salt: str | None) -> bytes:
+    """What keeps the KV of requests with that salt apart from others'; it does not give the salt away."""
+    return hashlib.sha256(cache_salt.encode()).digest() if cache_salt else b""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModel:
+    """What others need to know of the model that a target runs."""
+
+    name: str
+    dtype: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +47,27 @@ class GenerationRequest:
     max_tokens: int  # generated tokens in all
     ignore_eos: bool
     num_speculative_tokens: int | None  # None: the controller decides
+    stop_token_ids: frozenset[int] = frozenset()  # they end it as end-of-sequence tokens do, `ignore_eos` or not
+    constraints: Constraints = UNCONSTRAINED
+    grammar: CompiledGrammar | None = None  # that of `constraints`
+    num_logprobs: int | None = None  # of so many likeliest tokens beside each generated one; None: not even of that
+    num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    priority: int = 0  # of requests that wait, the lowest goes first
+    cache_salt: str = ""  # KV is shared only between requests of the same salt
+    adapter: str = ""  # LoRA; "": none
+    adapter_fingerprint: str = ""  # its contents; "": whatever they are
     is_traced: bool = False  # its admission is published too
     arrived_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def cache_root(self) -> bytes:
+        """Differs where the salt does; b"" without one."""
+        return root_of(self.cache_salt)
+
+    def end_token_ids(self, model: TargetModel) -> frozenset[int]:
+        """The tokens that end it, any of them. A text with a grammar ends where the grammar does."""
+        ignores_eos = self.ignore_eos and self.constraints.grammar is None
+        return self.stop_token_ids | (frozenset() if ignores_eos else frozenset(model.eos_token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +81,18 @@ class GenerationOutput:
     num_accepted_tokens: int
     error: OutriderError | None = None  # the request has ended with it
     admitted_at: int | None = None  # nanoseconds since the epoch; may come again after a preemption
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
+    prompt_logprobs: TokenLogprobs | None = None  # of further tokens of the prompt, from the second one on
 
     @classmethod
     def of_admission(cls, request_id: str) -> GenerationOutput:
         """`request_id` has been admitted just now."""
         return cls(request_id, (), None, 0, 0, admitted_at=time.time_ns())
+
+    @classmethod
+    def of_prompt(cls, request_id: str, logprobs: TokenLogprobs) -> GenerationOutput:
+        """`logprobs` are those of further tokens of the prompt."""
+        return cls(request_id, (), None, 0, 0, prompt_logprobs=logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +107,12 @@ class TargetLoad:
     demand: DraftDemand | None = None  # None: nothing is known of what drafts give
 
 
-@dataclass(frozen=True, slots=True)
-class TargetModel:
-    """What others need to know of the model that a target runs."""
-
-    name: str
-    dtype: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-
 Publish = Callable[[Sequence[GenerationOutput]], None]
 """Takes the outputs of one step, or the admissions before it; called from the engine's thread, never blocks."""
+
+
+def no_adapter(name: str) -> str:
+    return f"there is no adapter {name[:128]!r} on this target"
 
 
 class Target(ABC):
@@ -89,6 +128,26 @@ class Target(ABC):
     def is_stuck(self) -> bool:
         """Whether the engine has work and stands still. Any thread."""
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The LoRA adapters that requests can name, each with the fingerprint of its contents. Any thread."""
+        return {}
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
+        """Makes the adapter in the folder `path` one that requests can name; returns its fingerprint.
+
+        `replace`: in the place of one of that name with other contents, with which requests that run go on. Raises
+        InvalidRequestError, changing nothing.
+        """
+        raise InvalidRequestError("this target's engine has no adapters: they need target.engine vllm")
+
+    async def unload_adapter(self, name: str) -> int:
+        """Requests cannot name it any more; those that run end as they began, and their number is returned.
+
+        Raises NotFoundError.
+        """
+        raise NotFoundError(no_adapter(name))
+
     @abstractmethod
     def start(self, publish: Publish) -> None:
         """Starts the step loop in a thread of its own."""
@@ -103,7 +162,8 @@ class Target(ABC):
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> None:
-        """Any thread. Raises InvalidRequestError, changing nothing, when the request can never run."""
+        """Any thread. Raises InvalidRequestError, changing nothing, when the request can never run, and NotFoundError
+        where its adapter is not here."""
 
     @abstractmethod
     def abort(self, request_id: str) -> None:

@@ -24,6 +24,7 @@ from cluster.targets.base import Target
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
+from cluster.transport.dialing import Dialer
 from cluster.vllm.compatibility import TARGET, check
 from cluster.vllm.engine_args import set_environment
 
@@ -53,7 +54,12 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
 
 
 def _pool(config: Config, fingerprint: str) -> DraftPool:
-    return DraftPool(fingerprint, Place.own(config.placement, os.environ), config.placement.trial_share)
+    return DraftPool(
+        fingerprint,
+        Place.own(config.placement, os.environ),
+        config.placement.trial_share,
+        Dialer.of(config.tls, "target", config.draft.tls_server_name),
+    )
 
 
 def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:

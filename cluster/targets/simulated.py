@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cluster.config import SimulationConfig, SpeculationConfig
+from cluster.config import SpeculationConfig
+from cluster.config_simulation import SimulationConfig
+from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.pool import DraftPool
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
+from cluster.errors import InvalidRequestError
+from cluster.logprobs import TokenLogprobs
 from cluster.simulation.steps import REAL_TIME, StepCurve, Timekeeper
 from cluster.simulation.tokens import token_at
 from cluster.speculation.drafts import depths_of
-from cluster.targets.base import TargetModel
+from cluster.targets.base import GenerationRequest, TargetModel
 from cluster.targets.generation import Scheduled
 from cluster.targets.step_loop import StepLoop
 
@@ -49,6 +53,15 @@ class SimulatedTarget(StepLoop):
         num_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
         self._keeper.sleep_until(started_at + self._curve.at(num_rows) + self._sequence_seconds * len(step))
         return choices
+
+    def submit(self, request: GenerationRequest) -> None:
+        is_scored = request.num_logprobs is not None or request.num_prompt_logprobs is not None
+        if is_scored or request.constraints != UNCONSTRAINED:
+            raise InvalidRequestError("a simulated engine has neither log-probabilities nor constraints of its answers")
+        super().submit(request)
+
+    def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
+        raise AssertionError("a request for log-probabilities was taken")
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         """There is no KV."""

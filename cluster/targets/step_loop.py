@@ -15,15 +15,28 @@ from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
 from cluster.engine.scheduler import Scheduler
-from cluster.errors import InvalidRequestError
+from cluster.errors import InvalidRequestError, NotFoundError
+from cluster.logprobs import TokenLogprobs
 from cluster.speculation.acceptance import accepted_path, count_accepted
-from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
+from cluster.speculation.drafts import Drafts
+from cluster.targets.base import (
+    GenerationOutput,
+    GenerationRequest,
+    Publish,
+    Target,
+    TargetLoad,
+    TargetModel,
+    no_adapter,
+)
 from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.profile import profile_steps
+from cluster.targets.scoring import Scoring
 from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 
 logger = logging.getLogger(__name__)
+
+_MAX_SCORED_VALUES = 2**26  # float32: the logits of a step's prompt tokens take 256 MiB at most, where all are wanted
 
 
 class StepLoop(Target):
@@ -49,7 +62,8 @@ class StepLoop(Target):
         self._speculation = speculation
         self._clock = clock
         self._coordinator = Coordinator(pool, speculation, model.vocab_size, limits, clock)
-        self._scheduler: Scheduler[Generation] = Scheduler(blocks, limits)
+        max_scored_tokens = max(1, _MAX_SCORED_VALUES // model.vocab_size)
+        self._scheduler: Scheduler[Generation] = Scheduler(blocks, limits, max_scored_tokens)
         self._generations: dict[str, Generation] = {}  # by request
         self._submitted: list[GenerationRequest] = []
         self._queue_time = QueueTime()
@@ -66,6 +80,13 @@ class StepLoop(Target):
     @abstractmethod
     def _choose(self, step: Sequence[Scheduled]) -> list[int]:
         """Runs the step; returns the target's choice for every row that yields one, in order."""
+
+    @abstractmethod
+    def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
+        """Log-probabilities of `token_ids`, one for each of `rows`, and of the `width` likeliest tokens there.
+
+        Rows are those of the logits of the step that `_choose` has run, of which a sequence has `num_logits`.
+        """
 
     @abstractmethod
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
@@ -97,6 +118,8 @@ class StepLoop(Target):
         await self._pool.run(endpoints)
 
     def submit(self, request: GenerationRequest) -> None:
+        if request.adapter:
+            raise NotFoundError(no_adapter(request.adapter))
         max_len, blocks = request.num_prompt_tokens + request.max_tokens, self._blocks
         if not self._scheduler.fits(max_len):
             raise InvalidRequestError(
@@ -162,9 +185,10 @@ class StepLoop(Target):
 
     def profile(self) -> None:
         """What steps take, before the first request."""
-        if self._speculation.num_speculative_tokens:
-            times = profile_steps(self._time_step, self.limits.max_num_batched_tokens)
+        if self._speculation.num_speculative_tokens or self.limits.max_prefill_seconds is not None:
+            times = list(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
             self._coordinator.know_step_times(times)
+            self._scheduler.pace.know(times)
 
     def run_step(self, publish: Publish) -> bool:
         """One step of a target that was not started, in the caller's thread; False when there is nothing to do."""
@@ -178,7 +202,7 @@ class StepLoop(Target):
     def _step(self, publish: Publish) -> None:
         decoding = [g.speculative for g in self._scheduler.running if not g.is_prefilling]
         drafts = self._coordinator.begin(decoding, self._joining())
-        step = self._scheduler.schedule(lambda generation: drafts.get(generation.speculative))
+        step = self._scheduler.schedule(lambda generation: _allowed(generation, drafts.get(generation.speculative)))
         rounds: list[Round] = []
         outputs: list[GenerationOutput] = []
         timing = None
@@ -202,6 +226,8 @@ class StepLoop(Target):
         kind = _kind(step)
         self._step_times[kind].add(seconds)
         chunks = [scheduled.num_new_tokens for scheduled in step if scheduled.num_new_tokens > 1]
+        num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
+        self._scheduler.pace.observe(num_step_rows, sum(chunks), seconds)
         return StepTiming(
             num_rows, seconds, is_pure=kind != "prefill", num_prompts=len(chunks), num_prompt_tokens=sum(chunks)
         )
@@ -210,46 +236,59 @@ class StepLoop(Target):
         """Accepts, commits and rolls back every sequence of the step; finished ones are freed, and have no round."""
         outputs: list[GenerationOutput] = []
         rounds: list[Round] = []
-        start = 0
+        scoring = Scoring()
+        start = first_row = 0
         for scheduled in step:
             generation = scheduled.sequence
+            end_row = first_row + scheduled.num_logits
+            prompt_logprobs = scoring.add_prompt(scheduled, first_row)
+            first_row = end_row
             if not scheduled.yields_choices:
                 self._scheduler.advance(scheduled)
+                if prompt_logprobs is not None:
+                    outputs.append(GenerationOutput.of_prompt(generation.request.request_id, prompt_logprobs))
                 continue
             end = start + scheduled.num_choices
-            chosen = self._accept(scheduled, choices[start:end])
+            path = self._accept(scheduled, choices[start:end])
+            chosen = [choices[start + node] for node in path]
             start = end
             num_accepted = len(chosen) - 1
             num_committed = generation.commit(chosen)
             # The KV of accepted drafts stays; rejected ones are rolled back by not counting their slots.
             self._scheduler.advance(scheduled, num_accepted)
             self._num_committed_tokens += num_committed
+            committed = chosen[:num_committed]
+            rows = [end_row - len(scheduled.drafts) - 1 + node for node in path[:num_committed]]
             outputs.append(
                 GenerationOutput(
                     request_id=generation.request.request_id,
-                    token_ids=chosen[:num_committed],
+                    token_ids=committed,
                     finish_reason=generation.finish_reason,
                     num_draft_tokens=len(scheduled.drafts),
                     num_accepted_tokens=min(num_accepted, num_committed),
+                    error=generation.error,
+                    logprobs=scoring.add(rows, committed, generation.request.num_logprobs),
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
-            if generation.finish_reason is None:
+            if generation.finish_reason is None and generation.error is None:
                 rounds.append(Round(generation.speculative, scheduled.drafts, chosen))
             else:
                 self._release(generation)
+        scoring.finish(self._score)
         return rounds, outputs
 
     def _accept(self, scheduled: Scheduled, choices: Sequence[int]) -> Sequence[int]:
-        """The tokens that `choices` commit: those of the accepted drafts, and the bonus token.
+        """The nodes whose `choices` are committed: the last committed token, 0, and the accepted drafts after it.
 
         The KV of the accepted drafts then follows that of the tokens before them.
         """
         drafts, parents, sequence = scheduled.drafts, scheduled.parents, scheduled.sequence
         if parents is None:
-            return choices[: count_accepted(drafts.token_ids, choices) + 1]
+            return range(count_accepted(drafts.token_ids, choices) + 1)
         path = accepted_path([sequence.token_ids[-1], *drafts.token_ids], parents, choices)
         self._keep(sequence.block_table, sequence.num_computed_tokens, path)
-        return [choices[node] for node in path]
+        return path
 
     def _sleep_until_asked(self) -> None:
         with self._wake:
@@ -263,11 +302,10 @@ class StepLoop(Target):
         for request in submitted:
             if request.request_id not in aborted:
                 max_drafts = self._speculation.max_speculative_tokens
-                generation = Generation.of(request, self.model.eos_token_ids, max_drafts)
+                generation = Generation.of(request, self.model, max_drafts)
                 self._generations[request.request_id] = generation
                 self._scheduler.add(generation)
-        for request_id in aborted & self._generations.keys():
-            self._release(self._generations[request_id])
+        self._release(*(self._generations[request_id] for request_id in aborted & self._generations.keys()))
         admitted = self._scheduler.admit()
         for generation in admitted:
             if len(generation.token_ids) == len(generation.request.token_ids):  # not again, after a preemption
@@ -276,11 +314,19 @@ class StepLoop(Target):
         if traced:
             publish([GenerationOutput.of_admission(request_id) for request_id in traced])
 
-    def _release(self, generation: Generation) -> None:
-        del self._generations[generation.request.request_id]
-        self._scheduler.remove(generation)
-        self._coordinator.close(generation.speculative)
-        self._forget(generation)
+    def _release(self, *generations: Generation) -> None:
+        self._scheduler.remove(*generations)
+        for generation in generations:
+            del self._generations[generation.request.request_id]
+            self._coordinator.close(generation.speculative)
+            self._forget(generation)
+
+
+def _allowed(generation: Generation, drafts: Drafts | None) -> Drafts | None:
+    """What the constraints of `generation` leave of `drafts`."""
+    if drafts is None or generation.constraint is None:
+        return drafts
+    return generation.constraint.cut(drafts)
 
 
 def _kind(step: Sequence[Scheduled]) -> str:

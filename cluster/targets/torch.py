@@ -5,14 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from cluster.config import SpeculationConfig
+from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.pool import DraftPool
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
+from cluster.errors import InvalidRequestError
+from cluster.logprobs import TokenLogprobs
 from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import Sampler, SampleRequest
-from cluster.targets.base import TargetModel
+from cluster.speculation.scoring import token_logprobs
+from cluster.speculation.token_counts import TokenCounts
+from cluster.targets.base import GenerationRequest, TargetModel
 from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
@@ -37,12 +44,33 @@ class TorchTarget(StepLoop):
         self._runner = runner
         self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
+        self._logits = torch.empty(0)  # of the step
+
+    def submit(self, request: GenerationRequest) -> None:
+        if self._rejection is not None and request.constraints != UNCONSTRAINED:
+            raise InvalidRequestError(
+                "constraints of the answer need speculation.acceptance coupled; this target has rejection"
+            )
+        super().submit(request)
 
     def _choose(self, step: Sequence[Scheduled]) -> list[int]:
-        logits = self._runner.run([scheduled.segment() for scheduled in step])
-        requests = [row for scheduled in step if scheduled.yields_choices for row in _sample_requests(scheduled)]
+        self._logits = self._runner.run([scheduled.segment() for scheduled in step])
+        logits = _of_choices(self._logits, step)
+        requests = [
+            row
+            for scheduled in step
+            if scheduled.yields_choices
+            for row in _sample_requests(
+                scheduled, scheduled.sequence.count(self._runner.model.device, self.model.vocab_size)
+            )
+        ]
+        if not requests:
+            self._runner.wait()  # else the next step would be taken to be as long as both
         choices = self._sampler.sample(logits, requests) if requests else []
         return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
+
+    def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
+        return token_logprobs(self._logits, rows, token_ids, width)
 
     def _forget(self, generation: Generation) -> None:
         if self._rejection is not None:
@@ -57,29 +85,44 @@ class TorchTarget(StepLoop):
         if block_table is None:
             return None
         started_at = time.perf_counter()
-        logits = self._runner.run([Segment([0] * num_rows, 0, block_table, num_logits=num_rows)])
-        logits.sum().item()  # a GPU answers before it has computed
+        self._runner.run([Segment([0] * num_rows, 0, block_table, num_logits=num_rows)])
+        self._runner.wait()
         blocks.free(block_table)
         return time.perf_counter() - started_at
 
 
-def _sample_requests(scheduled: Scheduled) -> Iterable[SampleRequest]:
-    """For the rows of `scheduled`: one request for a chain, one for each row of a tree."""
-    generation = scheduled.sequence
+def _of_choices(logits: torch.Tensor, step: Sequence[Scheduled]) -> torch.Tensor:
+    """The rows of `logits` that choices are made from: all, but for those of prompts that are scored."""
+    if not any(scheduled.num_scored for scheduled in step):
+        return logits
+    rows: list[int] = []
+    end = 0
+    for scheduled in step:
+        end += scheduled.num_logits
+        rows.extend(range(end - scheduled.num_choices, end))
+    return logits[rows]
 
-    def asked(draft_token_ids: Sequence[int], num_rows: int) -> SampleRequest:
+
+def _sample_requests(scheduled: Scheduled, counts: TokenCounts | None) -> Iterable[SampleRequest]:
+    """For the rows of `scheduled`: one request for a chain, one for each row of a tree; `counts` of its tokens."""
+    generation = scheduled.sequence
+    allowed = None if generation.constraint is None else generation.constraint.masks(scheduled.drafts)
+
+    def asked(draft_token_ids: Sequence[int], rows: slice) -> SampleRequest:
         return SampleRequest(
             params=generation.request.params,
             noise_key=generation.request.noise_key,
             token_ids=generation.token_ids,
             draft_token_ids=draft_token_ids,
             num_prompt_tokens=generation.num_prompt_tokens,
-            num_rows=num_rows,
+            num_rows=rows.stop - rows.start,
+            allowed=None if allowed is None else allowed[rows],
+            counts=counts,
         )
 
     token_ids, parents = scheduled.drafts.token_ids, scheduled.drafts.parents
     if parents is None:
-        yield asked(token_ids, scheduled.num_choices)
+        yield asked(token_ids, slice(0, scheduled.num_choices))
     else:
         for node in range(-1, len(token_ids)):
-            yield asked([token_ids[i] for i in path_to(node, parents)], 1)
+            yield asked([token_ids[i] for i in path_to(node, parents)], slice(node + 1, node + 2))

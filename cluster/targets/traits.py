@@ -19,6 +19,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NOISE_VERSION
 from cluster.targets.base import TargetModel
+from cluster.vllm.lora import LoraLimits
 
 ENGINE_VERSION = 1
 """Counted up with every change after which the same model gives other logits, be it in the last bit."""
@@ -70,6 +71,8 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
             "engine": f"vllm {import_module('vllm').__version__}, torch {torch.__version__}, {ENGINE_VERSION}",
             "tensor_parallel_size": str(target.tensor_parallel_size),
             "engine_args": json.dumps(target.engine_args, sort_keys=True),
+            # With adapters vLLM runs other kernels, for the base too; what the adapters are is told beside the traits.
+            **({"max_lora_rank": str(LoraLimits.of(target).max_rank)} if target.takes_adapters else {}),
         }
     form = fastest_form(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device)
     return {

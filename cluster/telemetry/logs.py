@@ -1,19 +1,109 @@
-"""Logging of the programs: one line an event on stderr, with the program's name."""
+"""Logging of the programs: one line an event on stderr, with the program's name, as text or as JSON.
+
+A record may have `fields`, given as `extra={"fields": {name: value}}`: in JSON they are keys of the line's object, in
+text they follow the message as `name=value`. Characters that would end a line, or steer a terminal, are escaped.
+"""
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
+import re
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from cluster.config_types import LogFormat, LogLevel
+
+# Libraries' own news is of no use to an operator.
+_QUIET = {
+    "httpx": logging.WARNING,
+    "grpc": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "torchao": logging.ERROR,  # warns of kernels for other machines
+    "torch.utils._pytree": logging.ERROR,  # warns of what torchao does when it is imported
+}
+_TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
+_CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+_PLAIN_VALUE = re.compile(r"[!#-<>-~]+")  # needs no quotes beside `=`
 
 
-def setup_logging(program: str, level: int = logging.INFO) -> None:
-    """Sends the log of this process to stderr as `time level program: message`."""
-    logging.basicConfig(
-        level=level,
-        format=f"%(asctime)s %(levelname)s {program}: %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
-    # Libraries' own news is of no use to an operator.
-    for name in ("httpx", "grpc", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of kernels for other machines
+def setup_logging(program: str, level: LogLevel = "info", form: LogFormat = "text") -> None:
+    """Sends the log of this process to stderr: as `time level program: message`, or as objects with these as keys."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonFormatter(program) if form == "json" else _TextFormatter(program))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name, least in _QUIET.items():
+        logging.getLogger(name).setLevel(least)
+    sys.excepthook = _log_end if form == "json" else sys.__excepthook__
+
+
+class LoggedLine(NamedTuple):
+    """A line of a program's log, read by who started the program."""
+
+    level: int
+    message: str  # with the program's name
+
+
+def read_line(line: str) -> LoggedLine | None:
+    """What `line` says; None where it was not logged but written in another way, such as a traceback."""
+    if match := _TEXT_LINE.fullmatch(line):
+        return LoggedLine(logging.getLevelNamesMapping()[match[1]], match[2])
+    if not line.startswith('{"time": '):
+        return None
+    try:
+        event = json.loads(line)
+        level = logging.getLevelNamesMapping()[event["level"].upper()]
+        message = event.get("exception", event["message"]).splitlines()[-1:]
+        return LoggedLine(level, f"{event['program']}: {''.join(message)}")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, program: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname)s {program}: %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        fields = "".join(f" {name}={_text(value)}" for name, value in _fields_of(record).items())
+        record.message = record.message.rstrip().translate(_CONTROL) + fields
+        return super().formatMessage(record)
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, program: str) -> None:
+        super().__init__()
+        self._program = program
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        event: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "program": self._program,
+            "logger": record.name,
+            "message": record.getMessage().rstrip(),
+            **_fields_of(record),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, default=str)  # in ASCII: nothing in it ends a line
+
+
+def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+def _text(value: object) -> str:
+    """As JSON has it, but for strings that are as plain as numbers."""
+    if isinstance(value, str) and _PLAIN_VALUE.fullmatch(value):
+        return value
+    return json.dumps(value, default=str, separators=(",", ":"))
+
+
+def _log_end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """What ends the program is a line like all others."""
+    logging.getLogger(__name__).critical("the program failed", exc_info=(kind, error, traceback))

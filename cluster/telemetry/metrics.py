@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,12 +18,9 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
     generate_latest,
-    make_wsgi_app,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-from cluster.errors import ConfigurationError
 
 # When each series began: as many series again, which nothing asks for.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -98,6 +90,8 @@ class RouterMetrics:
         )
         self.tokens = TokenTally(model_name)
         registry.register(self.tokens)
+        self.keys = KeyTally()
+        registry.register(self.keys)
         self.e2e_latency = histogram(
             "vllm:e2e_request_latency_seconds",
             "From the request's arrival to its last token.",
@@ -136,16 +130,39 @@ class RouterMetrics:
             ["model_name", "code"],
             registry=registry,
         )
+        self.connections = Gauge(
+            "outrider_http_connections", "Connections of clients, operators' included.", registry=registry
+        )
+        self._connections_closed = Counter(
+            "outrider_http_connections_closed",
+            "Connections that were closed for what their clients did, by what it was.",
+            ["reason"],
+            registry=registry,
+        )
         self._moved = Counter(
             "outrider_requests_moved",
-            "Sequences taken to another target, by what became of the one before: lost, draining or stuck.",
+            "Sequences taken to another target, by what became of the one before: lost, draining, stuck or unloaded.",
             ["model_name", "reason"],
+            registry=registry,
+        )
+        self._by_adapter = Counter(
+            "outrider_requests_by_adapter",
+            "Requests that were begun with a LoRA adapter.",
+            ["model_name", "adapter"],
             registry=registry,
         )
 
     def count_request(self, code: int) -> None:
         """Counts one request that ended with `code`."""
         self._requests.labels(self._model_name, str(code)).inc()
+
+    def count_closed_connection(self, reason: str) -> None:
+        """Counts one connection that was closed for what its client did."""
+        self._connections_closed.labels(reason).inc()
+
+    def count_adapter(self, name: str) -> None:
+        """Counts one request with that adapter, which targets hold."""
+        self._by_adapter.labels(self._model_name, name).inc()
 
     def count_move(self, reason: str) -> None:
         """Counts one sequence whose target could not go on."""
@@ -253,6 +270,43 @@ class TokenTally(Collector):
         yield latency
 
 
+class KeyTally(Collector):
+    """What each API key has used; "" is whoever had none that is valid. Plain numbers, as in `TokenTally`.
+
+    Requests of a key that were refused for its limits, per second:
+        sum by (key) (rate(outrider_requests_by_key_total{code="429"}[5m]))
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[str, str], int] = {}
+        self._prompt_tokens: dict[str, int] = {}
+        self._generated_tokens: dict[str, int] = {}
+
+    def count_request(self, key: str, code: int) -> None:
+        self._requests[key, str(code)] = self._requests.get((key, str(code)), 0) + 1
+
+    def count_prompt(self, key: str, num_tokens: int) -> None:
+        self._prompt_tokens[key] = self._prompt_tokens.get(key, 0) + num_tokens
+
+    def count_generated(self, key: str, num_tokens: int) -> None:
+        self._generated_tokens[key] = self._generated_tokens.get(key, 0) + num_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        def counter(name: str, documentation: str, *labels: str) -> CounterMetricFamily:
+            return CounterMetricFamily(name, documentation, labels=labels)
+
+        requests = counter("outrider_requests_by_key", "Requests by the name of their key.", "key", "code")
+        for labels, count in self._requests.items():
+            requests.add_metric(labels, count)
+        yield requests
+        prompts = counter("outrider_prompt_tokens_by_key", "Prompt tokens of answered requests of a key.", "key")
+        generated = counter("outrider_generation_tokens_by_key", "Tokens generated for a key.", "key")
+        for family, tokens in ((prompts, self._prompt_tokens), (generated, self._generated_tokens)):
+            for key, num_tokens in tokens.items():
+                family.add_metric([key], num_tokens)
+            yield family
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One number of a worker at the moment its page is asked for."""
@@ -319,36 +373,3 @@ def _family(reading: Reading) -> Metric:
         return HistogramMetricFamily(reading.name, reading.documentation)
     kind = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
     return kind(reading.name, reading.documentation)
-
-
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> int:
-    """Serves `registry` at `/metrics` from a daemon thread; returns the port (0: a free one)."""
-    app = make_wsgi_app(registry)
-
-    def plain(environ: dict[str, Any], start_response: Any) -> Any:
-        # In OpenMetrics, which a Prometheus asks for first, the client library makes an underscore of vLLM's colon.
-        return app(environ | {"HTTP_ACCEPT": "text/plain"}, start_response)
-
-    try:
-        server = make_server(host, port, plain, _server_class(host, port), _SilentHandler)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot serve metrics at {host}:{port}: {error.strerror}; set another `metrics_port` or `metrics_host`"
-        ) from error
-    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
-    return server.server_port
-
-
-def _server_class(host: str, port: int) -> type[WSGIServer]:
-    (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-
-    class Server(ThreadingMixIn, WSGIServer):
-        address_family = family
-        daemon_threads = True
-
-    return Server
-
-
-class _SilentHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""

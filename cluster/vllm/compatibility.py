@@ -161,13 +161,15 @@ V1_SCHEDULER = (
     ),
     Internal("vllm.v1.core.sched.output", "NewRequestData", some=("prompt_token_ids", "num_computed_tokens")),
     Internal("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", ("self",)),
-    Internal(
-        "vllm.v1.structured_output", "StructuredOutputManager.validate_tokens", ("self", "request", "spec_tokens")
-    ),
     Internal("vllm.v1.request", "Request.append_output_token_ids", ("self", "token_ids")),
     Internal("vllm.v1.request", "Request.num_tokens"),
-    Internal("vllm.v1.request", "Request.use_structured_output"),
-    Internal("vllm.v1.engine", "EngineCoreOutput", some=("request_id", "new_token_ids", "finish_reason")),
+    Internal(
+        "vllm.v1.engine",
+        "EngineCoreOutput",
+        some=("request_id", "new_token_ids", "finish_reason", "new_logprobs", "new_prompt_logprobs_tensors"),
+    ),
+    Internal("vllm.v1.outputs", "LogprobsLists", some=("logprob_token_ids", "logprobs", "sampled_token_ranks")),
+    Internal("vllm.v1.outputs", "LogprobsTensors", some=("logprob_token_ids", "logprobs", "selected_token_ranks")),
     Internal("vllm.v1.engine", "FinishReason.STOP"),
     Internal("vllm.v1.engine", "FinishReason.LENGTH"),
 )
@@ -188,7 +190,27 @@ V1_CLIENT = (
 
 EXECUTOR = (Internal("vllm.v1.executor.uniproc_executor", "UniProcExecutor"),)  # named in `engine_args`
 
-TARGET = V1_SAMPLING + V1_SCHEDULER + V1_CLIENT + EXECUTOR
+LORA = (
+    Internal("vllm.lora.request", "LoRARequest", some=("lora_name", "lora_int_id", "lora_path")),
+    Internal("vllm.config.lora", "LoRAConfig", some=("max_loras", "max_cpu_loras", "max_lora_rank")),
+    Internal("vllm.v1.engine.async_llm", "AsyncLLM.add_lora", ("self", "lora_request")),
+    Internal("vllm.v1.engine.async_llm", "AsyncLLM.remove_lora", ("self", "lora_id")),
+    Internal("vllm.lora.model_manager", "LoRAModelManager.get_adapter", ("self", "adapter_id")),
+    Internal("vllm.lora.layers", "LogitsProcessorWithLoRA"),
+    *(
+        Internal("vllm.lora.ops.torch_ops.lora_ops", name, ("inputs", "lora_b_weights", "output_tensor", *more))
+        for name, more in (
+            ("bgmv_shrink", ("lora_indices_tensor", "scaling")),
+            ("bgmv_expand", ("lora_indices_tensor", "add_inputs")),
+            ("bgmv_expand_slice", ("lora_indices_tensor", "slice_offset", "slice_size", "add_inputs")),
+        )
+    ),
+    Internal("vllm.lora.punica_wrapper.punica_cpu", "bgmv_shrink"),
+    # KV is found again by an adapter's name and path, so that they have to be new for new contents.
+    Internal("vllm.v1.core.kv_cache_utils", "_gen_lora_extra_hash_keys", ("request",)),
+)
+
+TARGET = V1_SAMPLING + V1_SCHEDULER + V1_CLIENT + LORA + EXECUTOR
 
 DRAFTER = (
     *V1_SAMPLING,

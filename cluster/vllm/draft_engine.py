@@ -14,6 +14,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
 from cluster.config import WorkerConfig
+from cluster.engine.prompt_pace import PromptPace
 from cluster.errors import ConfigurationError, first_line
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import common_engine_args, make_args, set_environment
@@ -41,6 +42,7 @@ class DraftEngine:
             raise ConfigurationError(f"vLLM cannot run {worker.model!r}: {first_line(error)}") from error
         self._scheduler: RoundScheduler = self._engine.engine_core.engine_core.scheduler
         self._scheduler.rounds = self._named = _Named()
+        self._scheduler.pace = PromptPace(worker.max_prefill_seconds, self._scheduler.max_num_scheduled_tokens)
         self._num_added = 0
         self._num_threads, self._thread = torch.get_num_threads(), threading.get_ident()
         self.max_model_len: int = config.model_config.max_model_len
@@ -57,8 +59,11 @@ class DraftEngine:
         """Tokens of the requests that were started, and how many of them were in the cache; any thread."""
         return self._scheduler.num_queried_tokens, self._scheduler.num_hit_tokens
 
-    def add(self, token_ids: Sequence[int], coupling: Coupling) -> str:
-        """A request to go on after `token_ids`, fewer than the longest length; returns its ID."""
+    def add(self, token_ids: Sequence[int], coupling: Coupling, cache_root: bytes = b"") -> str:
+        """A request to go on after `token_ids`, fewer than the longest length; returns its ID.
+
+        Its KV is shared only with requests of the same `cache_root`.
+        """
         params = SamplingParams(
             temperature=0.0,
             max_tokens=self.max_model_len - len(token_ids),
@@ -69,6 +74,8 @@ class DraftEngine:
         )
         self._num_added += 1
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+        if cache_root:
+            prompt["cache_salt"] = cache_root.hex()
         request_id: str = self._engine.add_request(str(self._num_added), prompt, params)
         return request_id
 

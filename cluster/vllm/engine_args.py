@@ -42,6 +42,9 @@ _OWNED = {
     "additional_config": None,
     "async_scheduling": None,
     "logits_processors": None,
+    "scheduling_policy": None,
+    "enable_lora": "target.lora or target.lora_root",
+    "default_mm_loras": None,
 }
 
 

@@ -2,13 +2,15 @@
 
 A worker is made with `worker_extension_cls=EXTENSION`, and told to `install_coupled_sampling` once it is constructed.
 What a row's distribution is, and its noise, comes from the request's `Coupling`; vLLM's own parameters are neutral.
-Logits come as vLLM processed them, masked by a grammar where there is one. Each rank computes the same choices.
+Logits come raw; what a token may not be is masked here. Each rank computes the same choices.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -17,29 +19,35 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from cluster.speculation import sampling
+from cluster.speculation.drafts import Drafts
 from cluster.speculation.sampling import SampleRequest
+from cluster.speculation.token_counts import TokenCounts
+from cluster.vllm.constraints import RequestConstraints
 from cluster.vllm.coupling import Coupling
+from cluster.vllm.lora_worker import LoraWorker
 
 EXTENSION = "cluster.vllm.sampling.CoupledWorker"
 _NO_LIMIT = 1 << 30
 
 
-class CoupledWorker:
+class CoupledWorker(LoraWorker):
     """What a vLLM worker is extended with."""
-
-    model_runner: Any
 
     def install_coupled_sampling(self) -> None:
         """Called once, before the first request."""
         runner = self.model_runner
         assert not runner.use_async_scheduling, "coupled sampling reads committed tokens where they are on the host"
-        requests = _Requests(runner)
+        self._coupled_requests = requests = _Requests(runner)
         runner.sampler = CoupledSampler(runner.sampler, requests)
         if runner.speculative_config is not None:
             runner.rejection_sampler = CoupledVerifier(runner.sampler, requests)
             if runner.speculative_config.method == "custom_class":
                 # Its proposer has no model. With a limit, one sequence near it would cost the whole batch its drafts.
                 runner.effective_drafter_max_model_len = _NO_LIMIT
+
+    def know_grammar_vocabulary(self, written: str) -> None:
+        """Called before the first request with a grammar."""
+        self._coupled_requests.constraints.know_vocabulary(written)
 
 
 class _Requests:
@@ -48,6 +56,9 @@ class _Requests:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._couplings: dict[str, Coupling] = {}
+        self._counts: dict[str, TokenCounts] = {}  # of requests with penalties
+        self._vocab_size = runner.model_config.get_vocab_size()
+        self.constraints = RequestConstraints(self._vocab_size)
 
     def of_step(self, num_draft_tokens: list[int] | None = None) -> list[SampleRequest]:
         """One for each request in the batch; without drafts each has one row."""
@@ -57,16 +68,20 @@ class _Requests:
             num_tokens = int(batch.num_tokens_no_spec[index])
             num_drafts = num_draft_tokens[index] if num_draft_tokens is not None else 0
             coupling = self._coupling(request_id)
-            # Only penalties look at the tokens; else their number is all that matters.
-            token_ids = batch.token_ids_cpu[index, :num_tokens].tolist() if coupling.params.has_penalty else None
+            counts = self._count(request_id, coupling, batch.token_ids_cpu[index], num_tokens)
+            drafts = batch.spec_token_ids[index][:num_drafts] if num_drafts else ()
+            generated = batch.token_ids_cpu[index, coupling.num_prompt_tokens : num_tokens]
+            constraint = self.constraints.of(request_id, self._extra_args(request_id), generated)
             requests.append(
                 SampleRequest(
                     params=coupling.params,
                     noise_key=coupling.noise_key,
-                    token_ids=range(num_tokens) if token_ids is None else token_ids,
+                    token_ids=range(num_tokens),  # only penalties look at them, and `counts` has them
                     num_prompt_tokens=coupling.num_prompt_tokens,
                     num_rows=num_drafts + 1,
-                    draft_token_ids=batch.spec_token_ids[index][:num_drafts] if num_drafts else (),
+                    draft_token_ids=drafts,
+                    allowed=None if constraint is None else constraint.masks(Drafts(drafts)),
+                    counts=counts,
                 )
             )
         return requests
@@ -76,10 +91,26 @@ class _Requests:
         if coupling is None:
             running = self._runner.requests
             self._couplings = {known: found for known, found in self._couplings.items() if known in running}
-            coupling = Coupling.of(running[request_id].sampling_params.extra_args)
+            self._counts = {known: found for known, found in self._counts.items() if known in running}
+            self.constraints.keep_only(running)
+            coupling = Coupling.of(self._extra_args(request_id))
             assert coupling is not None, f"request {request_id} says nothing of its sampling"
             self._couplings[request_id] = coupling
         return coupling
+
+    def _count(
+        self, request_id: str, coupling: Coupling, token_ids: npt.NDArray[np.int32], num_tokens: int
+    ) -> TokenCounts | None:
+        if not coupling.params.has_penalty:
+            return None
+        counts = self._counts.get(request_id)
+        if counts is None:
+            counts = self._counts[request_id] = TokenCounts(self._vocab_size, self._runner.device)
+        counts.count(token_ids, num_tokens, coupling.num_prompt_tokens)
+        return counts
+
+    def _extra_args(self, request_id: str) -> Any:
+        return self._runner.requests[request_id].sampling_params.extra_args
 
 
 class CoupledSampler(Sampler):

@@ -5,16 +5,23 @@ It runs in the engine core's process, before the work is spread over tensor-para
 
 from __future__ import annotations
 
+import copy
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
+
+from cluster.engine.prompt_pace import PromptPace, share
+from cluster.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,8 @@ class CommittedRound:
     draft_token_ids: Sequence[int]  # that were verified
     token_ids: Sequence[int]  # that were committed, up to where the request ended
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
+    prompt_logprobs: TokenLogprobs | None = None  # of the prompt, from its second token on
 
     @property
     def num_accepted(self) -> int:
@@ -80,6 +89,7 @@ class RoundScheduler(Scheduler):
 
     rounds: Rounds | None = None
     running: list[Request]
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,6 +98,7 @@ class RoundScheduler(Scheduler):
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # of admitted requests
         self.num_hit_tokens = 0  # of those, found in the prefix cache
+        self.pace = PromptPace(None, self.max_num_scheduled_tokens)
         self._scheduled_at = 0.0
 
     def load(self) -> EngineLoad:
@@ -100,12 +111,16 @@ class RoundScheduler(Scheduler):
         return EngineLoad(num_running, num_waiting, num_waiting_tokens, num_used_blocks, num_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        held_back = self._begin()
+        with self._prompts_in_turn(self._begin()) as held_back:
+            return self._schedule(held_back, throttle_prefills)
+
+    def _schedule(self, held_back: set[str], throttle_prefills: bool) -> SchedulerOutput:
         running: list[Request] = self.running
         if held_back:
             self.running = [request for request in running if request.request_id not in held_back]
             self.max_num_running_reqs -= len(held_back)
             self.max_num_active_reqs -= len(held_back)
+            self.lora_config = self._without_slots_of(held_back, running)
         if self.rounds is not None:
             self.num_spec_tokens = 0  # else a request's first step could be filled up with as many rows
         try:
@@ -116,6 +131,7 @@ class RoundScheduler(Scheduler):
                 self.max_num_running_reqs += len(held_back)
                 self.max_num_active_reqs += len(held_back)
                 self.running = _with_held_back(running, held_back, self.running)
+                self.lora_config = self.vllm_config.lora_config
         self.num_preemptions += len(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
             self.num_queried_tokens += len(new.prompt_token_ids or ())
@@ -140,7 +156,17 @@ class RoundScheduler(Scheduler):
                 if request is not None and output.new_token_ids:
                     # Where it drafts by itself vLLM fills a request's first step up with -1.
                     drafts = [draft for draft in drafts_of.get(output.request_id, ()) if draft >= 0]
-                    rounds.append(CommittedRound(request, drafts, output.new_token_ids, output.finish_reason))
+                    asked = request.sampling_params
+                    rounds.append(
+                        CommittedRound(
+                            request,
+                            drafts,
+                            output.new_token_ids,
+                            output.finish_reason,
+                            _logprobs(output.new_logprobs, asked.logprobs),
+                            _logprobs(output.new_prompt_logprobs_tensors, asked.prompt_logprobs),
+                        )
+                    )
         step = EngineStep(
             rounds,
             num_rows=sum(1 + len(committed.draft_token_ids) for committed in rounds),
@@ -151,10 +177,15 @@ class RoundScheduler(Scheduler):
                 if num_tokens > 1 + len(drafts_of.get(request_id, ()))
             ],
         )
+        self.pace.observe(scheduler_output.total_num_scheduled_tokens, sum(step.prompt_chunks), seconds)
         if self.rounds is not None:
             self.rounds.end(step)
         self.on_step(step)
         return outputs
+
+    def allowed(self, request: Request, draft_token_ids: Sequence[int]) -> Sequence[int]:
+        """Those of `draft_token_ids` that may come, up to the first that may not."""
+        return draft_token_ids
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """What the runner's own proposer says, which with rounds is nothing."""
@@ -184,6 +215,55 @@ class RoundScheduler(Scheduler):
             request.spec_token_ids = []
         return set()
 
+    @contextmanager
+    def _prompts_in_turn(self, held_back: set[str]) -> Iterator[set[str]]:
+        """In it vLLM gives prompts what `pace` allows and `share` says; yields the requests to leave out of the step.
+
+        vLLM serves its running requests in order, and has one limit for all of them: those with no share are left out.
+        """
+        budget, threshold = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
+        prompts = [request for request in self.running if request.is_prefill_chunk]
+        waiting = list(itertools.islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running))))
+        if not (prompts or waiting):
+            yield held_back
+            return
+        decoding = [r for r in self.running if not r.is_prefill_chunk and r.request_id not in held_back]
+        num_rows = sum(1 + len(request.spec_token_ids) for request in decoding)
+        num_prompt_tokens = self.pace.num_tokens(num_rows, max(0, budget - num_rows))
+        lengths = [request.num_tokens - request.num_computed_tokens for request in [*prompts, *waiting]]
+        shares = share(lengths, num_prompt_tokens)
+        # vLLM preempts the youngest of those that it schedules: when blocks could be short all are among them.
+        num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        if num_blocks > len(self.running) + budget // self.block_size:
+            # One that has a part due would have that of those that wait, too: vLLM serves it before them.
+            least = [length if any(shares[len(prompts) :]) else 1 for length in lengths]
+            held_back = held_back | {
+                request.request_id
+                for request, tokens, at_least in list(zip(prompts, shares, least, strict=False))[1:]
+                if tokens < at_least
+            }
+        most = max(*shares, 1 + self.max_drafts)
+        self.max_num_scheduled_tokens = min(budget, num_rows + num_prompt_tokens)
+        self.scheduler_config.long_prefill_token_threshold = min(most, threshold) if threshold else most
+        try:
+            yield held_back
+        finally:
+            self.max_num_scheduled_tokens = budget
+            self.scheduler_config.long_prefill_token_threshold = threshold
+
+    def _without_slots_of(self, held_back: set[str], running: Sequence[Request]) -> LoRAConfig | None:
+        """vLLM's limit on adapters in a step, less those that only requests have that it does not see now.
+
+        Else it would admit others in their place, and could not schedule all of them in the next step.
+        """
+        if self.vllm_config.lora_config is None:
+            return None
+        seen = {_adapter(request) for request in running if request.request_id not in held_back}
+        hidden = {_adapter(request) for request in running} - seen - {None}
+        limited: LoRAConfig = copy.copy(self.vllm_config.lora_config)
+        limited.max_loras -= len(hidden)
+        return limited
+
     def _place(
         self, taking_part: Sequence[Request], drafts: Mapping[str, Sequence[int]], joining: Sequence[Request]
     ) -> bool:
@@ -198,8 +278,7 @@ class RoundScheduler(Scheduler):
         num_free_blocks -= -(-prompt_tokens // self.block_size)
         for request in taking_part:
             token_ids = drafts[request.request_id][: max(0, min(budget, self._useful_drafts(request)))]
-            if request.use_structured_output:
-                token_ids = self.structured_output_manager.validate_tokens(request, list(token_ids))
+            token_ids = self.allowed(request, token_ids)
             request.spec_token_ids = list(token_ids)
             budget -= len(token_ids)
             num_tokens = request.num_tokens
@@ -211,6 +290,24 @@ class RoundScheduler(Scheduler):
         """More could not be committed: the bonus token takes the last place."""
         max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         return min(self.max_drafts, max_len - int(request.num_tokens) - 1)
+
+
+def _adapter(request: Request) -> int | None:
+    return None if request.lora_request is None else request.lora_request.lora_int_id
+
+
+def _logprobs(found: Any, width: int | None) -> TokenLogprobs | None:
+    """vLLM's: [num_tokens, 1 + width] each, the token itself before the likeliest; of tokens in the order they have."""
+    if found is None or width is None:
+        return None
+    token_ids, values, ranks = found[:3]
+    return TokenLogprobs(
+        width,
+        ranks.tolist(),
+        values[:, 0].tolist(),
+        token_ids[:, 1 : 1 + width].flatten().tolist(),
+        values[:, 1 : 1 + width].flatten().tolist(),
+    )
 
 
 def _with_held_back(before: Sequence[Request], held_back: set[str], scheduled: Sequence[Request]) -> list[Request]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from cluster.speculation.drafts import chain, is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.tree import Shape
+from cluster.speculation.tree import MAX_NODES, Shape
 from cluster.wire.columns import split
 from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
 from protos.speculation.v1 import draft_pb2, types_pb2
@@ -33,7 +33,12 @@ def encode_sampling(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def decode_sampling(params: types_pb2.SamplingParams) -> SamplingParams:
-    return SamplingParams(
+    """Raises ValueError when there can be no such parameters."""
+    if len(params.logit_bias_token_ids) != len(params.logit_bias_values):
+        raise ValueError(
+            f"logit_bias has {len(params.logit_bias_token_ids)} token IDs and {len(params.logit_bias_values)} values"
+        )
+    sampling = SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
@@ -43,6 +48,8 @@ def decode_sampling(params: types_pb2.SamplingParams) -> SamplingParams:
         frequency_penalty=params.frequency_penalty,
         logit_bias=tuple(zip(params.logit_bias_token_ids, params.logit_bias_values, strict=True)),
     )
+    sampling.check()
+    return sampling
 
 
 def encode_request(request: SpeculateRequest) -> draft_pb2.SpeculateRequest:
@@ -68,9 +75,11 @@ def encode_request(request: SpeculateRequest) -> draft_pb2.SpeculateRequest:
 
 
 def decode_request(message: draft_pb2.SpeculateRequest) -> SpeculateRequest:
-    """Raises ValueError when the columns of the message do not fit together."""
+    """Raises ValueError when the columns of the message do not fit together, or a shape is one that nobody asks for."""
     columns = message.advance
-    shapes = [None, *(tuple(_decode_tree(shape.parents)) for shape in message.shapes)]
+    if len(message.shapes) > len(message.open) + len(columns.sequences):
+        raise ValueError(f"{len(message.shapes)} shapes are more than the sequences that could name them")
+    shapes = [None, *(_decode_shape(shape) for shape in message.shapes)]
     numbers = columns.shapes or [0] * len(columns.sequences)
     if max([*numbers, *(entry.shape for entry in message.open)], default=0) >= len(shapes):
         raise ValueError("a shape is named that the message does not have")
@@ -151,10 +160,19 @@ def _encode_open(entry: Open, shape: int) -> draft_pb2.Open:
         num_speculative_tokens=entry.num_speculative_tokens,
         window=entry.window,
         shape=shape,
+        cache_root=entry.cache_root,
     )
 
 
+def _decode_shape(shape: draft_pb2.Shape) -> Shape:
+    if len(shape.parents) > MAX_NODES:
+        raise ValueError(f"a shape has {len(shape.parents)} nodes, of {MAX_NODES} at most")
+    return tuple(_decode_tree(shape.parents))
+
+
 def _decode_open(entry: draft_pb2.Open, shape: Shape | None) -> Open:
+    if entry.num_prompt_tokens > len(entry.token_ids):
+        raise ValueError(f"a prompt of {entry.num_prompt_tokens} tokens is longer than its sequence")
     return Open(
         wire_id=entry.sequence,
         token_ids=list(entry.token_ids),
@@ -164,6 +182,7 @@ def _decode_open(entry: draft_pb2.Open, shape: Shape | None) -> Open:
         num_speculative_tokens=entry.num_speculative_tokens,
         window=entry.window,
         shape=shape,
+        cache_root=entry.cache_root,
     )
 
 

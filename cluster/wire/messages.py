@@ -27,6 +27,7 @@ class Open:
     num_speculative_tokens: int
     window: int
     shape: Shape | None = None  # of the tree that is owed; None: a chain of k
+    cache_root: bytes = b""  # KV is shared only between sequences of the same
 
 
 @dataclass(slots=True)  # not frozen, as is Proposal: made for every sequence in every step, that takes twice the time
@@ -73,6 +74,27 @@ class SpeculateRequest:
         for wire_id in newer.closes:
             self.opens.pop(wire_id, None)
             self.advances.pop(wire_id, None)
+
+    def take_part(self, max_tokens: int) -> SpeculateRequest:
+        """Takes out what should be sent first: all that is short, the oldest opening, and the shortest of the others,
+        as far as the openings have `max_tokens` tokens together.
+
+        What is said of a sequence whose opening stays behind stays with it. Taken again and again nothing is left.
+        """
+        first, *others = self.opens.values() if self.opens else (None,)
+        openings = [] if first is None else [first]
+        num_tokens = sum(len(opening.token_ids) for opening in openings)
+        for opening in sorted(others, key=lambda opening: len(opening.token_ids)):
+            num_tokens += len(opening.token_ids)
+            if num_tokens > max_tokens:
+                break
+            openings.append(opening)
+        opens = {opening.wire_id: self.opens.pop(opening.wire_id) for opening in openings}
+        advances = {wire_id: advance for wire_id, advance in self.advances.items() if wire_id not in self.opens}
+        for wire_id in advances:
+            del self.advances[wire_id]
+        closes, self.closes = self.closes, set()
+        return SpeculateRequest(opens, advances, closes)
 
 
 @dataclass(frozen=True, slots=True)

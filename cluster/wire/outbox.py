@@ -29,22 +29,30 @@ class Outbox(Generic[MessageT]):
         self._lock = threading.Lock()
         self._waiting: MessageT | None = None
         self._wake_receiver, self._wake_sender = os.pipe()
-        for descriptor in (self._wake_receiver, self._wake_sender):
-            # Not in `close`: another thread might just be about to write, and the number soon be another file's.
-            weakref.finalize(self, os.close, descriptor)
+        self._is_closed = False
+        # At the latest with the object, of which others may have forgotten to close it.
+        self._descriptors = [
+            weakref.finalize(self, os.close, descriptor) for descriptor in (self._wake_receiver, self._wake_sender)
+        ]
         self._loop.add_reader(self._wake_receiver, self._wake)
 
     def close(self) -> None:
         """Nobody takes any more; what is put is lost."""
         self._loop.remove_reader(self._wake_receiver)
+        with self._lock:  # no thread is just about to write, when the number may soon be another file's
+            self._is_closed = True
+            for close_descriptor in self._descriptors:
+                close_descriptor()
 
     def put(self, message: MessageT) -> None:
         with self._lock:
+            if self._is_closed:
+                return
             if self._waiting is not None:
                 self._waiting.merge(message)
                 return
             self._waiting = message
-        os.write(self._wake_sender, b"\0")  # one for every `take` at most: it never blocks
+            os.write(self._wake_sender, b"\0")  # one for every `take` at most: it never blocks
 
     def _wake(self) -> None:
         os.read(self._wake_receiver, 1)
@@ -52,9 +60,13 @@ class Outbox(Generic[MessageT]):
 
     async def take(self) -> MessageT:
         """Waits for a message."""
-        await self._ready.wait()
+        while (message := self.take_waiting()) is None:
+            await self._ready.wait()
+        return message
+
+    def take_waiting(self) -> MessageT | None:
+        """The message that waits now, if one does."""
         self._ready.clear()
         with self._lock:
             message, self._waiting = self._waiting, None
-        assert message is not None
         return message

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cluster.errors import OutriderError, from_status
+from cluster.logprobs import TokenLogprobs, joined
 from cluster.wire.columns import split
 from protos.speculation.v1 import target_pb2
 
@@ -29,6 +30,8 @@ class CallReply:
     finish_reason: target_pb2.FinishReason.ValueType = UNFINISHED
     rounds: Sequence[RoundCounts] = ()
     error: OutriderError | None = None  # the call has ended with it, after these tokens
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
+    prompt_logprobs: TokenLogprobs | None = None  # of further tokens of the prompt, from the second one on
 
     def merge(self, newer: CallReply) -> None:
         """Takes in the reply that follows this one."""
@@ -37,6 +40,8 @@ class CallReply:
         if newer.rounds:
             self.rounds = [*self.rounds, *newer.rounds]
         self.error = newer.error
+        self.logprobs = joined(self.logprobs, newer.logprobs)
+        self.prompt_logprobs = joined(self.prompt_logprobs, newer.prompt_logprobs)
 
 
 def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateReplies:
@@ -47,6 +52,10 @@ def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateRepli
         token_ids=[token for reply in replies.values() for token in reply.token_ids],
     )
     for call, reply in replies.items():
+        if reply.logprobs is not None:
+            message.logprobs.append(_encode_logprobs(call, reply.logprobs))
+        if reply.prompt_logprobs is not None:
+            message.prompt_logprobs.append(_encode_logprobs(call, reply.prompt_logprobs))
         if reply.finish_reason != UNFINISHED:
             message.finished.append(call)
             message.finish_reasons.append(reply.finish_reason)
@@ -73,6 +82,13 @@ def decode_replies(message: target_pb2.GenerateReplies) -> dict[int, CallReply]:
         _of(call, replies).finish_reason = reason
     for error in message.errors:
         _of(error.call, replies).error = from_status(error.code, error.message, error.param or None)
+    for scores in message.logprobs:
+        reply = _of(scores.call, replies)
+        reply.logprobs = _decode_logprobs(scores)
+        if len(reply.logprobs) != len(reply.token_ids):
+            raise ValueError(f"call {scores.call} has {len(reply.token_ids)} tokens, {len(reply.logprobs)} with scores")
+    for scores in message.prompt_logprobs:
+        _of(scores.call, replies).prompt_logprobs = _decode_logprobs(scores)
     return replies
 
 
@@ -80,6 +96,24 @@ def _encode_error(call: int, error: OutriderError) -> target_pb2.CallError:
     return target_pb2.CallError(
         call=call, code=error.grpc_code.value[0], message=error.message, param=error.param or ""
     )
+
+
+def _encode_logprobs(call: int, scores: TokenLogprobs) -> target_pb2.CallLogprobs:
+    return target_pb2.CallLogprobs(
+        call=call,
+        ranks=scores.ranks,
+        logprobs=scores.logprobs,
+        top_token_ids=scores.top_token_ids,
+        top_logprobs=scores.top_logprobs,
+    )
+
+
+def _decode_logprobs(scores: target_pb2.CallLogprobs) -> TokenLogprobs:
+    num_tokens, num_top = len(scores.logprobs), len(scores.top_token_ids)
+    width = num_top // max(1, num_tokens)
+    if len(scores.ranks) != num_tokens or width * num_tokens != num_top or len(scores.top_logprobs) != num_top:
+        raise ValueError(f"the columns of the log-probabilities of call {scores.call} do not fit together")
+    return TokenLogprobs(width, scores.ranks[:], scores.logprobs[:], scores.top_token_ids[:], scores.top_logprobs[:])
 
 
 def _of(call: int, replies: Mapping[int, CallReply]) -> CallReply:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Counted up whenever `protos/` gains something. It only grows: no field changes its number, name, type or meaning, and
 a field that is absent means what was so before there was one. So programs of different versions work together, and
 nothing is decided by this number: it tells people which programs are behind, at the router's `/health`.
@@ -12,4 +12,6 @@ nothing is decided by this number: it tells people which programs are behind, at
 called, is gone.
 3: a draft worker tells the fingerprint of its model.
 4: a request says which trace it belongs to.
+5: requests have constraints, stop tokens, log-probabilities, a salt, a priority and an adapter; openings have the root
+of a cache; descriptions tell the adapters, and targets load and unload them.
 """

@@ -14,13 +14,22 @@ from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import advertised_address
 from cluster.telemetry.metrics import Reading
 from cluster.tokenization import Tokenizer
+from cluster.transport.listening import Listener
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
-from services.worker import loading_progress, log_kv_cache, prepare_process, serve, serve_readings
+from services.worker import (
+    check_before_loading,
+    loading_progress,
+    log_kv_cache,
+    prepare_process,
+    serve,
+    serve_readings,
+)
 
 
 def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
+    check_before_loading(config, "draft")
     prepare_process(config.draft)
     drafter = make_drafter(config, loading_progress(config.draft_model))
     if drafter.num_blocks:
@@ -43,16 +52,17 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
         config.speculation.num_run_ahead_branches,
         tunes_temperature=config.speculation.tunes_draft_temperature,
     )
-    serve_readings(config.draft, lambda: _readings(worker, drafter))
+    listener = Listener.of(config.tls, "draft")
+    serve_readings(config.draft, lambda: _readings(worker, drafter), listener)
     worker.start()
     servicer = DraftServicer(worker, drafter, description, advertised_address(config.draft))
     try:
         return await serve(
-            config.draft.listen_address,
+            config.draft,
+            listener,
             "speculation.v1.Draft",
             lambda server: draft_pb2_grpc.add_DraftServicer_to_server(servicer, server),
             servicer,
-            config.draft.drain_seconds,
         )
     finally:
         worker.stop()

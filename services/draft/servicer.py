@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from cluster.drafters.base import Drafter
 from cluster.drafting.worker import DraftWorker
@@ -20,6 +21,11 @@ from services.worker import new_epoch
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply]
     _DescribeContext = grpc.aio.ServicerContext[types_pb2.DescribeRequest, Awaitable[draft_pb2.DraftDescription]]
+
+
+_MAX_WAITING_BYTES = 2**20  # of a link's requests that the loop has not come to; the last one may exceed it
+_REQUEST_BYTES = 1024  # that one takes however little it says
+_WAIT_SECONDS = 0.002
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -55,8 +61,11 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         writer = asyncio.create_task(_write(outbox, context))
         try:
             async for message in request_iterator:
-                self._worker.receive(link, decode_request(message))
-        except ValueError as error:
+                self._worker.receive(link, decode_request(message), message.ByteSize() + _REQUEST_BYTES)
+                # A flood waits in the peer, where gRPC's flow control keeps it.
+                while self._worker.num_waiting_bytes(link) > _MAX_WAITING_BYTES:  # noqa: ASYNC110  # its thread has no event
+                    await asyncio.sleep(_WAIT_SECONDS)
+        except (ValueError, DecodeError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             self._worker.detach(link)

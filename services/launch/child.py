@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from cluster.config_environment import without_settings
 from cluster.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,9 @@ class Child:
         return self._process.pid
 
     def start(self) -> None:
-        environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "PYTHONUNBUFFERED": "1", **os.environ, **self._environment}
+        # The configuration that it is given has the environment's settings, and what was decided by them.
+        inherited = without_settings(os.environ)
+        environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "PYTHONUNBUFFERED": "1", **inherited, **self._environment}
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,

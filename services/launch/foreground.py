@@ -6,10 +6,11 @@ import json
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.config import Config
+from services.http_call import pinned_context
 
 _HEALTH_SECONDS = 5.0
 
@@ -29,26 +30,42 @@ class StopSignals:
         self.count += 1
 
 
-def read_health(url: str) -> dict[str, Any] | None:
-    """What the router at `url` says at /health; None unless the whole path can answer."""
+def read_health(url: str, key: str | None = None, certificate_file: str | None = None) -> dict[str, Any] | None:
+    """What the router at `url` says at /health; None unless the whole path can answer. `certificate_file`: its own."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=_HEALTH_SECONDS) as response:
+        with get(f"{url}/health", _HEALTH_SECONDS, key, certificate_file) as response:
             body: dict[str, Any] = json.load(response)
             return body
     except (urllib.error.URLError, OSError):
         return None
 
 
-def announce(config: Config, urls: Sequence[str], seconds: float) -> None:
-    """Prints that the routers at `urls` answer, `seconds` after the launcher's start."""
+def get(url: str, seconds: float, key: str | None, certificate_file: str | None) -> Any:
+    """The answer of a router, past any proxy. Raises OSError, of which URLError is one."""
+    context = pinned_context(certificate_file)
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}),
+        *([] if context is None else [urllib.request.HTTPSHandler(context=context)]),
+    )
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return opener.open(urllib.request.Request(url, headers=headers), timeout=seconds)
+
+
+def announce(
+    config: Config, urls: Sequence[str], seconds: float, metrics_urls: Mapping[str, str] | None = None
+) -> None:
+    """Prints that the routers at `urls` answer, `seconds` after the launcher's start, and where metrics are."""
     if config.target.engine == "simulated":
         print("\nTarget and draft are simulated: what they generate means nothing.", flush=True)
+    key = " \\\n    -H 'Authorization: Bearer KEY'" if config.router.api_keys_file else ""
     print(
         f"""
 Outrider is ready at {", ".join(urls)} after {seconds:.1f} s. Try:
 
-  curl {urls[0]}/v1/completions -H 'Content-Type: application/json' \\
+  curl {urls[0]}/v1/completions -H 'Content-Type: application/json'{key} \\
     -d '{{"prompt": "def main(", "max_tokens": 64, "temperature": 0}}'
 """,
         flush=True,
     )
+    if metrics_urls:
+        print("Metrics:", *(f"  {url} ({name})" for name, url in metrics_urls.items()), "", sep="\n", flush=True)

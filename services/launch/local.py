@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import random
+import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,12 @@ from typing import Any
 
 import yaml
 
-from cluster.config import Config, SimulationConfig
+from cluster.config import Config
+from cluster.config_simulation import SimulationConfig
 from cluster.errors import ConfigurationError, UnavailableError
+from cluster.owned_folder import OwnedFolder
+from services.addresses import check_can_listen, check_metrics_page, split
+from services.http_call import LAUNCHER_KEY_SHA256
 from services.launch.checks import check_models
 from services.launch.child import Child, end_all
 from services.launch.cores import CoreShares, divide_cores
@@ -38,12 +43,16 @@ class Worker(Child):
     def __init__(self, config_file: Path, config: Config, pool: str, index: int, *settings: str) -> None:
         """`settings`: those that the file does not have."""
         worker = config.target if pool == "target" else config.draft
-        metrics_port = (worker.metrics_port if index == 0 else None) or free_ports(1)[0]
-        self.metrics_url = f"{_local_url(worker.metrics_host, metrics_port)}/metrics"
+        metrics_port: int | None = None
+        self.metrics_url: str | None = None  # None: it has no page
+        if worker.metrics_port is not None:
+            metrics_port = (worker.metrics_port if index == 0 else 0) or free_ports(1)[0]
+            scheme = "https" if config.tls.is_on else "http"
+            self.metrics_url = f"{_local_url(scheme, worker.metrics_host, metrics_port)}/metrics"
         arguments = [
             *(pool, "--config", str(config_file)),
             *("--set", f"{pool}.addresses=[{worker.addresses[index]!r}]"),
-            *("--set", f"{pool}.metrics_port={metrics_port}"),
+            *("--set", f"{pool}.metrics_port={'null' if metrics_port is None else metrics_port}"),
             *(argument for setting in settings for argument in ("--set", setting)),
         ]
         if worker.cpus is None and worker.device != "cuda":
@@ -78,9 +87,10 @@ class LocalCluster:
 
     def __init__(self, config: Config) -> None:
         self.config = _resolve(config)
+        _check_pages(self.config)
         check_models(self.config)
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-")
-        config_file = Path(self._folder.name) / "cluster.yaml"
+        self._folder = OwnedFolder("outrider-serve-")
+        config_file = self._folder.path / "cluster.yaml"
         self.proxies = _proxies(self.config)
         # Where there are proxies they are called in place of the draft workers, which listen behind them.
         called = self.config
@@ -93,11 +103,21 @@ class LocalCluster:
             Worker(config_file, self.config, "target", i, *_own_drafts(called, i))
             for i in range(self.config.target.replicas)
         ]
-        self.router = Child("router", ["router", "--config", str(config_file)])
+        # Which opens what tells how the cluster is, where the router asks for keys. It goes no further than here.
+        self._key = secrets.token_urlsafe(32)
+        key_hash = {LAUNCHER_KEY_SHA256: hashlib.sha256(self._key.encode()).hexdigest()}
+        self.router = Child("router", ["router", "--config", str(config_file)], environment=key_hash)
 
     @property
     def url(self) -> str:
-        return _local_url(self.config.router.host, self.config.router.port)
+        return _local_url(self.config.router.scheme, self.config.router.host, self.config.router.port)
+
+    @property
+    def metrics_urls(self) -> dict[str, str]:
+        """The metrics pages, by the program."""
+        workers = {worker.name: worker.metrics_url for worker in (*self.targets, *self.drafts)}
+        pages = {name: url for name, url in workers.items() if url is not None}
+        return {"router": f"{self.url}/metrics", **pages}
 
     @property
     def _children(self) -> list[Child]:
@@ -114,7 +134,7 @@ class LocalCluster:
 
     def health(self) -> dict[str, Any] | None:
         """What the router says at /health; None unless the whole path can answer."""
-        return read_health(self.url)
+        return read_health(self.url, self._key, self.config.router.tls_certificate_file)
 
     def is_ready(self) -> bool:
         """Whether every target answers and every one of its links is up."""
@@ -153,7 +173,7 @@ class LocalCluster:
         end_all([self.router], router.drain_seconds + _END_SECONDS, is_hurried, watch_workers)
         end_all(self.targets, target.drain_seconds + _END_SECONDS, is_hurried)
         end_all(workers, draft.drain_seconds + _END_SECONDS, is_hurried)
-        self._folder.cleanup()
+        self._folder.remove()
 
     def __enter__(self) -> LocalCluster:
         self.start()
@@ -177,7 +197,7 @@ def serve(config: Config) -> int:
             cluster.watch()
             if not is_announced and cluster.is_ready():
                 is_announced = True
-                announce(cluster.config, [cluster.url], time.monotonic() - started_at)
+                announce(cluster.config, [cluster.url], time.monotonic() - started_at, cluster.metrics_urls)
             time.sleep(_POLL_SECONDS if not is_announced else 0.2)
         logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
     finally:
@@ -185,10 +205,10 @@ def serve(config: Config) -> int:
     return 0
 
 
-def _local_url(host: str, port: int) -> str:
+def _local_url(scheme: str, host: str, port: int) -> str:
     """Where this machine reaches a server that listens at `host`, which may stand for all of its addresses."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+    return f"{scheme}://[{reached}]:{port}" if ":" in reached else f"{scheme}://{reached}:{port}"
 
 
 def _core_shares(config: Config) -> CoreShares:
@@ -230,7 +250,8 @@ def _resolve(config: Config) -> Config:
 
     def placed(ports: list[int]) -> dict[str, object]:
         """The workers' places; those that the configuration gives are for programs that are started one by one."""
-        return {"addresses": tuple(f"127.0.0.1:{port}" for port in ports), "listen": None, "advertise": None}
+        addresses = tuple(f"127.0.0.1:{port}" for port in ports)
+        return {"addresses": addresses, "listen": None, "advertise": None, "health_listen": None}
 
     return config.model_copy(
         update={
@@ -251,18 +272,17 @@ def _proxies(config: Config) -> list[Proxy]:
 
 
 def _router_port(config: Config) -> int:
-    """The router's port, known to be free; port 0 becomes one that is."""
-    host, port = config.router.host, config.router.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot listen at {host}:{port}: {error.strerror}; choose another with --port"
-            ) from error
-        return int(probe.getsockname()[1])
+    """The router's port, known to be free; port 0 becomes one that is. Raises ConfigurationError."""
+    return check_can_listen(config.router.host, config.router.port, "choose another with --port")
+
+
+def _check_pages(config: Config) -> None:
+    """That what listens beside the router and the workers can. Raises ConfigurationError."""
+    if config.router.admin_listen is not None:
+        check_can_listen(*split(config.router.admin_listen), "set router.admin_listen")
+    for pool, worker in (("target", config.target), ("draft", config.draft)):
+        if worker.replicas:
+            check_metrics_page(worker, pool)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,6 +198,6 @@ def _limits(arguments: argparse.Namespace, found: list[Option], load: Load) -> l
 def _measured(arguments: argparse.Namespace, load: Load) -> list[Option]:
     from services.plan.measure import measured_options  # it runs engines, and so needs torch
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides, os.environ)
     depth, round_trip_seconds = arguments.num_speculative_tokens, arguments.local_round_trip_ms / 1e3
     return measured_options(config, load, arguments.acceptance, arguments.temperature, depth, round_trip_seconds)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from cluster.telemetry.metrics import RouterMetrics
+from services.router.adapters import AdapterCalls
 from services.router.api_request import invalid_request
-from services.router.body import read_json_object
+from services.router.body import read_admin_call
+from services.router.caller import name_of_caller
 from services.router.errors import error_handlers
+from services.router.gate import AdminGate, Credentials
+from services.router.health import Health
 from services.router.switch import SpeculationSwitch
-
-_MAX_BODY_BYTES = 65_536
 
 
 class _Change(BaseModel):
@@ -25,8 +30,17 @@ class _Change(BaseModel):
     reason: Annotated[str, Field(max_length=500)] = ""
 
 
-def create_admin_app(switch: SpeculationSwitch) -> Starlette:
-    """GET and PUT `/admin/speculation`."""
+def create_admin_app(
+    switch: SpeculationSwitch,
+    metrics: RouterMetrics,
+    credentials: Credentials | None = None,
+    adapters: AdapterCalls | None = None,
+    health: Health | None = None,
+) -> Starlette:
+    """`/admin/speculation`, the calls of `adapters`, `/health` and `/metrics`.
+
+    `credentials`: who may call; None: everybody.
+    """
 
     def state() -> Response:
         return JSONResponse({"percentage": switch.percentage})
@@ -36,17 +50,23 @@ def create_admin_app(switch: SpeculationSwitch) -> Starlette:
 
     async def change(request: Request) -> Response:
         try:
-            asked = _Change.model_validate(await read_json_object(request, _MAX_BODY_BYTES))
+            asked = _Change.model_validate(await read_admin_call(request))
         except ValidationError as error:
             raise invalid_request(error) from error
-        caller = request.client.host if request.client else "unknown"
-        switch.set(abs(asked.percentage), caller=caller, reason=asked.reason)
+        switch.set(abs(asked.percentage), caller=name_of_caller(request.scope), reason=asked.reason)
         return state()
+
+    async def metrics_page(_: Request) -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
         routes=[
             Route("/admin/speculation", show, methods=["GET"]),
             Route("/admin/speculation", change, methods=["PUT"]),
+            *(adapters.routes() if adapters is not None else ()),
+            *([Route("/health", health.admin, methods=["GET"])] if health is not None else []),
+            Route("/metrics", metrics_page, methods=["GET"]),
         ],
+        middleware=[Middleware(AdminGate, credentials=credentials or Credentials())],
         exception_handlers=error_handlers(),
     )

@@ -8,7 +8,7 @@ ignored with a warning. `null` is the same as leaving a field out.
 from __future__ import annotations
 
 import abc
-import logging
+import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -23,38 +23,29 @@ from pydantic import (
     model_validator,
 )
 
+from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
-from services.router.errors import excerpt
+from cluster.logprobs import MAX_LOGPROBS
+from cluster.speculation.params import MAX_LOGIT_BIAS
+from services.router.errors import excerpt, warn_of_unknown
 from services.router.stop import StopStrings
-
-logger = logging.getLogger(__name__)
+from services.router.structured import grammar_of
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 4096
+MAX_STOP_TOKENS = 256
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_ALLOWED_TOKENS = 1_000_000
 
 # Fields of OpenAI or vLLM that are not served yet, with the values that are taken because they ask for nothing.
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "stop_token_ids": ([],),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "min_tokens": (0,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "return_tokens_as_token_ids": (False,),
-    "priority": (0,),
     "logits_processors": (),
     "kv_transfer_params": (),
-    "vllm_xargs": (),
 }
 
 # About the caller, not about the answer.
@@ -89,6 +80,14 @@ def _stop(value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def _vllm_xargs(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("should be an object")
+    warn_of_unknown(value.keys() - {"num_speculative_tokens"}, "arguments of vllm_xargs:")
+    return value
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Field(ge=1)]
 
 
@@ -110,7 +109,7 @@ class ApiRequest(BaseModel, abc.ABC):
     model: str | None = None
     max_tokens: MaxTokens | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop, json_schema_input_type=str | list[str])] = ()
     include_stop_str_in_output: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -120,12 +119,38 @@ class ApiRequest(BaseModel, abc.ABC):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[
-        Annotated[int, BeforeValidator(_logit_bias_token_id)],
-        Annotated[float, Field(ge=-100, le=100)],
+    logit_bias: Annotated[
+        dict[Annotated[int, BeforeValidator(_logit_bias_token_id)], Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_LOGIT_BIAS, fail_fast=True),
     ] = {}
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     ignore_eos: bool = False
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    bad_words: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]],
+        Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+    ] = []
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None
+    ) = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: bool = False
+    response_format: Any = Field(default=None, description="text, json_object, json_schema or structural_tag")
+    structured_outputs: Any = Field(
+        default=None, description="json, json_object, regex, choice, grammar or structural_tag"
+    )
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    spaces_between_special_tokens: bool = Field(default=True, description="taken, and without effect")
+    vllm_xargs: Annotated[dict[str, Any], PlainValidator(_vllm_xargs)] = Field(
+        default={}, description="num_speculative_tokens"
+    )
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         default=None,
@@ -144,6 +169,33 @@ class ApiRequest(BaseModel, abc.ABC):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed when stream is true", param="stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _constraints_can_be_met(self) -> Self:
+        _ = self.grammar
+        field, most = self.token_limit
+        if most is not None and self.min_tokens > most:
+            raise InvalidRequestError(
+                f"min_tokens={excerpt(self.min_tokens)} is more than {field}={excerpt(most)}", param="min_tokens"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs is not for a streamed answer", param="prompt_logprobs")
+        return self
+
+    @functools.cached_property
+    def grammar(self) -> Grammar | None:
+        """What the text of the answer has to be. Raises InvalidRequestError naming the field."""
+        return grammar_of(self.__dict__)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to be told of beside each of the answer's; None: not even of these."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
 
     @property
     def include_usage(self) -> bool:
@@ -177,11 +229,6 @@ class ApiRequest(BaseModel, abc.ABC):
         """Whether an answer begins with its prompt."""
         return False
 
-    @property
-    @abc.abstractmethod
-    def num_characters(self) -> int:
-        """Length of the text to tokenise."""
-
 
 R = TypeVar("R", bound=ApiRequest)
 
@@ -189,11 +236,13 @@ R = TypeVar("R", bound=ApiRequest)
 def parse_request(kind: type[R], fields: dict[str, Any]) -> R:
     """The request that `fields` make. Raises InvalidRequestError naming the field."""
     given = {name: value for name, value in fields.items() if value is not None}
-    for name in given.keys() - kind.model_fields.keys():
-        if name in kind.unsupported_fields:
-            _refuse_unless_default(name, given[name], kind.unsupported_fields[name])
-        elif name not in IGNORED_FIELDS:
-            logger.warning("ignored the unknown field %s of a request", excerpt(name))
+    others = given.keys() - kind.model_fields.keys()
+    for name in others & kind.unsupported_fields.keys():
+        _refuse_unless_default(name, given[name], kind.unsupported_fields[name])
+    warn_of_unknown(others - kind.unsupported_fields.keys() - IGNORED_FIELDS, "fields of a request:")
+    arguments = given.get("vllm_xargs")
+    if isinstance(arguments, dict) and "num_speculative_tokens" in arguments:
+        given.setdefault("num_speculative_tokens", arguments["num_speculative_tokens"])
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.metadata
+import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -23,25 +26,37 @@ from cluster.placement.endpoints import follow_addresses
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.telemetry.tracing import make_tracer
 from cluster.tokenization import Tokenizer
+from cluster.transport.dialing import Dialer
+from services.router.access_log import AccessLog
+from services.router.adapters import AdapterCalls
 from services.router.chat import ChatCompletions
 from services.router.chat_template import ChatTemplate
 from services.router.completions import Completions
 from services.router.endpoint import Serving
 from services.router.errors import error_handlers
+from services.router.gate import Credentials, Gate
+from services.router.health import Health
+from services.router.key_limits import KeyLimits
 from services.router.middleware import Admission, RequestIds
-from services.router.replicas import Replica, ReplicaPool
+from services.router.openapi.routes import OpenApi
+from services.router.output.choice import Readers
+from services.router.prompt import ChatPrompts
+from services.router.prompt_budget import GivesBack, PromptBudget
+from services.router.replicas import ReplicaPool
+from services.router.responses.endpoint import RESPONSES_PATH, Responses
 from services.router.switch import SpeculationSwitch
 from services.router.tokens import TOKEN_PATHS, Tokens
 from services.router.tracing import Tracing
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
-_GENERATING_PATHS = frozenset({_COMPLETIONS_PATH, _CHAT_PATH})
+_GENERATING_PATHS = frozenset({_COMPLETIONS_PATH, _CHAT_PATH, RESPONSES_PATH})
 
 
 def create_app(config: Config) -> Starlette:
-    """The ASGI application; its `state.switch` is the `SpeculationSwitch`. Raises ConfigurationError when there is no
-    tokenizer or no target to call.
+    """The ASGI application; its `state` has what the operators' application needs: `switch`, `adapters`, `metrics`,
+    `credentials`, `health`.
+    Raises ConfigurationError when there is no tokenizer, no target to call, or a file of keys that cannot be read.
 
     Targets need not be up: `/health` says 503 until one is.
     """
@@ -52,6 +67,11 @@ def create_app(config: Config) -> Starlette:
     model_id = config.router.served_model_name or (
         "simulated" if config.target.engine == "simulated" else served_model_id(config.target.model)
     )
+    if model_id in config.target.lora:
+        raise ConfigurationError(
+            f"target.lora has an adapter called {model_id!r}, which is the model's own name: give it another, or set "
+            "router.served_model_name"
+        )
     metrics = RouterMetrics(model_id)
     serving = Serving(
         model_id=model_id,
@@ -60,45 +80,73 @@ def create_app(config: Config) -> Starlette:
             follow_addresses(config.target.addresses),
             tokenizer.fingerprint(),
             allow_different=config.router.allow_different_targets,
+            dialer=Dialer.of(config.tls, "router", config.target.tls_server_name),
         ),
         metrics=metrics,
         switch=SpeculationSwitch(config.router.speculation_percentage, metrics),
+        budget=PromptBudget(config.router.max_waiting_tokens),
         max_body_bytes=config.router.max_body_bytes,
         max_pause_seconds=config.router.max_pause_seconds,
     )
 
     is_traced = config.tracing.endpoint is not None
+    credentials = Credentials.of(config.router, os.environ)
     tracer = make_tracer(config.tracing, "outrider-router", f"{config.router.host}:{config.router.port}")
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        following = asyncio.create_task(credentials.follow())
         async with serving.pool:
             yield
+        following.cancel()
         tracer.close()
 
     template = ChatTemplate.from_folder(folder)
+    prompts = ChatPrompts(template, tokenizer)
+    health = Health(serving.pool, model_id)
+    readers = Readers.of(config.router, template, tokenizer)
     app = Starlette(
         routes=[
             Route(_COMPLETIONS_PATH, Completions(serving).create, methods=["POST"]),
-            Route(_CHAT_PATH, ChatCompletions(serving, template).create, methods=["POST"]),
-            *Tokens(serving, template).routes(),
-            *_information_routes(serving, config.target.model),
+            Route(_CHAT_PATH, ChatCompletions(serving, prompts, readers).create, methods=["POST"]),
+            *Responses(serving, prompts, readers).routes(),
+            *Tokens(serving, prompts).routes(),
+            *_information_routes(serving, health, config.target.model),
+            *OpenApi(importlib.metadata.version("outrider")).routes(),
         ],
         middleware=[
             Middleware(RequestIds),
+            Middleware(AccessLog),
+            Middleware(
+                Gate,
+                credentials=credentials,
+                limits=KeyLimits(config.router.requests_per_minute_per_key, config.router.max_requests_per_key),
+                metrics=metrics,
+            ),
             *([Middleware(Tracing, paths=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
             Middleware(
                 Admission,
                 paths=_GENERATING_PATHS | TOKEN_PATHS,
-                limit=config.router.max_waiting_requests,
+                config=config.router,
                 metrics=serving.metrics,
             ),
+            Middleware(GivesBack, budget=serving.budget),
         ],
         exception_handlers=error_handlers(),
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.switch = serving.switch
+    app.state.switch, app.state.metrics, app.state.credentials = serving.switch, metrics, credentials
+    app.state.adapters, app.state.health = AdapterCalls(serving.pool, model_id), health
+    if origins := config.router.cors_allow_origins:
+        # Around all the rest, the answer to a bug of ours too: a page is not told of an error without these headers.
+        app.middleware_stack = CORSMiddleware(
+            app.build_middleware_stack(),
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-outrider-seed", "x-request-id"],
+        )
     return app
 
 
@@ -110,37 +158,30 @@ def served_model_id(model: str) -> str:
     return model
 
 
-def _information_routes(serving: Serving, root: str) -> list[Route]:
+def _information_routes(serving: Serving, health: Health, root: str) -> list[Route]:
     """`root`: the model as it is configured."""
     created = int(time.time())
     version = importlib.metadata.version("outrider")
     pool = serving.pool
 
-    def describe_model() -> dict[str, Any]:
+    def describe_model(adapter: str | None = None) -> dict[str, Any]:
         model: dict[str, Any] = {
-            "id": serving.model_id,
+            "id": adapter or serving.model_id,
             "object": "model",
             "created": created,
             "owned_by": "outrider",
-            "root": root,
-            "parent": None,
+            "root": adapter or root,
+            "parent": None if adapter is None else serving.model_id,
         }
         return model | {"max_model_len": pool.limits().max_model_len} if pool.usable else model
 
     async def list_models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [describe_model()]})
+        adapters = sorted(pool.adapters().keys() - {serving.model_id})
+        return JSONResponse({"object": "list", "data": [describe_model(), *map(describe_model, adapters)]})
 
     async def show_model(request: Request) -> Response:
-        serving.check_model(request.path_params["model"])
-        return JSONResponse(describe_model())
-
-    async def health(_: Request) -> Response:
-        targets = [_describe(replica) for replica in pool.replicas]
-        if pool.usable:
-            return JSONResponse({"status": "ok", "model": serving.model_id, "targets": targets})
-        reasons = [f"target {replica.address}: {replica.problem}" for replica in pool.replicas]
-        body = {"status": "unavailable", "model": serving.model_id, "targets": targets}
-        return JSONResponse(body | {"reason": "; ".join(reasons)}, status_code=503, headers={"retry-after": "1"})
+        adapter = serving.check_model(request.path_params["model"])
+        return JSONResponse(describe_model(None if adapter is None else adapter.name))
 
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -157,26 +198,9 @@ def _information_routes(serving: Serving, root: str) -> list[Route]:
     return [
         Route("/v1/models", list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),  # names on the hub have a slash
-        Route("/health", health, methods=["GET"]),
+        Route("/health", health.public, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),
         Route("/ping", ping, methods=["GET", "POST"]),
         Route("/metrics", metrics_page, methods=["GET"]),
         Route("/version", version_page, methods=["GET"]),
     ]
-
-
-def _describe(replica: Replica) -> dict[str, Any]:
-    """A replica's entry in `/health`."""
-    entry: dict[str, Any] = {"address": replica.address, "status": replica.status, "problem": replica.problem}
-    description = replica.description
-    if description is not None:
-        entry |= {
-            "advertised_address": description.advertised_address or None,
-            "wire_version": description.wire_version,
-            "model": description.model.name,
-            "num_draft_links": description.num_draft_links,
-            "num_draft_links_configured": description.num_draft_links_configured,
-            "running": description.load.num_running,
-            "waiting": description.load.num_waiting,
-        }
-    return entry

@@ -2,26 +2,107 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-import pydantic_core
-from starlette.requests import Request
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope
 
-from cluster.errors import InvalidRequestError
-from services.router.errors import PayloadTooLargeError, UnsupportedMediaTypeError
+from cluster.errors import InvalidRequestError, OverloadedError
+from services.router.errors import PayloadTooLargeError, RequestTimeoutError, UnsupportedMediaTypeError
+from services.router.json_values import parse_json
+
+_MAX_ADMIN_BYTES = 65_536  # of an operator's call
+_ADMIN_TIMEOUT_S = 10.0
+_FREE_BYTES = 65_536  # of each body; the number of connections bounds them
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body of `request`.
+class BodyRoom:
+    """Bytes of the bodies of all requests at once, beyond the first of each."""
 
-    NaN, Infinity, invalid UTF-8, lone surrogates and anything nested too deep are not JSON here.
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[BodyShare]:
+        """A share, while a request lives."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self._num_bytes -= share.num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Raises OverloadedError where there is no room for `num_bytes` more."""
+        if self._num_bytes + num_bytes > self._max_bytes:
+            raise OverloadedError(
+                f"the bodies of the requests in flight have all of the {self._max_bytes} bytes that they may; retry "
+                "later"
+            )
+        self._num_bytes += num_bytes
+
+
+class BodyShare:
+    """What one body has of a room."""
+
+    def __init__(self, room: BodyRoom) -> None:
+        self.num_bytes = 0
+        self._room = room
+
+    def grow_to(self, length: int) -> None:
+        """For a body of so many bytes. Raises OverloadedError."""
+        more = length - _FREE_BYTES - self.num_bytes
+        if more > 0:
+            self._room.take(more)
+            self.num_bytes += more
+
+
+async def read_body(
+    scope: Scope, receive: Receive, max_bytes: int, timeout_s: float | None = None, share: BodyShare | None = None
+) -> bytes:
+    """All of a request's body, within a limit, a deadline and its `share` of what all may have.
+
+    Raises PayloadTooLargeError, RequestTimeoutError, OverloadedError, or ClientDisconnect.
     """
+    too_large = PayloadTooLargeError(f"the body is over the limit of {max_bytes} bytes")
+    announced = Headers(scope=scope).get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk = message.get("body", b"")
+                if len(body) + len(chunk) > max_bytes:
+                    raise too_large
+                if share is not None:
+                    share.grow_to(len(body) + len(chunk))
+                if not message.get("more_body", False):
+                    return bytes(body + chunk) if body else chunk
+                body += chunk
+    except TimeoutError as error:
+        raise RequestTimeoutError(f"the body did not come within {timeout_s:g} s") from error
+
+
+async def read_json_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:
+    """The body of `request`, which has to be said to be JSON; `timeout_s`: where it has not been read before."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("send the body as Content-Type: application/json")
-    body = await _read(request, max_bytes)
+    return await read_body(request.scope, request.receive, max_bytes, timeout_s)
+
+
+def to_json_object(body: bytes) -> dict[str, Any]:
+    """The object that `body` is. Raises InvalidRequestError."""
     try:
-        value = pydantic_core.from_json(body, allow_inf_nan=False)
+        value = parse_json(body)
     except ValueError as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -29,14 +110,6 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     return value
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = PayloadTooLargeError(f"the body is over the limit of {max_bytes} bytes")
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
-    return bytes(body)
+async def read_admin_call(request: Request) -> dict[str, Any]:
+    """The JSON object in the body of an operator's `request`."""
+    return to_json_object(await read_json_body(request, _MAX_ADMIN_BYTES, _ADMIN_TIMEOUT_S))

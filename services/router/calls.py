@@ -7,7 +7,7 @@ import contextlib
 import copy
 import itertools
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -103,15 +103,17 @@ class CallStream:
         self._numbers = itertools.count()
         self._calls: dict[int, Call] = {}
         self._woken_next: deque[Call] = deque()
-        self._commands: asyncio.Queue[target_pb2.GenerateCommands] = asyncio.Queue()
+        self._unsent: OrderedDict[int, target_pb2.StartCall] = OrderedDict()
+        self._cancelled: list[int] = []  # calls that the worker has yet to hear of
+        self._has_commands = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
         self._writer = asyncio.create_task(self._write())
 
     def start(self, request: target_pb2.GenerateRequest) -> Call:
         number = next(self._numbers)
         call = self._calls[number] = Call(lambda: self._cancel(number))
-        start = target_pb2.StartCall(call=number, request=request)
-        self._commands.put_nowait(target_pb2.GenerateCommands(start=[start]))
+        self._unsent[number] = target_pb2.StartCall(call=number, request=request)
+        self._has_commands.set()
         return call
 
     def fail(self, error: OutriderError) -> None:
@@ -133,8 +135,11 @@ class CallStream:
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
 
     def _cancel(self, number: int) -> None:
-        if self._calls.pop(number, None) is not None:  # absent: the last reply has come, and was not taken
-            self._commands.put_nowait(target_pb2.GenerateCommands(cancel=[number]))
+        if self._calls.pop(number, None) is None:  # the last reply has come, and was not taken
+            return
+        if self._unsent.pop(number, None) is None:  # else the worker never hears of it
+            self._cancelled.append(number)
+            self._has_commands.set()
 
     async def _write(self) -> None:
         # When the stream breaks, `_read` learns why and ends the calls.
@@ -144,12 +149,16 @@ class CallStream:
 
     async def _next_commands(self) -> target_pb2.GenerateCommands:
         """All that are waiting, as one message; or some of them, where they are large."""
-        commands = await self._commands.get()
+        while not (self._unsent or self._cancelled):
+            self._has_commands.clear()
+            await self._has_commands.wait()
+        commands = target_pb2.GenerateCommands(cancel=self._cancelled)
+        self._cancelled = []
         num_bytes = commands.ByteSize()
-        while num_bytes < _COMMAND_BYTES and not self._commands.empty():
-            following = self._commands.get_nowait()
-            num_bytes += following.ByteSize()
-            commands.MergeFrom(following)
+        while num_bytes < _COMMAND_BYTES and self._unsent:
+            _, start = self._unsent.popitem(last=False)
+            num_bytes += start.ByteSize()
+            commands.start.append(start)
         return commands
 
     async def _read(self) -> None:

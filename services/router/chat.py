@@ -1,96 +1,34 @@
-"""POST /v1/chat/completions: the request's messages, the reply's message."""
+"""POST /v1/chat/completions: the request's messages and tools, the reply's message."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
+from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
+from cluster.logprobs import MAX_LOGPROBS
 from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
-from services.router.chat_template import ChatTemplate
 from services.router.endpoint import Endpoint, Serving
-from services.router.errors import excerpt
+from services.router.messages import Message, text_of, to_messages
+from services.router.output.choice import Readers
+from services.router.output.message import MessageReader, Reader
+from services.router.prompt import ChatPrompts, Conversation, check_continuation
 from services.router.reply import Piece, Reply
+from services.router.shapes import ChatMessage, ToolChoiceField, ToolDefinition
 from services.router.speculation_stats import SpeculationStats
-
-logger = logging.getLogger(__name__)
-
-# What a client may call a role, and what chat templates call it.
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_UNSUPPORTED_ROLES = frozenset({"tool", "function"})
-# Fields of a message. An earlier answer that a client sends back has them too, empty: that is accepted.
-_UNSUPPORTED_MESSAGE_FIELDS = frozenset({"tool_calls", "tool_call_id", "function_call", "audio", "refusal"})
-
-_MESSAGE_FIELDS = frozenset({"role", "content", "name"})
-
-Message = dict[str, str]
-
-
-def to_messages(value: object) -> list[Message]:
-    """A request's `messages`, checked, as templates take them. Raises ValueError or InvalidRequestError."""
-    if not isinstance(value, list):
-        raise ValueError("should be a list")
-    if not value:
-        raise ValueError("is empty")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
-
-
-def _message(value: object, where: str) -> Message:
-    if not isinstance(value, dict):
-        raise _refusal(f"{where} should be an object", value)
-    for field in _UNSUPPORTED_MESSAGE_FIELDS & value.keys():
-        if value[field] not in (None, []):
-            raise _refusal(f"{where}.{field} is not supported yet", value[field])
-    for field in value.keys() - _MESSAGE_FIELDS - _UNSUPPORTED_MESSAGE_FIELDS:
-        if value[field] is not None:
-            logger.warning("ignored the unknown field %s of a message", excerpt(field))
-    role = value.get("role")
-    if isinstance(role, str) and role in _UNSUPPORTED_ROLES:
-        raise _refusal(f"{where}.role is not supported yet", role)
-    if not isinstance(role, str) or role not in _ROLES:
-        raise _refusal(f"{where}.role should be one of {', '.join(_ROLES)}", role)
-    message = {"role": _ROLES[role], "content": _content(value.get("content"), f"{where}.content")}
-    name = value.get("name")
-    if name is not None:
-        if not isinstance(name, str):
-            raise _refusal(f"{where}.name should be a string", name)
-        message["name"] = name
-    return message
-
-
-def _content(value: object, where: str) -> str:
-    """The text of a message; of several parts, one under the other, as vLLM has it."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise _refusal(f"{where} should be a string or a list of text parts", value)
-    texts: list[str] = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise _refusal(f'{where}[{index}] should be a part of the type "text": no other is supported yet', part)
-        if not isinstance(part.get("text"), str):
-            raise _refusal(f"{where}[{index}].text should be a string", part.get("text"))
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _refusal(reason: str, value: object) -> InvalidRequestError:
-    return InvalidRequestError(f"{reason} (got {excerpt(value)})", param="messages")
+from services.router.tools import Tool, ToolChoice, check_choice, to_tool_choice, to_tools, tool_grammar
 
 
 class ChatRequest(ApiRequest):
     unsupported_fields = UNSUPPORTED_FIELDS | {
         "echo": (False,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "logprobs": (False,),
-        "top_logprobs": (0,),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -102,21 +40,50 @@ class ChatRequest(ApiRequest):
     }
     prompt_field = "messages"
 
-    messages: Annotated[list[Message], PlainValidator(to_messages)]
+    messages: Annotated[list[Message], PlainValidator(to_messages, json_schema_input_type=list[ChatMessage])]
     max_completion_tokens: MaxTokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     add_generation_prompt: bool = True
     add_special_tokens: bool = False  # the template writes them itself
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default={}, description="variables of the template's own")
+    tools: Annotated[tuple[Tool, ...], PlainValidator(to_tools, json_schema_input_type=list[ToolDefinition])] = ()
+    tool_choice: Annotated[ToolChoice, PlainValidator(to_tool_choice, json_schema_input_type=ToolChoiceField)] = (
+        ToolChoice("auto")
+    )
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     @model_validator(mode="after")
-    def _either_continues_or_begins(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message goes on with the last message: set add_generation_prompt to false",
-                param="continue_final_message",
-            )
+    def _fits_together(self) -> Self:
+        check_continuation(continues=self.continue_final_message, begins=self.add_generation_prompt)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs is only allowed when logprobs is true", param="top_logprobs")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @cached_property
+    def conversation(self) -> Conversation:
+        # A model that is not to call any tool is not told of them.
+        tools = [] if self.tool_choice.mode == "none" else [tool.definition for tool in self.tools]
+        return Conversation(
+            self.messages,
+            tools,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            variables=self.chat_template_kwargs,
+        )
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """Where a call is demanded, that of the call: the answer has no other text, which another could be for."""
+        check_choice(self.tool_choice, self.tools)
+        called = tool_grammar(self.tool_choice, self.tools, parallel=self.parallel_tool_calls)
+        return called if called is not None else super().grammar
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -124,23 +91,30 @@ class ChatRequest(ApiRequest):
             return "max_completion_tokens", self.max_completion_tokens
         return super().token_limit
 
-    @property
-    def num_characters(self) -> int:
-        return sum(len(message["content"]) for message in self.messages)
 
-
+@dataclass(frozen=True)
 class ChatReply(Reply):
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    reader: Reader | None = None  # None: all of an answer is content
+    _started: dict[int, MessageReader] = field(default_factory=dict)  # of the choices that are being streamed
+
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        finish_reason = choice.finish_reason
+        if self.reader is not None:
+            reader = self.reader.start()
+            message = reader.message(choice.text)
+            finish_reason = reader.finish_reason(finish_reason)
         return self._with_extras(
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": choice.finish_reason,
+                "message": message,
+                "logprobs": self._logprobs(choice),
+                "finish_reason": finish_reason,
+                **self._stop(choice),
             },
             choice.token_ids,
             choice.speculation,
@@ -149,15 +123,40 @@ class ChatReply(Reply):
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
         if is_first:
             yield self._delta(index, {"role": "assistant", "content": ""})
-        if piece.text or (self.has_token_ids and piece.token_ids):
-            yield self._delta(index, {"content": piece.text}, token_ids=piece.token_ids)
-        if piece.finish_reason is not None:
-            yield self._delta(index, {}, finish_reason=piece.finish_reason, speculation=piece.speculation)
+        deltas, finish_reason = self._read(index, piece)
+        logprobs = self._logprobs(piece)
+        if not deltas and (logprobs is not None or (self.has_token_ids and piece.token_ids)):
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):  # the first tells of the tokens of all
+            chunk = self._delta(index, delta, token_ids=() if number else piece.token_ids)
+            yield chunk if number else chunk | {"logprobs": logprobs}
+        if finish_reason is not None:
+            last = self._delta(index, {}, finish_reason=finish_reason, speculation=piece.speculation)
+            yield last | self._stop(piece)
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self.logprobs is None or piece.logprobs is None or not piece.token_ids:
+            return None
+        return self.logprobs.chat(piece.token_ids, piece.logprobs)
+
+    def _of_prompts(self, choices: Sequence[Piece]) -> dict[str, Any]:
+        prompt_logprobs = self._prompt_logprobs(choices[0])
+        return {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
+
+    def _read(self, index: int, piece: Piece) -> tuple[list[dict[str, Any]], str | None]:
+        """The deltas of `piece`, and the reason for which its choice ends with it."""
+        if self.reader is None:
+            return ([{"content": piece.text}] if piece.text else []), piece.finish_reason
+        reader = self._started.get(index)
+        if reader is None:
+            reader = self._started[index] = self.reader.start()
+        said = reader.push(piece.text, is_last=piece.finish_reason is not None)
+        return reader.deltas(said), reader.finish_reason(piece.finish_reason)
 
     def _delta(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: dict[str, Any],
         token_ids: Sequence[int] = (),
         finish_reason: str | None = None,
         speculation: SpeculationStats | None = None,
@@ -167,51 +166,29 @@ class ChatReply(Reply):
 
 
 class ChatCompletions(Endpoint[ChatRequest]):
-    request_type = ChatRequest
-    reply_type = ChatReply
+    request_type: type[ChatRequest] = ChatRequest
+    reply_type: ClassVar[type[Reply]] = ChatReply
 
-    def __init__(self, serving: Serving, template: ChatTemplate | None) -> None:
+    def __init__(self, serving: Serving, prompts: ChatPrompts, readers: Readers) -> None:
         super().__init__(serving)
-        self._template = template
+        self._prompts = prompts
+        self._readers = readers
 
     def _encode(self, request: ChatRequest) -> list[list[int]]:
-        text = render(
-            self._template,
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            more=request.chat_template_kwargs,
+        return [self._prompts.encode(request.conversation, add_special_tokens=request.add_special_tokens)]
+
+    def _reply(self, request: ChatRequest, prompts: list[list[int]], **frame: Any) -> Reply:
+        return ChatReply(reader=self._reader(request, prompts[0]), **frame)
+
+    def _reader(self, request: ChatRequest, prompt: list[int]) -> Reader | None:
+        return self._readers.reader(
+            request.tools,
+            request.tool_choice,
+            parallel_calls=request.parallel_tool_calls,
+            include_reasoning=request.include_reasoning,
+            prompt=prompt,
+            continued=text_of(request.messages[-1]["content"]) if request.continue_final_message else "",
         )
-        return [self._serving.tokenizer.encode(text, add_special_tokens=request.add_special_tokens)]
 
-
-def render(
-    template: ChatTemplate | None,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool = False,
-    more: Mapping[str, Any] | None = None,
-) -> str:
-    """The prompt that `messages` make. Raises InvalidRequestError where there is no template or it refuses them.
-
-    With `continue_final_message` it ends within the last message; `more` are variables of the template's own.
-    """
-    if template is None:
-        raise InvalidRequestError(
-            "messages need a chat template and this model has none; send a prompt to /v1/completions",
-            param="messages",
-        )
-    text = template.render(messages, add_generation_prompt=add_generation_prompt, more=more)
-    return _cut_after(text, messages[-1]["content"]) if continue_final_message else text
-
-
-def _cut_after(text: str, content: str) -> str:
-    """`text` without what a template wrote after the last message's `content`, from which it may have cut blanks."""
-    for written in (content, content.rstrip(), content.strip()):
-        start = text.rfind(written) if written else -1
-        if start >= 0:
-            return text[: start + len(written)]
-    raise InvalidRequestError(
-        "continue_final_message: the chat template does not write the last message as it is", param="messages"
-    )
+    def _shown_special_tokens(self, request: ChatRequest) -> Collection[int]:
+        return self._readers.shown_special_tokens(request.tools, request.tool_choice)

@@ -19,15 +19,19 @@ import jinja2.parser
 import jinja2.sandbox
 
 from cluster.errors import ConfigurationError, InvalidRequestError
+from services.router.template_traits import TemplateTraits
 
 
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """Raises ConfigurationError when `source` is not a template. `special_tokens`: `bos_token` and so on."""
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.traits = TemplateTraits.of(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigurationError(f"the model's chat template is broken: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod
@@ -40,8 +44,9 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         more: Mapping[str, Any] | None = None,
     ) -> str:
@@ -51,10 +56,10 @@ class ChatTemplate:
         """
         variables = {
             **self._special_tokens,
-            "tools": None,
             "documents": None,
             **(more or {}),
             "messages": messages,
+            "tools": tools or None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:

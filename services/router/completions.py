@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Self
 
-from pydantic import PlainValidator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from cluster.errors import InvalidRequestError
-from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
+from cluster.logprobs import MAX_LOGPROBS, TokenLogprobs
+from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest
 from services.router.endpoint import Endpoint
 from services.router.reply import Piece, Reply
 
@@ -38,14 +39,17 @@ def _prompt(value: object) -> str | list[int]:
 
 class CompletionRequest(ApiRequest):
     unsupported_fields = UNSUPPORTED_FIELDS | {
-        "logprobs": (),
         "suffix": (),
         "prompt_embeds": (),
     }
     prompt_field = "prompt"
 
-    prompt: Annotated[tuple[str | list[int], ...], PlainValidator(_prompts)]
-    max_tokens: MaxTokens | None = 16
+    prompt: Annotated[
+        tuple[str | list[int], ...],
+        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(default=16, description="0: the prompt is only looked at")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
     echo: bool = False
 
@@ -63,20 +67,45 @@ class CompletionRequest(ApiRequest):
         return self.echo
 
     @property
-    def num_characters(self) -> int:
-        return sum(len(prompt) for prompt in self.prompt if isinstance(prompt, str))
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        if not self.echo or self.logprobs is None:
+            return self.prompt_logprobs
+        return max(self.logprobs, self.prompt_logprobs or 0)
 
 
 class CompletionReply(Reply):
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
-        return self._with_extras(
-            {"index": index, "text": choice.text, "logprobs": None, "finish_reason": choice.finish_reason},
-            choice.token_ids,
-            choice.speculation,
-        )
+        value = {
+            "index": index,
+            "text": choice.text,
+            "logprobs": self._logprobs(choice),
+            "finish_reason": choice.finish_reason,
+            **self._stop(choice),
+        }
+        prompt_logprobs = self._prompt_logprobs(choice)
+        if prompt_logprobs is not None:
+            value["prompt_logprobs"] = prompt_logprobs
+        return self._with_extras(value, choice.token_ids, choice.speculation)
+
+    def _logprobs(self, choice: Piece) -> dict[str, Any] | None:
+        if self.logprobs is None or choice.logprobs is None:
+            return None
+        form, scores, offset = self.logprobs, choice.logprobs, choice.text_offset
+        prompt = choice.prompt
+        if not self.has_echo or prompt is None:
+            return form.completion(choice.token_ids, scores, has_first=True, text_offset=offset)
+        both = TokenLogprobs(self.num_logprobs)
+        if prompt.logprobs is not None:
+            both.extend(prompt.logprobs.part(0, len(prompt.logprobs), self.num_logprobs))
+        both.extend(scores)
+        return form.completion([*prompt.token_ids, *choice.token_ids], both, has_first=False, text_offset=0)
 
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
         if piece.text or piece.finish_reason or self.has_token_ids:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
@@ -17,25 +15,27 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.errors import OutriderError
 from cluster.telemetry.metrics import RouterMetrics
-from cluster.telemetry.tracing import Span
-from cluster.tokenization import LONG_TEXT_CHARACTERS, Tokenizer
+from cluster.tokenization import Tokenizer
+from services.router.access_log import RequestRecord, record_of
 from services.router.api_request import ApiRequest, parse_request
-from services.router.body import read_json_object
-from services.router.errors import ModelNotFoundError, envelope, excerpt
-from services.router.generation import generate, interleave
-from services.router.replicas import ReplicaPool
-from services.router.reply import Piece, Reply, Usage
+from services.router.body import read_json_body, to_json_object
+from services.router.errors import ModelNotFoundError, excerpt, note_error
+from services.router.generation import TextFormat, generate, interleave
+from services.router.large_work import done_beside
+from services.router.logprobs import LogprobsFormat
+from services.router.middleware import request_id_of
+from services.router.prompt_budget import PromptBudget, StartWindow
+from services.router.replicas import AdapterRef, ReplicaPool
+from services.router.reply import Piece, Reply, Usage, merged
 from services.router.speculation_stats import SpeculationStats
 from services.router.streaming import (
-    DONE,
     EventStream,
-    event,
     note_outcome,
     until_disconnected,
 )
 from services.router.switch import SpeculationSwitch
 from services.router.tracing import AnswerTrace, span_of
-from services.router.wire_requests import build_generate_requests
+from services.router.wire_requests import build_choice_requests
 
 R = TypeVar("R", bound=ApiRequest)
 
@@ -49,16 +49,26 @@ class Serving:
     pool: ReplicaPool
     metrics: RouterMetrics
     switch: SpeculationSwitch
+    budget: PromptBudget
     max_body_bytes: int
     max_pause_seconds: float
 
-    def check_model(self, model: str | None) -> None:
-        """Raises ModelNotFoundError unless `model` is the one that is served, or left open."""
-        if model not in (None, self.model_id):
+    def check_model(self, model: str | None) -> AdapterRef | None:
+        """The adapter that `model` names; None: the model that is served, which leaving it open means too.
+
+        Raises ModelNotFoundError, or UnavailableError for an adapter that only targets have which cannot answer now.
+        """
+        if model in (None, self.model_id):
+            return None
+        adapter = self.pool.adapters().get(model)
+        if adapter is None and self.pool.knows(model):
+            raise self.pool.nobody()
+        if adapter is None:
             raise ModelNotFoundError(
                 f"the model {excerpt(model)} does not exist; this one is {self.model_id!r}",
                 param="model",
             )
+        return adapter
 
 
 @dataclass(frozen=True)
@@ -90,68 +100,123 @@ class Endpoint(abc.ABC, Generic[R]):
     def _encode(self, request: R) -> list[list[int]]:
         """The token IDs of each prompt of `request`."""
 
+    def _parse(self, fields: dict[str, Any]) -> R:
+        """The request that the body `fields` makes. Raises InvalidRequestError naming the field."""
+        return parse_request(self.request_type, fields)
+
+    def _reply(self, request: R, prompts: list[list[int]], **frame: Any) -> Reply:
+        """The reply to `request`, whose prompts have these token IDs; `frame`: the fields that every reply has."""
+        return self.reply_type(**frame)
+
+    def _shown_special_tokens(self, request: R) -> Collection[int]:
+        """Special tokens that are needed to read the answer, and so are not left out of its text."""
+        return ()
+
     async def create(self, http_request: Request) -> Response:
         """The answer to `http_request`. Raises OutriderError when there is none; then nothing is left running."""
-        arrived_at = time.perf_counter()
-        fields = await read_json_object(http_request, self._serving.max_body_bytes)
-        request = parse_request(self.request_type, fields)
-        self._serving.check_model(request.model)
-        prompts = await self._tokenize(request)
+        scope = http_request.scope
+        record, trace = record_of(scope), AnswerTrace(span_of(scope), time.perf_counter())
+        body = await read_json_body(http_request, self._serving.max_body_bytes)
+        request = await done_beside(len(body), lambda: self._parse(to_json_object(body)))
+        if request.model not in (None, self._serving.model_id):  # what adapters there are, only targets know
+            await self._serving.pool.wait_out_change()
+        adapter = self._serving.check_model(request.model)
+        prompts = await done_beside(len(body), lambda: self._encode(request))
+        self._serving.budget.take(scope, sum(map(len, prompts)), request.prompt_field)
         await self._serving.pool.wait_out_change()
-        answer = self._start(request, prompts, arrived_at, span_of(http_request.scope))
+        max_model_len = self._serving.pool.limits().max_model_len
+        prompts = [request.truncate(prompt, max_model_len) for prompt in prompts]
+        echoes = await done_beside(len(body), lambda: self._echoes(request, prompts))
+        answer = self._start(request, prompts, echoes, request_id_of(scope), record, trace, adapter)
         headers = {"x-outrider-seed": str(answer.reply.seed)}
         if request.stream:
             return EventStream(_events(http_request, answer), headers)
-        body = await until_disconnected(http_request.receive, _whole(answer))
-        return JSONResponse(body, headers=headers)
+        whole = await until_disconnected(http_request.receive, _whole(answer))
+        return JSONResponse(whole, headers=headers)
 
-    async def _tokenize(self, request: R) -> list[list[int]]:
-        if request.num_characters > LONG_TEXT_CHARACTERS:
-            return await asyncio.to_thread(self._encode, request)
-        return self._encode(request)
+    def _echoes(self, request: R, prompts: list[list[int]]) -> list[str]:
+        """What the choices begin with, of each prompt."""
+        if not request.has_echo:
+            return []
+        decode = self._serving.tokenizer.decode
+        return [decode(prompt, skip_special_tokens=request.skip_special_tokens) for prompt in prompts]
 
-    def _start(self, request: R, prompts: list[list[int]], arrived_at: float, span: Span) -> _Answer:
+    def _start(
+        self,
+        request: R,
+        prompts: list[list[int]],
+        echoes: list[str],
+        request_id: str,
+        record: RequestRecord,
+        trace: AnswerTrace,
+        adapter: AdapterRef | None = None,
+    ) -> _Answer:
         serving = self._serving
-        reply = self.reply_type(
-            id=f"{self.reply_type.id_prefix}-{secrets.token_hex(16)}",
+        model = serving.model_id if adapter is None else adapter.name
+        if adapter is not None:
+            serving.metrics.count_adapter(adapter.name)
+        reply = self._reply(
+            request,
+            prompts,
+            id=f"{self.reply_type.id_prefix}{request.request_id or request_id}",
             created=int(time.time()),
-            model=serving.model_id,
+            model=model,
             seed=draw_seed() if request.seed is None else request.seed,
             has_token_ids=request.return_token_ids,
             has_speculation_stats=request.return_speculation_stats,
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
+            logprobs=LogprobsFormat(serving.tokenizer, request.return_tokens_as_token_ids),
+            has_echo=request.has_echo,
+            num_logprobs=request.num_logprobs or 0,
+            num_prompt_logprobs=request.prompt_logprobs,
         )
         limits = serving.pool.limits()
-        prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
-        generate_requests = build_generate_requests(
-            request, request_id=reply.id, prompts=prompts, seed=reply.seed, limits=limits
+        choice_requests = build_choice_requests(
+            request,
+            request_id=reply.id,
+            prompts=prompts,
+            seed=reply.seed,
+            limits=limits,
+            tokenizer=serving.tokenizer,
+            adapter=adapter,
+            may_speculate=serving.switch.draw(),
         )
-        if not serving.switch.draw():
-            for generate_request in generate_requests:
-                generate_request.num_speculative_tokens = 0
-        stop_strings = request.stop_strings
+        stop_token_ids = frozenset(request.stop_token_ids)
+        end_token_ids = stop_token_ids | limits.eos_token_ids
+        text_format = TextFormat(
+            serving.tokenizer,
+            request.stop_strings,
+            request.skip_special_tokens,
+            frozenset() if request.include_stop_str_in_output else end_token_ids,
+            stop_token_ids,
+            request.min_tokens,
+            has_no_tokens=request.token_limit[1] == 0,
+            shown_special_tokens=self._shown_special_tokens(request),
+        )
+        window = StartWindow()
         sequences = [
             generate(
                 serving.pool,
-                generate_request,
-                stop_strings=stop_strings,
-                skip_special_tokens=request.skip_special_tokens,
-                tokenizer=serving.tokenizer,
+                choice_request,
+                text_format,
                 metrics=serving.metrics,
-                arrived_at=arrived_at,
+                record=record,
                 max_pause_seconds=serving.max_pause_seconds,
-                span=span,
+                window=window,
+                counts_prompt=index % request.n == 0,
+                span=trace.span,
             )
-            for generate_request in generate_requests
+            for index, choice_request in enumerate(choice_requests)
         ]
         if request.has_echo:
-            decode = partial(serving.tokenizer.decode, skip_special_tokens=request.skip_special_tokens)
-            texts = [decode(prompt) for prompt in prompts for _ in range(request.n)]
+            texts = [text for text in echoes for _ in range(request.n)]
             sequences = [_echoed(text, pieces) for text, pieces in zip(texts, sequences, strict=True)]
         prompt_lens = [len(prompt) for prompt in prompts]
-        trace = AnswerTrace(span, arrived_at)
-        trace.describe(request, serving.model_id, reply.id, reply.seed, sum(prompt_lens))
+        trace.describe(request, model, reply.id, reply.seed, sum(prompt_lens))
+        record.id, record.model, record.seed, record.stream = reply.id, serving.model_id, reply.seed, request.stream
+        record.adapter = None if adapter is None else adapter.name
+        record.num_choices, record.num_prompt_tokens = len(sequences), sum(prompt_lens)
         sequences = [trace.follow(index, sequence) for index, sequence in enumerate(sequences)]
         return _Answer(reply, interleave(sequences), len(sequences), prompt_lens)
 
@@ -161,6 +226,8 @@ async def _echoed(prompt: str, pieces: AsyncGenerator[Piece, None]) -> AsyncGene
     text = prompt
     async with contextlib.aclosing(pieces):
         async for piece in pieces:
+            if not text:
+                piece.text_offset += len(prompt)
             piece.text, text = text + piece.text, ""
             yield piece
 
@@ -175,15 +242,7 @@ async def _whole(answer: _Answer) -> dict[str, Any]:
     async with contextlib.aclosing(answer.pieces) as pieces:
         async for index, piece in pieces:
             pieces_of[index].append(piece)
-    choices = [
-        Piece(
-            text="".join(piece.text for piece in pieces),
-            token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
-            finish_reason=pieces[-1].finish_reason,
-            speculation=pieces[-1].speculation,
-        )
-        for pieces in pieces_of
-    ]
+    choices = [merged(pieces) for pieces in pieces_of]
     num_tokens = sum(len(choice.token_ids) for choice in choices)
     return answer.reply.whole(choices, Usage(answer.num_prompt_tokens, num_tokens))
 
@@ -203,15 +262,15 @@ async def _events(http_request: Request, answer: _Answer) -> AsyncGenerator[byte
                     speculation = piece.speculation
                 usage = Usage(answer.prompt_len(index), num_tokens[index]) if reply.continuous_usage else None
                 for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
-                    yield event(chunk)
+                    yield reply.event(chunk)
                     is_sent = True
                 started.add(index)
     except OutriderError as error:
         if not is_sent:
             raise
         note_outcome(http_request.scope, error.http_status)
-        yield event(envelope(error))
+        note_error(http_request.scope, error)
+        yield reply.failure(error)
         return
-    if reply.include_usage:
-        yield event(reply.usage_chunk(Usage(answer.num_prompt_tokens, sum(num_tokens)), speculation))
-    yield DONE
+    for last in reply.ending(Usage(answer.num_prompt_tokens, sum(num_tokens)), speculation):
+        yield last

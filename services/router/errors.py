@@ -8,18 +8,22 @@ Messages are bounded and quote at most an excerpt of what the user sent.
 from __future__ import annotations
 
 import json
+import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ExceptionHandler
+from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from cluster.errors import InternalError, InvalidRequestError, NotFoundError, OutriderError
 
+logger = logging.getLogger(__name__)
+
 MAX_MESSAGE_CHARACTERS = 500
+_NAMED_FIELDS = 5  # unknown ones, in a line of the log
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody receives it, but it is counted
 
 _excerpts = reprlib.Repr()
@@ -31,12 +35,38 @@ class PayloadTooLargeError(InvalidRequestError):
     http_status = 413
 
 
+class RequestTimeoutError(InvalidRequestError):
+    http_status = 408
+
+
+class HeadersTooLargeError(InvalidRequestError):
+    http_status = 431
+
+
 class MethodNotAllowedError(InvalidRequestError):
     http_status = 405
 
 
 class UnsupportedMediaTypeError(InvalidRequestError):
     http_status = 415
+
+
+class InvalidApiKeyError(InvalidRequestError):
+    http_status = 401
+    code = "invalid_api_key"
+
+
+class RateLimitError(OutriderError):
+    """A key asks for more than it may have."""
+
+    http_status = 429
+    error_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        """`retry_after`: seconds until it may be worth to ask again."""
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ModelNotFoundError(NotFoundError):
@@ -50,6 +80,14 @@ class ContextLengthError(InvalidRequestError):
 def excerpt(value: object) -> str:
     """`value` as Python writes it, cut to a few dozen characters."""
     return _excerpts.repr(value)
+
+
+def warn_of_unknown(names: Collection[str], what: str) -> None:
+    """One line for all unknown fields of a request, or of a part of it (`what`)."""
+    if names:
+        named = ", ".join(excerpt(name) for name in sorted(names)[:_NAMED_FIELDS])
+        more = f" and {len(names) - _NAMED_FIELDS} more" if len(names) > _NAMED_FIELDS else ""
+        logger.warning("ignored the unknown %s %s%s", what, named, more)
 
 
 def envelope(error: OutriderError) -> dict[str, Any]:
@@ -70,14 +108,26 @@ def envelope(error: OutriderError) -> dict[str, Any]:
 def error_response(error: OutriderError, headers: Mapping[str, str] | None = None) -> Response:
     """The answer to a request that ended with `error`."""
     headers = dict(headers or {})
-    if error.http_status == 503:
-        headers.setdefault("retry-after", "1")
-    return Response(
-        json.dumps(envelope(error)),
-        status_code=error.http_status,
-        headers=headers,
-        media_type="application/json",
-    )
+    if error.retry_after is not None:
+        headers.setdefault("retry-after", str(error.retry_after))
+    return _ErrorResponse(error, headers)
+
+
+class _ErrorResponse(Response):
+    media_type = "application/json"
+
+    def __init__(self, error: OutriderError, headers: Mapping[str, str]) -> None:
+        super().__init__(json.dumps(envelope(error)), status_code=error.http_status, headers=headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: OutriderError) -> None:
+    """Has the line of the log for this request say what kind of `error` it ended with: messages quote what was sent."""
+    scope.setdefault("state", {})["error"] = {"error": error.error_type, "param": error.param}
 
 
 def error_handlers() -> dict[Any, ExceptionHandler]:

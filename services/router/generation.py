@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass
 
 from cluster.errors import UnavailableError
+from cluster.logprobs import TokenLogprobs
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.telemetry.tracing import NO_SPAN, Span
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from protos.speculation.v1 import target_pb2
+from services.router.access_log import RequestRecord
+from services.router.caller import current_key
 from services.router.failover import run_anywhere
+from services.router.prompt_budget import StartWindow
 from services.router.replicas import ReplicaPool
-from services.router.reply import Piece
+from services.router.reply import Piece, Prompt
 from services.router.speculation_stats import SpeculationStats
 from services.router.stop import StopMatcher, StopStrings
+from services.router.wire_requests import ChoiceRequest
 
 _FINISH_REASONS = {
     target_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -25,55 +31,89 @@ _FINISH_REASONS = {
 }
 
 
+@dataclass(frozen=True)
+class TextFormat:
+    """How the tokens of a choice become text."""
+
+    tokenizer: Tokenizer
+    stop_strings: StopStrings
+    skip_special_tokens: bool
+    end_token_ids: frozenset[int]  # those that end a sequence, and are no part of its text
+    stop_token_ids: frozenset[int]  # those of them that the request named
+    min_tokens: int = 0  # in which no stop string is looked for
+    has_no_tokens: bool = False  # the only token is not wanted
+    shown_special_tokens: Collection[int] = ()  # even where others are skipped
+
+
 async def generate(
     pool: ReplicaPool,
-    request: target_pb2.GenerateRequest,
+    request: ChoiceRequest,
+    text: TextFormat,
     *,
-    stop_strings: StopStrings,
-    skip_special_tokens: bool,
-    tokenizer: Tokenizer,
     metrics: RouterMetrics,
-    arrived_at: float,
+    record: RequestRecord,
     max_pause_seconds: float,
+    window: StartWindow,
+    counts_prompt: bool = True,
     span: Span = NO_SPAN,
 ) -> AsyncGenerator[Piece, None]:
-    """Yields the pieces of one choice, whose request came in at `arrived_at` (time.perf_counter).
+    """Yields the pieces of one choice; `record` is told what becomes of it.
 
-    A lost target is a pause of `max_pause_seconds` at most. Ends after a piece with a finish reason or with an
+    It begins when it has a place in `window`. A lost target is a pause of `max_pause_seconds` at most. `counts_prompt`:
+    one of the choices that share a prompt has it counted. Ends after a piece with a finish reason or with an
     OutriderError. Closing it frees the sequence.
     """
-    writer = _Writer(IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens), stop_strings)
+    writer, prompt_logprobs = _Writer(text), TokenLogprobs(request.num_prompt_logprobs or 0)
     stats = SpeculationStats()
+    key = current_key.get()
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_later_tokens = 0
-    running = run_anywhere(pool, request, max_pause_seconds, metrics.count_move, span)
-    async with contextlib.aclosing(running) as replies:
+
+    def count_move(reason: str) -> None:
+        metrics.count_move(reason)
+        record.num_moves += 1
+
+    running = run_anywhere(pool, request, max_pause_seconds, count_move, span, lambda: window.has_begun)
+    async with window.place(request.num_tokens) as place, contextlib.aclosing(running) as replies:
         async for reply in replies:
             if reply.finish_reason not in _FINISH_REASONS:
                 raise UnavailableError("the target worker ended the answer for a reason that this router does not know")
+            if reply.prompt_logprobs is not None:
+                prompt_logprobs.extend(reply.prompt_logprobs)
+                if not reply.token_ids:
+                    continue
             if reply.token_ids:
                 now = time.perf_counter()
                 waited = None if last_token_at is None else now - last_token_at
                 metrics.tokens.count_tokens(len(reply.token_ids), waited)
+                record.count_tokens(len(reply.token_ids), now)
+                if key is not None:
+                    metrics.keys.count_generated(key, len(reply.token_ids))
                 if last_token_at is None:
                     first_token_at, num_later_tokens = now, -1
-                    metrics.time_to_first_token.observe(now - arrived_at)
-                    if request.choice_index == 0:  # choices of one prompt share it
+                    place.begin()
+                    metrics.time_to_first_token.observe(now - record.arrived_at)
+                    if counts_prompt:
                         metrics.prompt_tokens.inc(len(request.prompt_token_ids))
+                        if key is not None:
+                            metrics.keys.count_prompt(key, len(request.prompt_token_ids))
                 last_token_at = now
                 num_later_tokens += len(reply.token_ids)
             for counts in reply.rounds:
                 metrics.tokens.count_round(*counts)
+                record.count_round(*counts)
                 stats.count_round(*counts)
-            piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason])
+            is_first = not writer.num_tokens
+            piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason], reply.logprobs)
+            if is_first and reply.token_ids and request.num_prompt_logprobs is not None:
+                piece.prompt = Prompt(request.prompt_token_ids, prompt_logprobs)
             if piece.finish_reason is not None:
-                metrics.e2e_latency.observe(time.perf_counter() - arrived_at)
+                record.finish_reasons[piece.finish_reason] += 1
+                metrics.e2e_latency.observe(time.perf_counter() - record.arrived_at)
                 if first_token_at is not None and last_token_at is not None:
-                    may_speculate = not (
-                        request.HasField("num_speculative_tokens") and not request.num_speculative_tokens
-                    )
-                    metrics.count_decode(num_later_tokens, last_token_at - first_token_at, may_speculate=may_speculate)
+                    seconds = last_token_at - first_token_at
+                    metrics.count_decode(num_later_tokens, seconds, may_speculate=request.may_speculate)
                 piece.speculation = stats
             yield piece
             if piece.finish_reason is not None:
@@ -119,25 +159,56 @@ async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncG
 class _Writer:
     """Writes the text of one sequence, as far as its first stop string."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stop_strings: StopStrings) -> None:
-        self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stop_strings) if stop_strings else None
+    def __init__(self, form: TextFormat) -> None:
+        self.num_tokens = 0
+        self._form = form
+        self._detokenizer = IncrementalDetokenizer(
+            form.tokenizer, skip_special_tokens=form.skip_special_tokens, shown=form.shown_special_tokens
+        )
+        self._matcher = StopMatcher(form.stop_strings) if form.stop_strings else None
+        self._num_characters = 0
 
-    def write(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
+    def write(self, token_ids: Sequence[int], finish_reason: str | None, logprobs: TokenLogprobs | None) -> Piece:
         """The piece that `token_ids` add, without those after the stop string; `finish_reason`: they are the last."""
-        if self._matcher is None:
-            text = self._detokenizer.push(token_ids)
-            if finish_reason is not None:
-                text += self._detokenizer.flush()
-            return Piece(text, token_ids, finish_reason)
+        if self._form.has_no_tokens:
+            self.num_tokens += len(token_ids)
+            return Piece("", (), "length", logprobs=None if logprobs is None else logprobs.part(0, 0))
+        spelled: Sequence[int] = token_ids
+        if finish_reason == "stop" and token_ids and token_ids[-1] in self._form.end_token_ids:
+            spelled = token_ids[:-1]
+        piece = self._plain(spelled, finish_reason) if self._matcher is None else self._matched(spelled, finish_reason)
+        if len(piece.token_ids) == len(spelled):
+            piece.token_ids = token_ids
+            if finish_reason == "stop" and token_ids and token_ids[-1] in self._form.stop_token_ids:
+                piece.stop_reason = piece.stop_reason or token_ids[-1]
+        if logprobs is not None:
+            piece.logprobs = logprobs.part(0, len(piece.token_ids))
+        piece.text_offset = self._num_characters
+        self._num_characters += len(piece.text)
+        self.num_tokens += len(piece.token_ids)
+        return piece
+
+    def _plain(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
+        text = self._detokenizer.push(token_ids)
+        if finish_reason is not None:
+            text += self._detokenizer.flush()
+        return Piece(text, token_ids, finish_reason)
+
+    def _matched(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
         # One by one: which token is the last must not depend on how many came at once.
+        assert self._matcher is not None
         text = ""
         for num_tokens, token_id in enumerate(token_ids, start=1):
-            text += self._matcher.push(self._detokenizer.push([token_id]))
-            if self._matcher.has_stopped:
-                return Piece(text, token_ids[:num_tokens], "stop")
-        if finish_reason is not None:
-            text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
-            if self._matcher.has_stopped:
-                finish_reason = "stop"
+            spelled = self._detokenizer.push([token_id])
+            if self.num_tokens + num_tokens <= self._form.min_tokens:
+                text += spelled
+                continue
+            text += self._matcher.push(spelled)
+            if self._matcher.stopped_at is not None:
+                return Piece(text, token_ids[:num_tokens], "stop", stop_reason=self._matcher.stopped_at)
+        if finish_reason is None:
+            return Piece(text, token_ids, None)
+        text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+        if self._matcher.stopped_at is not None:
+            return Piece(text, token_ids, "stop", stop_reason=self._matcher.stopped_at)
         return Piece(text, token_ids, finish_reason)

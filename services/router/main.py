@@ -11,14 +11,18 @@ import socket
 from collections.abc import Iterator
 from types import FrameType
 
-import uvicorn
 from starlette.applications import Starlette
 
 from cluster.config import Config
-from cluster.errors import ConfigurationError
+from cluster.config_types import is_loopback
+from cluster.errors import cannot_listen
+from services.addresses import warn_of_unknown_hosts
 from services.garbage import keep_collections_short
 from services.router.admin import create_admin_app
 from services.router.app import create_app
+from services.router.connections import Connections, allow_open_files
+from services.router.http_server import HttpServer
+from services.router.https import HttpsCertificate
 
 logger = logging.getLogger(__name__)
 
@@ -31,26 +35,20 @@ def run(config: Config) -> int:
     Raises ConfigurationError when the configuration cannot work.
     """
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    app = create_app(config)
+    https = HttpsCertificate.of(config.router)
     listener = _listen(config.router.host, config.router.port, "router.port")
+    app = create_app(config)
+    warn_of_unknown_hosts(config.target.addresses, "target.addresses")
     admin = None
     if config.router.admin_listen is not None:
         admin_host, _, admin_port = config.router.admin_listen.rpartition(":")
         admin_listener = _listen(admin_host.strip("[]"), int(admin_port), "router.admin_listen")
-        admin = _AdminServer(create_admin_app(app.state.switch), admin_listener)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            loop="uvloop",
-            http="httptools",
-            lifespan="on",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_graceful_shutdown=math.ceil(config.router.drain_seconds),
-        ),
-        admin,
-    )
+        state = app.state
+        admin_app = create_admin_app(state.switch, state.metrics, state.credentials, state.adapters, state.health)
+        connections = Connections.of(config.router, state.metrics)
+        admin = _AdminServer(admin_app, connections, https, admin_listener)
+    server = _Server(app, Connections.of(config.router, app.state.metrics), https, config.router.drain_seconds, admin)
+    allow_open_files(config.router.max_connections * (1 if admin is None else 2))
 
     def stop(_: int, __: FrameType | None) -> None:
         server.should_exit = True
@@ -60,28 +58,46 @@ def run(config: Config) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     host, port = listener.getsockname()[:2]
-    logger.info("listening at http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    logger.info("listening at %s://%s:%d", config.router.scheme, f"[{host}]" if ":" in host else host, port)
     if admin is not None:
         logger.info("operators are answered at %s, port %d", *admin.listener.getsockname()[:2])
+    warn_of_open_doors(config)
     keep_collections_short()
     server.run(sockets=[listener])
     return 0 if server.started else 1
 
 
-class _AdminServer(uvicorn.Server):
+def warn_of_open_doors(config: Config) -> None:
+    """Of addresses beyond this machine where nobody is asked for a key."""
+    router = config.router
+    if router.api_keys_file is not None:
+        return
+    if not is_loopback(router.host):
+        logger.warning(
+            "listening at %s without keys: whoever reaches it can use it; set router.api_keys_file, or keep it behind "
+            "a proxy that asks for keys",
+            router.host,
+        )
+    if (
+        router.admin_listen
+        and router.admin_keys_file is None
+        and not is_loopback(router.admin_listen.rpartition(":")[0])
+    ):
+        logger.warning(
+            "router.admin_listen %s has no keys: whoever reaches it can switch speculation and load adapters; set "
+            "router.admin_keys_file",
+            router.admin_listen,
+        )
+
+
+class _AdminServer(HttpServer):
     """Runs in the event loop of the router's own server, beside it, until told to stop."""
 
-    def __init__(self, app: Starlette, listener: socket.socket) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                timeout_graceful_shutdown=1,  # a caller who sends half a request is not waited for
-            )
-        )
+    def __init__(
+        self, app: Starlette, connections: Connections, https: HttpsCertificate | None, listener: socket.socket
+    ) -> None:
+        # A caller who sends half a request is not waited for.
+        super().__init__(app, connections, https, lifespan="off", timeout_graceful_shutdown=1)
         self.listener = listener
 
     @contextlib.contextmanager
@@ -92,19 +108,38 @@ class _AdminServer(uvicorn.Server):
         await self.serve(sockets=[self.listener])
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, admin: _AdminServer | None) -> None:
-        super().__init__(config)
+class _Server(HttpServer):
+    def __init__(
+        self,
+        app: Starlette,
+        connections: Connections,
+        https: HttpsCertificate | None,
+        drain_seconds: float,
+        admin: _AdminServer | None,
+    ) -> None:
+        super().__init__(
+            app,
+            connections,
+            https,
+            loop="uvloop",
+            lifespan="on",
+            timeout_graceful_shutdown=math.ceil(drain_seconds),
+        )
         self._admin = admin
+        self._following: asyncio.Task[None] | None = None
         self._admin_task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self._https is not None:
+            self._following = asyncio.create_task(self._https.follow())
         if self._admin is not None:
             self._admin_task = asyncio.create_task(self._admin.run_beside())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)  # waits for requests: an operator may want to know of them
+        if self._following is not None:
+            self._following.cancel()
         if self._admin is not None and self._admin_task is not None:
             self._admin.should_exit = True
             await self._admin_task
@@ -124,8 +159,7 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:  # the latter of a port beyond 65535
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(f"cannot listen at {host}:{port}: {reason}; set `{setting}`") from error
+        raise cannot_listen(f"{host}:{port}", error, f"set `{setting}`") from error
     # Inherited by the connections: not every event loop sets it, and without it a chunk waits for 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

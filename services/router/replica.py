@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable
-from typing import Literal
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Literal, NamedTuple
 
 import grpc
 
 from cluster.errors import (
     InternalError,
     InvalidRequestError,
+    NotFoundError,
     OutriderError,
     OverloadedError,
     UnavailableError,
+    from_status,
 )
+from cluster.transport.dialing import PLAIN, Dialer
 from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.calls import CallStream
@@ -27,6 +31,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 POLL_TIMEOUT_S = 1.5  # two in a row, with the intervals: a worker that is connected and silent is given up within 4 s
 _SILENT_POLLS = 2
+_ADAPTER_TIMEOUT_S = 300.0
 _MAX_MESSAGE_BYTES = 16 * 2**20
 
 _CHANNEL_OPTIONS = [
@@ -50,13 +55,26 @@ _CHANNEL_OPTIONS = [
 ReplicaStatus = Literal["up", "down", "draining", "stuck", "refused"]
 """refused: it answers, and is not used because of what it is."""
 
-LossReason = Literal["lost", "draining", "stuck"]
+LossReason = Literal["lost", "draining", "stuck", "unloaded"]
 _TOLD_OF_LOSS: dict[LossReason, str] = {
     "lost": "the target worker was lost; retry",
     "draining": "the target worker is shutting down; retry",
     "stuck": "the target worker's engine stands still; retry",
+    "unloaded": "the target worker has unloaded the adapter; retry",
 }
 _IS_DRAINING = "is draining"
+_PATIENT_POLLS = 120  # a minute or so
+
+
+class AdapterRef(NamedTuple):
+    """A LoRA adapter that a request is for."""
+
+    name: str
+    fingerprint: str  # of its contents
+
+    @classmethod
+    def of(cls, request: target_pb2.GenerateRequest) -> AdapterRef | None:
+        return cls(request.adapter, request.adapter_fingerprint) if request.adapter else None
 
 
 class ReplicaLostError(UnavailableError):
@@ -64,7 +82,8 @@ class ReplicaLostError(UnavailableError):
 
     lost: its stream broke, it was restarted, or it is silent although it is connected;
     draining: it refused or gave up the call, or ended the stream in good order, as it is about to end;
-    stuck: it says that its engine makes no step.
+    stuck: it says that its engine makes no step;
+    unloaded: it refused the call, as it does not hold the adapter that it is for any more.
     """
 
     def __init__(self, reason: LossReason, *, was_reached: bool = True) -> None:
@@ -86,11 +105,14 @@ class Replica:
         tokenizer_fingerprint: str,
         object_to: Callable[[Replica], str | None] = lambda replica: None,
         notify: Callable[[], None] = lambda: None,
+        dialer: Dialer = PLAIN,
     ) -> None:
-        """`object_to`: what speaks against using it beside the others; `notify`: called when its problem changes."""
+        """`object_to`: what speaks against using it beside the others; `notify`: called when its problem changes;
+        `dialer`: makes the channel."""
         self.address = address
         self.description: target_pb2.TargetDescription | None = None
         self.traits: Traits = ()  # as it last said; (): unknown
+        self.adapters: dict[str, str] | None = None  # as it last said: fingerprints by name; None: it never did
         self.status: ReplicaStatus = "down"
         self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
         self.is_next = True  # it was not asked yet, or nothing but what the others are, or were, speaks against it
@@ -99,16 +121,51 @@ class Replica:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._object_to = object_to
         self._notify = notify
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._dialer = dialer
+        self._dialer_version = dialer.version
+        self._channel = dialer.channel(address, _CHANNEL_OPTIONS)
         self._stub = target_pb2_grpc.TargetStub(self._channel)
         self._calls: CallStream | None = None
         self._calls_epoch: int | None = None  # of the worker that the stream was opened to; None: not known yet
         self._polls = itertools.count()
         self._newest_answered = -1
         self._num_silent_polls = 0
+        self._has_answered = False  # ever
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_closed = False
+
+    def has(self, adapter: AdapterRef | None) -> bool:
+        """Whether it can answer with `adapter`; with None, without any."""
+        return adapter is None or (self.adapters or {}).get(adapter.name) == adapter.fingerprint
+
+    def forget(self, adapter: AdapterRef) -> None:
+        """It says that it does not hold `adapter`; so it is until the next poll."""
+        if self.adapters is not None and self.has(adapter):
+            del self.adapters[adapter.name]
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
+        """Has it load one from `path` on its disk; returns the fingerprint. Raises OutriderError."""
+        asked = target_pb2.LoadAdapterRequest(name=name, path=path, replace=replace)
+        with self._admin_errors():
+            reply: target_pb2.LoadAdapterReply = await self._stub.LoadAdapter(asked, timeout=_ADAPTER_TIMEOUT_S)
+        return reply.fingerprint
+
+    async def unload_adapter(self, name: str) -> int:
+        """Has it unload one; returns how many requests end with it still. Raises OutriderError."""
+        asked = target_pb2.UnloadAdapterRequest(name=name)
+        with self._admin_errors():
+            reply: target_pb2.UnloadAdapterReply = await self._stub.UnloadAdapter(asked, timeout=_ADAPTER_TIMEOUT_S)
+        return reply.num_running
+
+    @contextlib.contextmanager
+    def _admin_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise UnavailableError("its version is an older one, which has no adapters") from error
+            raise from_status(error.code().value[0], error.details() or error.code().name) from error
 
     @property
     def load(self) -> int:
@@ -118,23 +175,38 @@ class Replica:
     async def poll(self) -> None:
         """Asks for the description and decides from it whether requests may be sent here, and whether to give it up."""
         number = next(self._polls)
-        failure: grpc.StatusCode | None = None
+        await self._follow_certificates()
+        failure: grpc.aio.AioRpcError | None = None
         description: target_pb2.TargetDescription | None = None
         try:
             description = await self._stub.Describe(types_pb2.DescribeRequest(), timeout=POLL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            failure = error.code()
+            failure = error
         if number < self._newest_answered:
             return  # a later poll has been answered
         self._newest_answered = number
         self.description = description
         if description is None:
             assert failure is not None
-            self._become("down", f"does not answer ({failure.name})")
-            self._count_silence(failure)
+            refusal = self._dialer.explain(failure)
+            self._become("down", f"does not answer ({failure.code().name})" + (f": {refusal}" if refusal else ""))
+            if number == _PATIENT_POLLS and not self._has_answered:
+                logger.warning("target %s has never answered: is it at this address?", self.address)
+            self._count_silence(failure.code())
         else:
+            self._has_answered = True
             self._num_silent_polls = 0
             self._consider(description)
+
+    async def _follow_certificates(self) -> None:
+        """With new ones, a new channel, once nothing runs on the old: a connection that works goes on working."""
+        version = self._dialer.version
+        if version == self._dialer_version or self.status != "down" or self.num_in_flight:
+            return
+        old, self._channel = self._channel, self._dialer.channel(self.address, _CHANNEL_OPTIONS)
+        self._stub = target_pb2_grpc.TargetStub(self._channel)
+        self._dialer_version = version
+        await old.close()
 
     async def poll_forever(self) -> None:
         while True:
@@ -157,6 +229,7 @@ class Replica:
             epoch = self._calls_epoch = None if self.description is None else self.description.epoch
             self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._explain_end, epoch)
         call = self._calls.start(request)
+        del request  # it may be large, and has its copy on the way
         self.num_in_flight += 1
         self._is_idle.clear()
         try:
@@ -197,6 +270,7 @@ class Replica:
         load = description.load
         self._num_others = max(0, load.num_running + load.num_waiting - self.num_in_flight)
         self.traits = tuple(sorted(description.traits.items()))
+        self.adapters = dict(description.adapters)
         fingerprint = description.model.tokenizer_fingerprint
         if fingerprint != self._tokenizer_fingerprint:
             self._become(
@@ -234,6 +308,8 @@ class Replica:
         if isinstance(error, InvalidRequestError):
             return error
         logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)
+        if isinstance(error, NotFoundError):
+            return ReplicaLostError("unloaded", was_reached=False)
         if isinstance(error, OverloadedError):
             return OverloadedError("the target's queue is full; retry later")
         if isinstance(error, UnavailableError):
@@ -247,6 +323,8 @@ class Replica:
             return
         if problem is None:
             logger.info("target %s is up", self.address)
+        elif status == "down" and not self._has_answered:  # it may be loading its model, which is no news
+            logger.info("target %s is awaited: it %s", self.address, problem)
         else:
             logger.warning("target %s is not used: %s", self.address, problem)
         self.problem = problem

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 import grpc
 
 from cluster.errors import UnavailableError
-from services.router.replica import LossReason, Replica, ReplicaLostError
+from cluster.transport.dialing import PLAIN, Dialer
+from services.router.absences import Absences
+from services.router.replica import AdapterRef, LossReason, Replica, ReplicaLostError
 from services.router.traits import PATIENCE_S, Reference, Traits
 
-__all__ = ["Limits", "LossReason", "Replica", "ReplicaLostError", "ReplicaPool", "Traits"]
+__all__ = ["AdapterRef", "Limits", "LossReason", "Replica", "ReplicaLostError", "ReplicaPool", "Traits"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +35,8 @@ class Limits:
     vocab_size: int
     max_model_len: int
     max_speculative_tokens: int
+    wire_version: int
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 class ReplicaPool:
@@ -46,15 +52,18 @@ class ReplicaPool:
         tokenizer_fingerprint: str,
         *,
         allow_different: bool = False,
+        dialer: Dialer = PLAIN,
     ) -> None:
-        """`allow_different`: replicas whose answers may differ are used together."""
+        """`allow_different`: replicas whose answers may differ are used together; `dialer`: makes their channels."""
         self.replicas: tuple[Replica, ...] = ()
         self._endpoints = endpoints
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._reference = None if allow_different else Reference()
+        self._dialer = dialer
         self._polls: dict[Replica, asyncio.Task[None]] = {}  # those that are leaving too
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()  # replaced whenever it is set
+        self._absences = Absences(time.monotonic())
 
     async def __aenter__(self) -> ReplicaPool:
         has_begun = asyncio.Event()
@@ -81,39 +90,68 @@ class ReplicaPool:
     def usable(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.problem is None]
 
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a client who finds nobody may ask again."""
+        return self._absences.retry_after
+
     def limits(self) -> Limits:
         """Raises UnavailableError when no replica can answer."""
         descriptions = [replica.description for replica in self.usable if replica.description is not None]
         if not descriptions:
-            raise UnavailableError(_NO_TARGET)
+            raise self.nobody()
         return Limits(
             vocab_size=min(description.model.vocab_size for description in descriptions),
             max_model_len=min(description.model.max_model_len for description in descriptions),
             max_speculative_tokens=min(description.max_speculative_tokens for description in descriptions),
+            wire_version=min(description.wire_version for description in descriptions),
+            eos_token_ids=frozenset(descriptions[0].eos_token_ids),
         )
 
-    def choose(self, like: Traits | None = None) -> Replica:
-        """The least loaded replica; with `like`, of those that have these traits and so answer alike.
+    def adapters(self) -> dict[str, AdapterRef]:
+        """Those that can be answered with now. Where replicas hold others of one name, the one that most of them do."""
+        held = Counter(AdapterRef(*item) for replica in self.usable for item in (replica.adapters or {}).items())
+        return {adapter.name: adapter for adapter, _ in sorted(held.items(), key=lambda item: (item[1], item[0]))}
+
+    def knows(self, adapter: str) -> bool:
+        """Whether a listed replica held one of that name when it last answered, or may hold it for all we know."""
+        is_unknown = not self.usable and any(replica.adapters is None for replica in self.replicas)
+        return is_unknown or any(adapter in (replica.adapters or {}) for replica in self.replicas)
+
+    def choose(self, like: Traits | None = None, adapter: AdapterRef | None = None) -> Replica:
+        """The least loaded replica that has `adapter`; with `like`, of those with these traits, which answer alike.
 
         Where different targets are allowed and none like it is usable, any. Raises UnavailableError.
         """
-        usable = self.usable
+        replica = self.find(like, adapter)
+        if replica is None:
+            raise self.nobody()
+        return replica
+
+    def find(
+        self, like: Traits | None, adapter: AdapterRef | None = None, avoided: Collection[Replica] = ()
+    ) -> Replica | None:
+        """What `choose` returns, of those that are not `avoided`."""
+        usable = [replica for replica in self.usable if replica.has(adapter) and replica not in avoided]
         alike = [replica for replica in usable if like in (None, replica.traits)]
         candidates = alike if self._reference is not None else alike or usable
-        if not candidates:
-            raise UnavailableError(_NO_TARGET)
-        return min(candidates, key=lambda replica: replica.load)
+        return min(candidates, key=lambda replica: replica.load, default=None)
 
-    async def wait_for(self, like: Traits | None, timeout: float) -> Replica:  # noqa: ASYNC109
+    async def wait_for(
+        self,
+        like: Traits | None,
+        timeout: float,  # noqa: ASYNC109
+        adapter: AdapterRef | None = None,
+    ) -> Replica:
         """What `choose` returns as soon as there is one. Raises UnavailableError after `timeout` seconds without."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while True:
                     changed = self._changed
                     with contextlib.suppress(UnavailableError):
-                        return self.choose(like)
+                        return self.choose(like, adapter)
                     await changed.wait()
-        raise UnavailableError(_NO_TARGET)
+        raise self.nobody()
 
     async def wait_out_change(self) -> None:
         """Returns when a replica can be used, or it is not worth waiting for one.
@@ -142,7 +180,7 @@ class ReplicaPool:
         """Makes `replicas` those at `addresses`; returns the new ones."""
         present = {replica.address: replica for replica in self.replicas}
         added = {
-            address: Replica(address, self._tokenizer_fingerprint, self._object_to, self._notify)
+            address: Replica(address, self._tokenizer_fingerprint, self._object_to, self._notify, self._dialer)
             for address in addresses
             if address not in present
         }
@@ -171,6 +209,13 @@ class ReplicaPool:
             listed=[other.traits for other in others],
         )
 
+    def nobody(self) -> UnavailableError:
+        """What a request is answered that nobody can serve now."""
+        error = UnavailableError(_NO_TARGET)
+        error.retry_after = self.retry_after
+        return error
+
     def _notify(self) -> None:
+        self._absences.note(is_anybody_there=bool(self.usable), now=time.monotonic())
         self._changed.set()
         self._changed = asyncio.Event()

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cluster.errors import OutriderError
+from cluster.logprobs import TokenLogprobs, joined
+from services.router.errors import envelope
+from services.router.logprobs import LogprobsFormat
 from services.router.speculation_stats import SpeculationStats
+from services.router.streaming import DONE, event
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What an answer tells of the prompt of a choice."""
+
+    token_ids: Sequence[int]
+    logprobs: TokenLogprobs | None  # from the second token on
 
 
 @dataclass(slots=True)  # not frozen: made for every chunk, that takes twice the time
@@ -18,6 +31,26 @@ class Piece:
     token_ids: Sequence[int]
     finish_reason: str | None  # "stop" or "length" on the last piece
     speculation: SpeculationStats | None = None  # of the whole choice, on the last piece
+    stop_reason: int | str | None = None  # on the last piece: the stop token or string that the request named
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
+    prompt: Prompt | None = None  # on the first piece with tokens, where it was asked for
+    text_offset: int = 0  # characters of the choice before `text`
+
+
+def merged(pieces: Sequence[Piece]) -> Piece:
+    """All `pieces` of a choice as one."""
+    logprobs = pieces[0].logprobs
+    for piece in pieces[1:]:
+        logprobs = joined(logprobs, piece.logprobs)
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        finish_reason=pieces[-1].finish_reason,
+        speculation=pieces[-1].speculation,
+        stop_reason=pieces[-1].stop_reason,
+        logprobs=logprobs,
+        prompt=next((piece.prompt for piece in pieces if piece.prompt is not None), None),
+    )
 
 
 @dataclass(frozen=True)
@@ -49,12 +82,21 @@ class Reply(abc.ABC):
     has_speculation_stats: bool = False  # choices say, at their end, what speculation did
     include_usage: bool = False  # the usage of a streamed answer comes at its end and is null until then
     continuous_usage: bool = False  # but for this: that of its choice so far is in every chunk
+    logprobs: LogprobsFormat | None = None  # choices have the log-probabilities of their tokens
+    has_echo: bool = False  # where choices begin with their prompts, its tokens' too
+    num_logprobs: int = 0
+    num_prompt_logprobs: int | None = None  # they are told of by themselves, as vLLM does it
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         objects = [self._choice(index, choice) for index, choice in enumerate(choices)]
         speculation = choices[0].speculation if len(choices) == 1 else None
-        return self._frame(self.whole_object, objects) | {"usage": usage.to_json()} | _metrics(speculation)
+        frame = self._frame(self.whole_object, objects) | self._of_prompts(choices)
+        return frame | {"usage": usage.to_json()} | _metrics(speculation)
+
+    def _of_prompts(self, choices: Sequence[Piece]) -> dict[str, Any]:
+        """What an answer says of its prompts beside its choices."""
+        return {}
 
     def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
         """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more.
@@ -67,6 +109,20 @@ class Reply(abc.ABC):
                 chunk["usage"] = None if usage is None else usage.to_json()
             yield chunk
 
+    def event(self, value: Mapping[str, Any]) -> bytes:
+        """One of `chunks`, as it is sent."""
+        return event(value)
+
+    def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
+        """What a streamed answer is ended with; `speculation` of its only choice, if it has one."""
+        if self.include_usage:
+            yield event(self.usage_chunk(usage, speculation))
+        yield DONE
+
+    def failure(self, error: OutriderError) -> bytes:
+        """What a streamed answer that has begun is broken off with."""
+        return event(envelope(error))
+
     def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:
         """The last object of a streamed answer whose usage was asked for; `speculation` of its only choice, if it has
         one."""
@@ -77,6 +133,18 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]: ...
+
+    def _prompt_logprobs(self, choice: Piece) -> list[dict[str, Any] | None] | None:
+        """Of the prompt of `choice`, in vLLM's form; None where they were not asked for."""
+        prompt = choice.prompt
+        if self.num_prompt_logprobs is None or self.logprobs is None or prompt is None or prompt.logprobs is None:
+            return None
+        scores = prompt.logprobs.part(0, len(prompt.logprobs), self.num_prompt_logprobs)
+        return self.logprobs.prompt(prompt.token_ids, scores)
+
+    def _stop(self, choice: Piece) -> dict[str, Any]:
+        """As vLLM has it: why a choice ended, where a stop token or string did it that the request named."""
+        return {} if choice.stop_reason is None else {"stop_reason": choice.stop_reason}
 
     def _with_extras(
         self, choice: dict[str, Any], token_ids: Sequence[int], speculation: SpeculationStats | None

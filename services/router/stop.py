@@ -25,7 +25,7 @@ class StopMatcher:
     """Passes one text on, piece by piece, as far as it is sure to be part of the output."""
 
     def __init__(self, stop_strings: StopStrings) -> None:
-        self.has_stopped = False
+        self.stopped_at: str | None = None  # the stop string that has come
         self._in_output = stop_strings.in_output
         self._patterns = stop_strings.patterns
         # For each stop string, how many of its first characters the text ends with now.
@@ -34,13 +34,13 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """What can be passed on now that `text` has come; once it has stopped, nothing."""
-        if self.has_stopped:
+        if self.stopped_at is not None:
             return ""
         pending = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             completed = self._advance(character)
             if completed is not None:
-                self.has_stopped = True
+                self.stopped_at = completed
                 self._held = ""
                 return pending[: end if self._in_output else end - len(completed)]
         num_held = 0 if self._in_output else max(self._num_matched, default=0)

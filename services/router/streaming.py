@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services.router.errors import CLIENT_CLOSED_REQUEST
 
@@ -81,6 +81,19 @@ class EventStream(Response):
                     )
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class NotedSend:
+    """Passes messages on, and notes the status that the answer begins with."""
+
+    def __init__(self, send: Send) -> None:
+        self.status: int | None = None  # None: the answer has not begun
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
 
 
 def note_outcome(scope: Scope, code: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from starlette.requests import Request
@@ -12,10 +11,13 @@ from starlette.routing import Route
 
 from cluster.errors import InvalidRequestError
 from services.router.api_request import invalid_request
-from services.router.body import read_json_object
-from services.router.chat import Message, render, to_messages
-from services.router.chat_template import ChatTemplate
+from services.router.body import read_json_body, to_json_object
 from services.router.endpoint import Serving
+from services.router.large_work import done_beside
+from services.router.messages import Message, to_messages
+from services.router.prompt import ChatPrompts, Conversation, check_continuation
+from services.router.shapes import ChatMessage, ToolDefinition
+from services.router.tools import Tool, to_tools
 
 MAX_TOKENS = 262_144
 
@@ -23,26 +25,32 @@ _TOKENIZE_PATH, _DETOKENIZE_PATH = "/tokenize", "/detokenize"
 TOKEN_PATHS = frozenset({_TOKENIZE_PATH, _DETOKENIZE_PATH})
 
 
-class _TokenizeRequest(BaseModel):
+class TokenizeRequest(BaseModel):
     """Of a prompt, or of a chat's messages: one of the two."""
 
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, PlainValidator(to_messages)] = None
+    messages: Annotated[
+        list[Message] | None, PlainValidator(to_messages, json_schema_input_type=list[ChatMessage] | None)
+    ] = None
     add_special_tokens: bool | None = None  # vLLM's default: true for a prompt; a chat template writes its own
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    tools: Annotated[tuple[Tool, ...], PlainValidator(to_tools, json_schema_input_type=list[ToolDefinition])] = ()
     return_token_strs: bool = False
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("give prompt or messages, one of the two", param="prompt")
+        check_continuation(continues=self.continue_final_message, begins=self.add_generation_prompt)
         return self
 
 
-class _DetokenizeRequest(BaseModel):
+class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
@@ -50,13 +58,13 @@ class _DetokenizeRequest(BaseModel):
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
-R = TypeVar("R", _TokenizeRequest, _DetokenizeRequest)
+R = TypeVar("R", TokenizeRequest, DetokenizeRequest)
 
 
 class Tokens:
-    def __init__(self, serving: Serving, template: ChatTemplate | None) -> None:
+    def __init__(self, serving: Serving, prompts: ChatPrompts) -> None:
         self._serving = serving
-        self._template = template
+        self._prompts = prompts
 
     def routes(self) -> list[Route]:
         return [
@@ -65,42 +73,55 @@ class Tokens:
         ]
 
     async def tokenize(self, http_request: Request) -> Response:
-        request = await self._read(_TokenizeRequest, http_request)
+        request, num_bytes = await self._read(TokenizeRequest, http_request)
         pool = self._serving.pool
         max_model_len = pool.limits().max_model_len if pool.usable else None
-        # In a thread, as texts may be long, and their tokens many.
-        return await asyncio.to_thread(self._tokenized, request, max_model_len)
+        return await done_beside(num_bytes, lambda: self._tokenized(request, max_model_len))
 
-    def _tokenized(self, request: _TokenizeRequest, max_model_len: int | None) -> Response:
+    def _tokenized(self, request: TokenizeRequest, max_model_len: int | None) -> Response:
         token_ids = self._encode(request)
         strings = self._serving.tokenizer.tokens(token_ids) if request.return_token_strs else None
         answer = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": strings}
         return JSONResponse(answer)
 
     async def detokenize(self, http_request: Request) -> Response:
-        request = await self._read(_DetokenizeRequest, http_request)
+        request, num_bytes = await self._read(DetokenizeRequest, http_request)
         vocab_size = self._serving.tokenizer.vocab_size
         for token_id in request.tokens:
             if token_id >= vocab_size:
                 raise InvalidRequestError(
                     f"tokens has the token ID {token_id}; this model's are 0 to {vocab_size - 1}", param="tokens"
                 )
-        text = await asyncio.to_thread(self._serving.tokenizer.decode, request.tokens, skip_special_tokens=False)
+        decode = self._serving.tokenizer.decode
+        text = await done_beside(num_bytes, lambda: decode(request.tokens, skip_special_tokens=False))
         return JSONResponse({"prompt": text})
 
-    def _encode(self, request: _TokenizeRequest) -> list[int]:
-        encode = self._serving.tokenizer.encode
+    def _encode(self, request: TokenizeRequest) -> list[int]:
         if request.messages is not None:
-            text = render(self._template, request.messages, add_generation_prompt=request.add_generation_prompt)
-            return encode(text, add_special_tokens=bool(request.add_special_tokens))
+            conversation = Conversation(
+                request.messages,
+                [tool.definition for tool in request.tools],
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                variables=request.chat_template_kwargs,
+            )
+            return self._prompts.encode(conversation, add_special_tokens=bool(request.add_special_tokens))
         assert request.prompt is not None
-        return encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+        return self._serving.tokenizer.encode(
+            request.prompt, add_special_tokens=request.add_special_tokens is not False
+        )
 
-    async def _read(self, kind: type[R], http_request: Request) -> R:
-        fields = await read_json_object(http_request, self._serving.max_body_bytes)
-        try:
-            request = kind.model_validate({name: value for name, value in fields.items() if value is not None})
-        except ValidationError as error:
-            raise invalid_request(error) from error
+    async def _read(self, kind: type[R], http_request: Request) -> tuple[R, int]:
+        """The request, and the bytes it came in."""
+        body = await read_json_body(http_request, self._serving.max_body_bytes)
+        request = await done_beside(len(body), lambda: _parsed(kind, body))
         self._serving.check_model(request.model)
-        return request
+        return request, len(body)
+
+
+def _parsed(kind: type[R], body: bytes) -> R:
+    fields = to_json_object(body)
+    try:
+        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise invalid_request(error) from error

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import OutriderError
 from cluster.telemetry.tracing import NO_SPAN, Attributes, Span, TraceContext, Tracer
@@ -23,6 +23,7 @@ from services.router.api_request import ApiRequest
 from services.router.errors import CLIENT_CLOSED_REQUEST
 from services.router.replica import Replica, ReplicaLostError
 from services.router.reply import Piece
+from services.router.streaming import NotedSend
 
 _FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REASON_LENGTH: "length"}
 _OPERATIONS = {"prompt": "text_completion", "messages": "chat"}  # by the field that has the prompt
@@ -43,20 +44,14 @@ class Tracing:
         span = self._start(scope)
         state = scope.setdefault("state", {})
         state["span"] = span
-        status = 500  # what a request ends with that ends without an answer
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        noted = NotedSend(send)
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, noted)
         except Exception:
             state.setdefault("outcome", 500)  # even when an answer has begun
             raise
         finally:
+            status = noted.status or 500  # 500: of a request that ends without an answer
             _end(span, status, state.get("outcome", status))
 
     def _start(self, scope: Scope) -> Span:
@@ -96,19 +91,19 @@ class AnswerTrace:
 
     def __init__(self, span: Span, arrived_at: float) -> None:
         """`arrived_at`: when the request came (time.perf_counter)."""
-        self._span = span
+        self.span = span
         self._arrived_at = arrived_at
         self._num_tokens = 0
         self._finish_reasons: dict[int, str] = {}  # by choice
         self._has_tokens = False
 
     def describe(self, request: ApiRequest, model: str, request_id: str, seed: int, num_prompt_tokens: int) -> None:
-        if self._span.is_recorded:
-            self._span.set(_request_attributes(request, model, request_id, seed, num_prompt_tokens))
+        if self.span.is_recorded:
+            self.span.set(_request_attributes(request, model, request_id, seed, num_prompt_tokens))
 
     def follow(self, index: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
         """The `pieces` of the choice `index`."""
-        return self._followed(index, pieces) if self._span.is_recorded else pieces
+        return self._followed(index, pieces) if self.span.is_recorded else pieces
 
     async def _followed(self, index: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
         try:
@@ -118,13 +113,13 @@ class AnswerTrace:
                     if piece.token_ids and not self._has_tokens:
                         self._has_tokens = True
                         seconds = time.perf_counter() - self._arrived_at
-                        self._span.set({"gen_ai.latency.time_to_first_token": seconds})
+                        self.span.set({"gen_ai.latency.time_to_first_token": seconds})
                     if piece.finish_reason is not None:
                         self._finish_reasons[index] = piece.finish_reason
                     yield piece
         finally:
             reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
-            self._span.set(
+            self.span.set(
                 {
                     "gen_ai.usage.output_tokens": self._num_tokens,
                     "gen_ai.response.finish_reasons": reasons or None,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cluster.engine.sequence import FinishReason
-from cluster.errors import InternalError, InvalidRequestError, OutriderError, UnavailableError
-from cluster.targets.base import GenerationOutput, Target
+from cluster.errors import InternalError, InvalidRequestError, OutriderError, OverloadedError, UnavailableError
+from cluster.grammars.compiler import GrammarCompiler
+from cluster.targets.base import GenerationOutput, GenerationRequest, Target
 from cluster.telemetry.tracing import Tracer
 from cluster.wire.replies import UNFINISHED, CallReply, RoundCounts
 from protos.speculation.v1 import target_pb2
@@ -20,6 +23,8 @@ from services.target.tracing import CallTrace, trace_call
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.05
+_MAX_ENDED_REPLIES = 1024  # of a stream, to calls that have ended; further calls wait until they are read
+_MIN_WAITING_TOKENS = 256  # what a sequence takes beside its tokens is no more than so many of them
 
 _FINISH_REASONS = {
     None: UNFINISHED,
@@ -40,6 +45,7 @@ class RouterStream:
         self._waiting: dict[int, CallReply] = {}
         self._is_closed = False
         self._has_news = asyncio.Event()
+        self._was_taken = asyncio.Event()
 
     def put(self, call: int, reply: CallReply) -> None:
         waiting = self._waiting.get(call)
@@ -57,6 +63,7 @@ class RouterStream:
         """Nothing more will come; with `error` its calls were lost."""
         self._is_closed, self.error = True, error
         self._has_news.set()
+        self._was_taken.set()
 
     async def take(self) -> dict[int, CallReply]:
         """Waits for replies and returns all of them, by call; none once it is closed."""
@@ -64,15 +71,34 @@ class RouterStream:
             self._has_news.clear()
             await self._has_news.wait()
         replies, self._waiting = self._waiting, {}
+        self._was_taken.set()
         return replies
+
+    async def has_room(self) -> None:
+        """Waits while there are too many replies to calls that have ended, for a router that reads nothing."""
+        while len(self._waiting) - len(self.running) > _MAX_ENDED_REPLIES and not self._is_closed:
+            self._was_taken.clear()
+            await self._was_taken.wait()
 
 
 class Calls:
     """All calls of all streams. But for `publish` it belongs to the event loop in which it was made."""
 
-    def __init__(self, target: Target, max_speculative_tokens: int, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        max_speculative_tokens: int,
+        tracer: Tracer | None = None,
+        grammars: GrammarCompiler | None = None,
+        max_waiting_tokens: int = 2**22,
+    ) -> None:
         self._target = target
+        self._max_waiting_tokens = max_waiting_tokens
+        self._num_waiting_tokens = 0
+        self._waiting: dict[str, int] = {}  # tokens of requests without one of their own yet, by ID in the engine
         self._tracer = tracer or Tracer()
+        self._grammars = grammars
+        self._compiling: dict[str, asyncio.Task[None]] = {}  # of requests that wait for their grammar
         self._max_speculative_tokens = max_speculative_tokens
         self._loop = asyncio.get_running_loop()
         self._suffixes = itertools.count()
@@ -111,18 +137,32 @@ class Calls:
         stream.running[call] = request_id
         trace = trace_call(self._tracer, request, self._target.model.name)
         self._running[request_id] = stream, call, trace
-        try:
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("call begins", extra={"fields": _fields(request_id, request)})
+        with self._failing(request_id, "request could not be started"):
             if self.is_draining:
                 raise UnavailableError("the target is shutting down")
+            self._let_wait(request_id, request)
             generation = to_engine(
                 request, request_id, self._target, self._max_speculative_tokens, is_traced=trace is not None
             )
-            self._target.submit(generation)
-        except OutriderError as error:
-            self._fail(request_id, error)
-        except Exception:  # an unforeseen one must not end the other calls of the stream
-            logger.exception("a request could not be started")
-            self._fail(request_id, InternalError("the request could not be started"))
+            if generation.constraints.grammar is None:
+                self._target.submit(generation)
+            else:
+                self._compiling[request_id] = asyncio.create_task(self._compile(generation))
+
+    def _let_wait(self, request_id: str, request: target_pb2.GenerateRequest) -> None:
+        """Raises OverloadedError where too much waits already."""
+        num_tokens = len(request.prompt_token_ids) + len(request.constraints.allowed_token_ids)
+        num_tokens = max(num_tokens, _MIN_WAITING_TOKENS)
+        waiting = self._num_waiting_tokens
+        if waiting and waiting + num_tokens > self._max_waiting_tokens and not request.num_generated_tokens:
+            raise OverloadedError(f"sequences of {waiting} tokens wait already, of {self._max_waiting_tokens}")
+        self._waiting[request_id] = num_tokens
+        self._num_waiting_tokens += num_tokens
+
+    def _end_waiting(self, request_id: str) -> None:
+        self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
 
     def cancel(self, stream: RouterStream, call: int) -> None:
         """Frees the sequence of `call`; nothing more is said of it. Ignored when it has ended."""
@@ -131,6 +171,16 @@ class Calls:
         if request_id is not None:
             self._end(request_id)
             self._target.abort(request_id)
+
+    async def _compile(self, request: GenerationRequest) -> None:
+        """Submits `request` once its grammar is compiled."""
+        grammar = request.constraints.grammar
+        assert grammar is not None
+        with self._failing(request.request_id, "grammar could not be compiled"):
+            if self._grammars is None:
+                raise InvalidRequestError("this target's engine takes no grammars")
+            compiled = await self._grammars.compile(grammar)
+            self._target.submit(dataclasses.replace(request, grammar=compiled))
 
     def publish(self, outputs: Sequence[GenerationOutput]) -> None:
         """Called from the engine's thread after each step."""
@@ -163,17 +213,33 @@ class Calls:
             running = self._running.get(output.request_id)
             if running is None:  # cancelled meanwhile
                 continue
+            stream, call, trace = running
             if output.error is not None:
+                if output.token_ids:  # they come before it
+                    stream.put(call, _to_reply(output))
                 self._fail(output.request_id, output.error)
                 continue
-            stream, call, trace = running
             if trace is not None:
                 trace.count(output)
                 if output.admitted_at is not None:  # which is nothing to tell a router
                     continue
+            if output.token_ids:
+                self._end_waiting(output.request_id)
             stream.put(call, _to_reply(output))
             if output.finish_reason is not None:
                 self._end(output.request_id, output.finish_reason)
+
+    @contextlib.contextmanager
+    def _failing(self, request_id: str, what: str) -> Iterator[None]:
+        """An error ends the request; of an unforeseen one, which must not end the other calls of the stream, is said
+        `what` it was."""
+        try:
+            yield
+        except OutriderError as error:
+            self._fail(request_id, error)
+        except Exception:
+            logger.exception("a %s", what)
+            self._fail(request_id, InternalError(f"the {what}"))
 
     def _fail(self, request_id: str, error: OutriderError) -> None:
         stream, call, _ = self._running[request_id]
@@ -183,16 +249,42 @@ class Calls:
     def _end(
         self, request_id: str, finish_reason: FinishReason | None = None, error: OutriderError | None = None
     ) -> None:
+        compiling = self._compiling.pop(request_id, None)
+        if compiling is not None and compiling is not asyncio.current_task():
+            compiling.cancel()
+        self._end_waiting(request_id)
         stream, call, trace = self._running.pop(request_id)
         del stream.running[call]
+        error = error or stream.error
         if trace is not None:
-            trace.end(finish_reason, error or stream.error)
+            trace.end(finish_reason, error)
+        if logger.isEnabledFor(logging.DEBUG):
+            outcome = "abort" if finish_reason is None else finish_reason.value
+            outcome = outcome if error is None else error.error_type
+            logger.debug("call ends", extra={"fields": {"request_id": request_id, "outcome": outcome}})
         if self.is_draining and not stream.running:
             stream.close()
 
 
+def _fields(request_id: str, request: target_pb2.GenerateRequest) -> dict[str, Any]:
+    """What the log says of a call that begins."""
+    return {
+        "request_id": request_id,
+        "choice": request.choice_index,
+        "prompt_tokens": len(request.prompt_token_ids) - request.num_generated_tokens,
+        "earlier_tokens": request.num_generated_tokens,
+        "max_tokens": request.max_tokens,
+        "adapter": request.adapter,
+    }
+
+
 def _to_reply(output: GenerationOutput) -> CallReply:
-    reply = CallReply(list(output.token_ids), _FINISH_REASONS[output.finish_reason])
+    reply = CallReply(
+        list(output.token_ids),
+        _FINISH_REASONS[output.finish_reason],
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+    )
     if output.num_draft_tokens:
         reply.rounds = (RoundCounts(output.num_draft_tokens, output.num_accepted_tokens),)
     return reply

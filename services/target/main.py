@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cluster.config import Config
+from cluster.grammars.compiler import GrammarCompiler
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import advertised_address, follow
 from cluster.targets.base import Target
@@ -12,15 +13,24 @@ from cluster.targets.registry import make_target
 from cluster.targets.traits import traits_of
 from cluster.telemetry.tracing import check_tracing, make_tracer
 from cluster.tokenization import Tokenizer
+from cluster.transport.listening import Listener
 from protos.speculation.v1 import target_pb2_grpc
 from services.target.calls import Calls
 from services.target.servicer import TargetServicer
-from services.worker import loading_progress, log_kv_cache, prepare_process, serve, serve_readings
+from services.worker import (
+    check_before_loading,
+    loading_progress,
+    log_kv_cache,
+    prepare_process,
+    serve,
+    serve_readings,
+)
 
 
 def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
-    check_tracing(config.tracing)  # before the model is loaded, which may take minutes
+    check_tracing(config.tracing)
+    check_before_loading(config, "target")
     prepare_process(config.target)
     fingerprint = Tokenizer(resolve_model_folder(config.target.model)).fingerprint()
     target = make_target(config, fingerprint, loading_progress(config.target.model))
@@ -34,11 +44,16 @@ def run(config: Config) -> int:
 
 
 async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> int:
-    serve_readings(config.target, target.readings)
+    grammars = None
+    if config.target.engine != "simulated":
+        folder = resolve_model_folder(config.target.model)
+        grammars = GrammarCompiler(folder, target.model.vocab_size, target.model.eos_token_ids)
+    listener = Listener.of(config.tls, "target")
+    serve_readings(config.target, target.readings, listener)
     address = advertised_address(config.target)
     # Here, as it starts a thread: the engine may have started processes of its own before.
     tracer = make_tracer(config.tracing, "outrider-target", address)
-    calls = Calls(target, config.speculation.max_speculative_tokens, tracer)
+    calls = Calls(target, config.speculation.max_speculative_tokens, tracer, grammars, config.target.max_waiting_tokens)
     servicer = TargetServicer(
         calls,
         target,
@@ -52,13 +67,15 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
     links = asyncio.create_task(target.run_links(follow(config.draft.addresses)))
     try:
         return await serve(
-            config.target.listen_address,
+            config.target,
+            listener,
             "speculation.v1.Target",
             lambda server: target_pb2_grpc.add_TargetServicer_to_server(servicer, server),
             calls,
-            config.target.drain_seconds,
         )
     finally:
         links.cancel()
         target.stop()
+        if grammars is not None:
+            await grammars.close()
         tracer.close()

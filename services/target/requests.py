@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.constraints import Constraints, Grammar
 from cluster.errors import InvalidRequestError
+from cluster.logprobs import MAX_LOGPROBS
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationRequest, Target
 from cluster.wire.codec import decode_sampling
@@ -20,36 +22,72 @@ def to_engine(
     is_traced: bool = False,
 ) -> GenerationRequest:
     """Raises InvalidRequestError naming the field."""
-    token_ids = list(request.prompt_token_ids)
-    num_prompt_tokens = len(token_ids) - request.num_generated_tokens
+    num_prompt_tokens = len(request.prompt_token_ids) - request.num_generated_tokens
     if num_prompt_tokens < 1:
         raise InvalidRequestError("the prompt is empty", param="prompt")
+    _check_length(num_prompt_tokens, request, target.limits.max_model_len)
+    token_ids = list(request.prompt_token_ids)
     _check_token_ids(token_ids, target.model.vocab_size, "prompt")
     _check_token_ids(request.sampling.logit_bias_token_ids, target.model.vocab_size, "logit_bias")
-    if request.max_tokens <= request.num_generated_tokens:
-        raise InvalidRequestError(f"max_tokens {request.max_tokens} leaves nothing to generate", param="max_tokens")
-    if num_prompt_tokens + request.max_tokens > target.limits.max_model_len:
-        raise InvalidRequestError(
-            f"the prompt ({num_prompt_tokens} tokens) and max_tokens {request.max_tokens} exceed the "
-            f"model's limit of {target.limits.max_model_len} tokens",
-            param="max_tokens",
-        )
+    try:
+        params = decode_sampling(request.sampling)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from error
     k = request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
     if k is not None and k > max_speculative_tokens:
         raise InvalidRequestError(
             f"num_speculative_tokens {k} exceeds this cluster's limit of {max_speculative_tokens}",
             param="num_speculative_tokens",
         )
+    _check_token_ids(request.stop_token_ids, target.model.vocab_size, "stop_token_ids")
+    for field in ("num_logprobs", "num_prompt_logprobs"):
+        if request.HasField(field) and getattr(request, field) > MAX_LOGPROBS:
+            raise InvalidRequestError(f"logprobs {getattr(request, field)}: at most {MAX_LOGPROBS} are told")
     return GenerationRequest(
         request_id=request_id,
         token_ids=token_ids,
         num_prompt_tokens=num_prompt_tokens,
-        params=decode_sampling(request.sampling),
+        params=params,
         noise_key=NoiseKey.derive(request.seed, request.choice_index),
         max_tokens=request.max_tokens,
         ignore_eos=request.ignore_eos,
         num_speculative_tokens=k,
+        stop_token_ids=frozenset(request.stop_token_ids),
+        constraints=_constraints(request.constraints, target.model.vocab_size),
+        num_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
+        num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+        adapter_fingerprint=request.adapter_fingerprint,
         is_traced=is_traced,
+    )
+
+
+def _check_length(num_prompt_tokens: int, request: target_pb2.GenerateRequest, max_model_len: int) -> None:
+    """Before anything is done with the tokens, of which there may be millions."""
+    if request.max_tokens <= request.num_generated_tokens:
+        raise InvalidRequestError(f"max_tokens {request.max_tokens} leaves nothing to generate", param="max_tokens")
+    if num_prompt_tokens + request.max_tokens > max_model_len:
+        raise InvalidRequestError(
+            f"the prompt ({num_prompt_tokens} tokens) and max_tokens {request.max_tokens} exceed the "
+            f"model's limit of {max_model_len} tokens",
+            param="max_tokens",
+        )
+
+
+def _constraints(constraints: target_pb2.Constraints, vocab_size: int) -> Constraints:
+    bad_words = tuple(tuple(word.token_ids) for word in constraints.bad_words)
+    _check_token_ids(constraints.allowed_token_ids, vocab_size, "allowed_token_ids")
+    _check_token_ids([token for word in bad_words for token in word], vocab_size, "bad_words")
+    if not all(bad_words):
+        raise InvalidRequestError("bad_words has one without tokens", param="bad_words")
+    form = constraints.grammar.WhichOneof("form")
+    return Constraints(
+        allowed_token_ids=tuple(constraints.allowed_token_ids),
+        bad_words=bad_words,
+        min_tokens=constraints.min_tokens,
+        grammar=None if form is None else Grammar(form, getattr(constraints.grammar, form)),
     )
 
 

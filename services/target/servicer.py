@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import TYPE_CHECKING
 
 import grpc
 
 from cluster.config import Config
+from cluster.config_types import is_adapter_name
+from cluster.errors import InvalidRequestError, UnavailableError
 from cluster.speculation.demand import DraftDemand
 from cluster.targets.base import Target
 from cluster.wire.replies import EPOCH_KEY, encode_replies
@@ -20,6 +23,12 @@ from services.worker import errors_as_status, new_epoch
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[target_pb2.GenerateCommands, target_pb2.GenerateReplies]
     _DescribeContext = grpc.aio.ServicerContext[types_pb2.DescribeRequest, Awaitable[target_pb2.TargetDescription]]
+    _LoadContext = grpc.aio.ServicerContext[target_pb2.LoadAdapterRequest, Awaitable[target_pb2.LoadAdapterReply]]
+    _UnloadContext = grpc.aio.ServicerContext[target_pb2.UnloadAdapterRequest, Awaitable[target_pb2.UnloadAdapterReply]]
+
+_STARTS_AT_ONCE = 16  # before others have their turn
+
+audit = logging.getLogger("outrider.audit")
 
 
 class TargetServicer(target_pb2_grpc.TargetServicer):
@@ -46,7 +55,10 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         self, request_iterator: AsyncIterator[target_pb2.GenerateCommands], context: _Context
     ) -> AsyncIterator[target_pb2.GenerateReplies]:
         # At once: a router passes nothing on before it knows which worker speaks.
-        await context.send_initial_metadata(((EPOCH_KEY, str(self._epoch)),))
+        try:
+            await context.send_initial_metadata(((EPOCH_KEY, str(self._epoch)),))
+        except grpc.aio.BaseError as error:  # the peer has gone already, which gRPC would log as our failure
+            raise asyncio.CancelledError from error
         async with errors_as_status(context):
             with self._calls.stream() as stream:
                 obeying = asyncio.create_task(self._obey(request_iterator, stream))
@@ -64,7 +76,11 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 
     async def _obey(self, commands: AsyncIterator[target_pb2.GenerateCommands], stream: RouterStream) -> None:
         async for message in commands:
-            for start in message.start:
+            for number, start in enumerate(message.start):
+                # One message may have a million of them.
+                if number % _STARTS_AT_ONCE == _STARTS_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+                await stream.has_room()
                 self._calls.start(stream, start.call, start.request)
             for call in message.cancel:
                 self._calls.cancel(stream, call)
@@ -100,7 +116,30 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             traits=self._traits,
             advertised_address=self._advertised_address,
             wire_version=WIRE_VERSION,
+            adapters=target.adapters,
         )
+
+    async def LoadAdapter(
+        self, request: target_pb2.LoadAdapterRequest, context: _LoadContext
+    ) -> target_pb2.LoadAdapterReply:
+        async with errors_as_status(context):
+            if not is_adapter_name(request.name):
+                raise InvalidRequestError(
+                    f"{request.name[:128]!r} is no name for an adapter: up to 128 letters, digits and ._:@/-"
+                )
+            if not self._calls.is_draining:
+                fingerprint = await self._target.load_adapter(request.name, request.path, replace=request.replace)
+                audit.warning("audit: adapter %s loaded from %r: %s", request.name, request.path, fingerprint)
+                return target_pb2.LoadAdapterReply(fingerprint=fingerprint)
+            raise UnavailableError("the target is shutting down")
+
+    async def UnloadAdapter(
+        self, request: target_pb2.UnloadAdapterRequest, context: _UnloadContext
+    ) -> target_pb2.UnloadAdapterReply:
+        async with errors_as_status(context):
+            num_running = await self._target.unload_adapter(request.name)
+            audit.warning("audit: adapter %s unloaded; %d requests end with it", request.name, num_running)
+            return target_pb2.UnloadAdapterReply(num_running=num_running)
 
 
 def _demand(demand: DraftDemand | None) -> types_pb2.DraftDemand | None:

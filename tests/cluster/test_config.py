@@ -146,3 +146,57 @@ def test_without_an_address_there_is_nowhere_to_listen():
 def test_window(max_run_ahead, num_speculative_tokens, window):
     speculation = SpeculationConfig(max_run_ahead=max_run_ahead)
     assert speculation.window(num_speculative_tokens) == window
+
+
+def test_the_environment_goes_before_the_file_and_overrides_before_both(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("router: {port: 1, host: a, max_waiting_requests: 1}\ntarget:\n  # nothing\n")
+    environment = {
+        "OUTRIDER_ROUTER__PORT": "2",
+        "OUTRIDER_ROUTER__HOST": "b",
+        "OUTRIDER_TARGET__CPUS": "[0, 1]",
+        "OUTRIDER_TARGET__ADDRESSES": "['a:1', 'dns:b:2']",
+        "OUTRIDER_TARGET__ENGINE_ARGS": "{}",
+        "OUTRIDER_RAY__DRAFT__MAX_REPLICAS": "8",
+        "OUTRIDER_TARGET__KV_CACHE_BYTES": "null",
+        "OUTRIDER_API_KEY": "no setting",
+        "OUTRIDER_ROUTER_PORT": "tcp://10.0.0.1:80",  # Kubernetes' own, of a service called outrider-router
+    }
+    config = load_config(path, ["router.host=c"], environment)
+    assert (config.router.port, config.router.host, config.router.max_waiting_requests) == (2, "c", 1)
+    assert config.target.cpus == (0, 1)
+    assert config.target.addresses == ("a:1", "dns:b:2")
+    assert config.target.kv_cache_bytes is None
+    assert config.ray.draft.max_replicas == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OUTRIDER_ROUTER__PROT", "1", "OUTRIDER_ROUTER__PROT: .*did you mean 'OUTRIDER_ROUTER__PORT'"),
+        ("OUTRIDER_ROUTR__PORT", "1", "did you mean 'OUTRIDER_ROUTER__PORT'"),
+        ("OUTRIDER_RAY__DRAFT__MAX_REPLICA", "1", "did you mean 'OUTRIDER_RAY__DRAFT__MAX_REPLICAS'"),
+        ("OUTRIDER_RAY__FURTHER_DRAFTS__A__BOGUS", "1", "unknown key 'ray.further_drafts.a.bogus'; known keys"),
+        ("OUTRIDER_ROUTER__PORT", "many", "OUTRIDER_ROUTER__PORT: router.port: .*'many'"),
+        ("OUTRIDER_TARGET__CPUS", "[0, x]", "OUTRIDER_TARGET__CPUS: target.cpus.1"),
+        ("OUTRIDER_TARGET__CPUS", "[0", "OUTRIDER_TARGET__CPUS.*not YAML"),
+        ("OUTRIDER_TARGET__", "0", "OUTRIDER_TARGET__"),
+    ],
+)
+def test_a_bad_variable_is_named(name, value, said):
+    with pytest.raises(ConfigurationError, match=said):
+        load_config(environment={name: value})
+
+
+def test_settings_that_do_not_go_together_are_not_all_printed():
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(overrides=["ray.scaling.mode=act"])
+    assert "ray.target.max_replicas" in caught.value.message
+    assert len(caught.value.message) < 200
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match="is not YAML"):
+        load_config(path)

@@ -4,7 +4,8 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from cluster.telemetry.metrics import QueueTime, Reading, RouterMetrics, WorkerMetrics, serve_metrics
+from cluster.telemetry.metrics import QueueTime, Reading, RouterMetrics, WorkerMetrics
+from cluster.telemetry.metrics_page import serve_metrics
 
 
 def page_of(metrics: RouterMetrics) -> dict[str, float]:

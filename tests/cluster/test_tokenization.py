@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from cluster.errors import ConfigurationError
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
@@ -113,6 +114,78 @@ def test_pieces_of_random_tokens_add_up(tokenizer, seed):
         start = end
     pieces.append(detokenizer.flush())
     assert "".join(pieces) == tokenizer.decode(token_ids)
+
+
+@pytest.fixture(scope="module")
+def fallback_tokenizer(tmp_path_factory) -> Tokenizer:
+    """As Llama 2's: characters that it does not know are byte tokens, and a space before the first word is dropped."""
+    vocabulary = {"<unk>": 0, "<s>": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    vocabulary |= {character: 258 + index for index, character in enumerate("▁thequickbrownfx".replace("o", "", 1))}
+    raw = RawTokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    raw.add_special_tokens(["<s>"])
+    path = tmp_path_factory.mktemp("fallback")
+    raw.save(str(path / "tokenizer.json"))
+    return Tokenizer(path)
+
+
+def pushed(tokenizer: Tokenizer, token_ids: list[int], source: random.Random) -> str:
+    """What comes of `token_ids`, a few at a time."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = []
+    while token_ids:
+        number = source.randrange(1, 5)
+        pieces.append(detokenizer.push(token_ids[:number]))
+        token_ids = token_ids[number:]
+    return "".join(pieces) + detokenizer.flush()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_long_runs_of_bytes_that_are_no_characters_add_up(tokenizer, seed):
+    source = random.Random(seed)
+    byte_of = {token_id: tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)}
+    tails = [token_id for token_id, one in byte_of.items() if len(one) == 1 and 0x80 <= one[0] < 0xC0]
+    leads = [token_id for token_id, one in byte_of.items() if len(one) == 1 and one[0] >= 0xC0]
+    token_ids: list[int] = []
+    while len(token_ids) < 600:
+        token_ids += source.choices(source.choice([tails, leads, tails + leads]), k=source.randrange(80))
+        token_ids += tokenizer.encode(source.choice(["", "🦊", "日本語" * 20, "fox"]))
+        token_ids += [0] * source.randrange(3)
+    assert pushed(tokenizer, token_ids, source) == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_characters_of_byte_tokens_add_up(fallback_tokenizer, seed):
+    source = random.Random(seed)
+    text = "".join(source.choice(["the quick ", " fox", "🦊", "日本語" * 30, "é", "👩‍👩‍👧"]) for _ in range(12))
+    token_ids = fallback_tokenizer.encode(text)
+    assert fallback_tokenizer.decode(token_ids) == text
+    assert pushed(fallback_tokenizer, token_ids, source) == text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_byte_tokens_that_are_no_characters_add_up(fallback_tokenizer, seed):
+    source = random.Random(seed)
+    token_ids = fallback_tokenizer.encode("the fox 🦊 ")
+    token_ids += [2 + source.randrange(0x80, 0xC0) for _ in range(source.randrange(200))]
+    token_ids += fallback_tokenizer.encode("quick 🦊")
+    assert pushed(fallback_tokenizer, token_ids, source) == fallback_tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("spelling", ["<|endoftext|>", "\u0142", "🦊"], ids=["special", "tail", "lead"])
+def test_tokens_that_complete_nothing_cost_no_more_the_more_there_are(tokenizer, spelling):
+    """20,000 took 10 s and more where each was decoded with all before it."""
+    (token_id, *_) = tokenizer.encode("🦊")
+    if spelling != "🦊":
+        token_id = tokenizer._tokenizer.token_to_id(spelling)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    began_at = time.perf_counter()
+    pieces = [detokenizer.push([token_id]) for _ in range(20_000)]
+    assert time.perf_counter() - began_at < 4
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode([token_id] * 20_000)
 
 
 def test_text_comes_out_while_garbage_follows_it(tokenizer):

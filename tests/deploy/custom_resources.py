@@ -20,10 +20,33 @@ class _Selector(_Fields):
     matchLabels: dict[str, str]
 
 
+class _SecretKey(_Fields):
+    name: str
+    key: str
+
+
+class _SecretOrConfigMap(_Fields):
+    secret: _SecretKey
+
+
+class _SafeTlsConfig(_Fields):
+    ca: _SecretOrConfigMap
+    cert: _SecretOrConfigMap | None = None
+    keySecret: _SecretKey | None = None
+    serverName: str
+
+
+class _Authorization(_Fields):
+    credentials: _SecretKey
+
+
 class _MetricsEndpoint(_Fields):
     port: str
     path: str
     interval: str
+    scheme: Literal["http", "https"] = "http"
+    tlsConfig: _SafeTlsConfig | None = None
+    authorization: _Authorization | None = None
 
 
 class _PodMonitorSpec(_Fields):

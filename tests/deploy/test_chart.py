@@ -171,6 +171,58 @@ def test_every_metrics_page_is_scraped_and_reachable() -> None:
         assert open_to_monitoring == ports
 
 
+def test_secrets_are_where_they_are_needed_and_nowhere_else() -> None:
+    documents = render(VALUES["secured"])
+    config = parse_config(yaml.safe_load(find(documents, "ConfigMap", "demo")["data"]["cluster.yaml"]), ())
+    files = {
+        "router": [config.router.api_keys_file, config.router.admin_keys_file, config.router.metrics_token_file],
+        "target": [config.target.metrics_token_file],
+        "draft": [config.draft.metrics_token_file],
+    }
+    files["router"] += [config.router.tls_certificate_file, config.router.tls_key_file]
+    for pool, own in files.items():
+        (pod,) = pods(find(documents, "StatefulSet" if pool == "target" else "Deployment", f"demo-{pool}"))
+        (container,) = pod["spec"]["containers"]
+        folders = {one["mountPath"] for one in container["volumeMounts"] if "secrets" in one["mountPath"]}
+        used = [*own, config.tls.ca_file, config.tls.certificate_file, config.tls.key_file, config.tls.token_file]
+        assert folders == {str(file).rpartition("/")[0] for file in used}
+        mounted = {one["name"] for one in container["volumeMounts"]}
+        assert {volume["name"] for volume in pod["spec"]["volumes"]} == mounted
+
+
+def test_probes_and_scrapes_pass_where_all_others_are_asked_who_they_are() -> None:
+    documents = render(VALUES["secured"])
+    config = parse_config(yaml.safe_load(find(documents, "ConfigMap", "demo")["data"]["cluster.yaml"]), ())
+    for pool, kind, worker in (("target", "StatefulSet", config.target), ("draft", "Deployment", config.draft)):
+        (pod,) = pods(find(documents, kind, f"demo-{pool}"))
+        (container,) = pod["spec"]["containers"]
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert worker.health_listen == f"0.0.0.0:{container[probe]['grpc']['port']}"
+            assert worker.health_listen != worker.listen
+    (pod,) = pods(find(documents, "Deployment", "demo-router"))
+    (container,) = pod["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    for pool, server_name in (("router", "api.example"), ("target", "outrider"), ("draft", "outrider")):
+        (endpoint,) = find(documents, "PodMonitor", f"demo-{pool}")["spec"]["podMetricsEndpoints"]
+        assert endpoint["scheme"] == "https"
+        assert endpoint["tlsConfig"]["serverName"] == server_name
+        assert ("cert" in endpoint["tlsConfig"]) == (pool != "router")  # only workers ask for one
+        assert endpoint["authorization"]["credentials"] == {"name": "outrider-metrics", "key": "token"}
+
+
+def test_every_node_of_ray_has_the_secrets() -> None:
+    service = find(render(VALUES["ray-secured"]), "RayService", "demo")
+    for pod in pods(service):
+        (container,) = pod["spec"]["containers"]
+        folders = [one["mountPath"] for one in container["volumeMounts"] if "secrets" in one["mountPath"]]
+        assert len(folders) == 6
+    application = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]
+    config = parse_config(application["args"], ())
+    assert config.tls.is_on
+    assert config.router.scheme == "https"
+
+
 def test_a_target_over_nodes_is_found_by_its_leader_alone() -> None:
     documents = render(VALUES["two-nodes-a-target"])
     group = find(documents, "LeaderWorkerSet", "demo-targets")
@@ -284,6 +336,9 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
         (over_two_nodes(tensor_parallel_size=16), "target.gpus 4.*needs 8 of each"),
         (over_two_nodes(engine_args={"distributed_executor_backend": "mp"}), "distributed_executor_backend"),
         (over_two_nodes() | {"mode": "ray"}, "target.nodesPerReplica 2: in mode ray"),
+        ({"tls": {"tokenSecret": "t"}}, "tls.tokenSecret t: a token needs certificates"),
+        ({"tls": {"secretName": "t"}}, "tls.serverName"),
+        ({"router": {"tlsSecret": "t"}, "podMonitor": {"enabled": True}}, "router.tlsServerName"),
         ({"mode": "ray", "ray": {"upgrade": INCREMENTAL}}, "ray.autoscaling.enabled"),
         (
             {

@@ -2,23 +2,149 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.errors import ConfigurationError
 from services import cli
 from services.configuration_page import PAGE
 from services.launch import local
+from services.settings import properties_of
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Commands set the log up for a process of their own."""
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    yield
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
+
+
+def help_of(program: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        cli.main([program, "--help"])
+    return capsys.readouterr().out
 
 
 def test_every_option_of_serve_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--help"])
-    offered = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    offered = set(re.findall(r"--[a-z-]+(?![a-z.-])", help_of("serve", capsys))) - {"--help"}
+    assert {"--port", "--set", "--log-level", "--launcher"} <= offered
     assert offered <= set(re.findall(r"--[a-z-]+", PAGE.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("program", ["serve", "router", "target", "draft", "down", "check-config"])
+def test_every_setting_is_an_option_of_every_program(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    described = help_of(program, capsys)
+    schema = Config.model_json_schema()
+    for section in schema["properties"]:
+        for name in properties_of(schema, section):
+            assert f"--{section}.{name} VALUE" in described
+    assert "OUTRIDER_SECTION__KEY" in described
+
+
+@pytest.mark.parametrize(
+    "command", [["health"], ["certs"], ["speculation"], ["plan", "memory"], ["plan", "cluster"], ["train"]]
+)
+def test_every_command_has_a_log_level(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    assert "--log-level" in capsys.readouterr().out
+
+
+def test_check_config_shows_flags_before_environment_before_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("router: {port: 1, host: 127.0.0.1, max_body_bytes: 5}\ntarget: {engine: vllm}\n")
+    monkeypatch.setenv("OUTRIDER_ROUTER__PORT", "2")
+    monkeypatch.setenv("OUTRIDER_ROUTER__HOST", "127.0.0.2")
+    monkeypatch.setenv("OUTRIDER_TARGET__ENGINE_ARGS", "{hf_token: xyzzy, seed: 1}")
+    arguments = ["check-config", "--config", str(path), "--router.host", "127.0.0.3", "--log-level", "warning"]
+    assert cli.main([*arguments, "--tracing.endpoint", "http://u:xyzzy@localhost:4318"]) == 0
+    out = capsys.readouterr().out
+    assert "xyzzy" not in out
+    shown = yaml.safe_load(out)
+    assert (shown["router"]["port"], shown["router"]["host"], shown["router"]["max_body_bytes"]) == (2, "127.0.0.3", 5)
+    assert shown["logging"]["level"] == "warning"
+    assert shown["target"]["engine_args"] == {"hf_token": "(hidden)", "seed": 1}
+
+
+def test_what_check_config_shows_is_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check-config", "--target.replicas", "3"]) == 0
+    path = tmp_path / "again.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert load_config(path) == load_config(overrides=["target.replicas=3"])
+
+
+def test_check_config_says_all_that_cannot_be_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(
+            [
+                "check-config",
+                *("--router.api_keys_file", "/nowhere/keys", "--draft.addresses", "[file:/nowhere/drafts]"),
+                *("--target.addresses", "['127.0.0.1:1', 'no-such-host.invalid:7000']"),
+            ]
+        )
+        == 2
+    )
+    said = capsys.readouterr().err
+    assert "router.api_keys_file: cannot read /nowhere/keys: No such file" in said
+    assert "draft.addresses: cannot read /nowhere/drafts" in said
+    assert "target.addresses: no-such-host.invalid:7000: " in said
+    assert "127.0.0.1:1" not in said
+
+
+def test_check_config_names_a_wrong_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OUTRIDER_ROUTER__PROT", "1")
+    assert cli.main(["check-config"]) == 2
+    assert "did you mean 'OUTRIDER_ROUTER__PORT'?" in capsys.readouterr().err
+
+
+def test_the_log_level_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = []
+
+    def serve(config: Config) -> int:
+        levels.append((config.logging.level, logging.getLogger().level))
+        return 0
+
+    monkeypatch.setattr(local, "serve", serve)
+    monkeypatch.setenv("OUTRIDER_LOGGING__LEVEL", "error")
+    assert cli.main(["serve"]) == 0
+    assert cli.main(["serve", "--log-level", "debug"]) == 0
+    assert levels == [("error", logging.ERROR), ("debug", logging.DEBUG)]
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_the_log_format_is_a_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_loaded: bool
+) -> None:
+    """What is wrong is in it as soon as the setting is known."""
+
+    def serve(config: Config) -> int:
+        raise ConfigurationError("no such place")
+
+    monkeypatch.setattr(local, "serve", serve)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # back at the end
+    options = ["--log-format", "json"] if is_loaded else ["--log-format", "json", "--set", "a.b=1"]
+    assert cli.main(["serve", *options]) == 2
+    said = capsys.readouterr().err
+    if is_loaded:
+        event = json.loads(said)
+        assert (event["level"], event["program"], event["message"]) == ("error", "serve", "no such place")
+    else:
+        assert said.startswith("outrider serve: ")
 
 
 def test_options_of_serve_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,10 @@ class NearTieJudge:
         # Each of the two must be within the bound of winning under some perturbation of the filters.
         return all(max(float(s[token] - s.max()) for s in scores) > -BOUND for token in (a, b)) and best > -torch.inf
 
+    def choice(self, case: Case, answer: Sequence[int]) -> int:
+        """The token after the prompt and `answer`."""
+        return int(self._scores(case, [*case.prompt, *answer], _params(case)).argmax())
+
     def _scores(self, case: Case, prefix: list[int], params: SamplingParams) -> torch.Tensor:
         blocks = self._runner.blocks
         table = blocks.allocate(blocks.num_blocks_for(len(prefix)))
@@ -55,7 +60,7 @@ def _perturbed(params: SamplingParams) -> list[SamplingParams]:
     """`params`, and with its filters moved by the bound either way."""
     moved = [params]
     for factor in (1 - BOUND, 1 + BOUND):
-        values = {name: getattr(params, name) for name in SamplingParams.__slots__}
+        values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params) if field.init}
         values["top_p"] = min(1.0, params.top_p * factor)
         values["min_p"] = params.min_p * factor
         moved.append(SamplingParams(**values))

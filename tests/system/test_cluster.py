@@ -48,6 +48,17 @@ def test_openai_client_gets_the_same_text_streamed_and_whole(cluster: LocalClust
     assert whole.usage.completion_tokens <= 40
 
 
+@pytest.mark.parametrize("seed", [None, 11])
+def test_prompts_that_are_alike_get_answers_of_their_own(cluster: LocalCluster, seed: int | None) -> None:
+    fields = {"prompt": [PROMPT] * 3, "max_tokens": 24, "return_token_ids": True}
+    body = httpx.post(f"{cluster.url}/v1/completions", json=fields | {"seed": seed}, timeout=60).json()
+    answers = [choice["token_ids"] for choice in body["choices"]]
+    assert len({tuple(answer) for answer in answers}) == 3
+    again = fields | {"prompt": PROMPT, "n": 3, "seed": body["seed"]}
+    choices = httpx.post(f"{cluster.url}/v1/completions", json=again, timeout=60).json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == answers
+
+
 def test_openai_client_chats(cluster: LocalCluster) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Write a function that adds numbers."}]
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:

@@ -25,6 +25,16 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "for i in", "temperature": 0.7, "seed": 2, "extra_body": {"repetition_penalty": 1.2, "top_k": 50}},
     {"prompt": "def test_", "temperature": 0.8, "seed": 3, "stop": ["\n\n\n", "assert False"]},
     {"prompt": "class Queue:", "temperature": 1.0, "seed": 4, "logit_bias": {"11": 1.5}, "top_p": 0.9},
+    {
+        "prompt": "records = ",
+        "temperature": 1.0,
+        "seed": 5,
+        "logprobs": 2,
+        "extra_body": {
+            "guided_json": {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 40},
+            "bad_words": ["self"],
+        },
+    },
 ]
 MAX_TOKENS = 500
 

@@ -44,6 +44,6 @@ def test_the_near_ones_draft_whatever_labels_say_and_the_far_ones_while_they_are
         for name in names:
             cluster.target.abort(name)
         for name in names:
-            seed, tokens = int(name), cluster.answers[name].token_ids
+            seed, tokens = int(name), list(cluster.answers[name].token_ids)
             key, vocab_size = NoiseKey.derive(seed, 0), cluster.target.model.vocab_size
             assert tokens == [token_at(key, 32 + place, vocab_size) for place in range(len(tokens))]

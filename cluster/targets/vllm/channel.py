@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import queue
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from typing import Any
 
+from cluster.owned_folder import OwnedFolder
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.telemetry.metrics import Reading
 
@@ -32,6 +31,13 @@ class Endpoints:
 @dataclass(frozen=True, slots=True)
 class Profiled:
     """Down: the requests that were for profiling have ended, real ones come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Down, before the first request with a grammar: what grammars know of the tokenizer."""
+
+    written: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +104,8 @@ class ChannelListener:
     """The worker's end before the engine core has come."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="outrider-engine-")
-        self.address = str(Path(self._folder.name) / "channel")
+        self._folder = OwnedFolder("outrider-engine-")  # goes with the next target, should this one be killed
+        self.address = str(self._folder.path / "channel")
         self._listener = Listener(self.address, "AF_UNIX")
 
     def accept(self, receive: Callable[[Any], None], closed: Callable[[], None]) -> Channel:
@@ -110,7 +116,7 @@ class ChannelListener:
 
     def close(self) -> None:
         self._listener.close()
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def connect(address: str, receive: Callable[[Any], None], closed: Callable[[], None]) -> Channel:

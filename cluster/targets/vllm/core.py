@@ -11,21 +11,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.request import Request
 
-from cluster.config import SpeculationConfig
+from cluster.config import LoggingConfig, SpeculationConfig
+from cluster.config_tls import TlsConfig
 from cluster.coordination.pool import DraftPool
+from cluster.engine.constraint import TokenConstraint
 from cluster.engine.limits import StepLimits
+from cluster.engine.prompt_pace import PromptPace
 from cluster.engine.sequence import FinishReason
 from cluster.errors import first_line
 from cluster.interpreter import switch_threads_soon
 from cluster.place import Place
+from cluster.speculation.drafts import Drafts
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.targets.heartbeat import Heartbeat
-from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, connect
+from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, Vocabulary, connect
 from cluster.targets.vllm.profiling import ProfilingRounds
 from cluster.targets.vllm.rounds import CoordinatedRounds, Links
 from cluster.telemetry.logs import setup_logging
 from cluster.telemetry.metrics import QueueTime, Reading, StepTime
+from cluster.transport.dialing import Dialer
+from cluster.vllm.constraints import EXTRA_ARGS_KEY as CONSTRAINTS_KEY
+from cluster.vllm.constraints import RequestConstraints
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
@@ -48,13 +56,18 @@ class CoreSettings:
 
     channel: str
     speculation: SpeculationConfig
+    max_prefill_seconds: float | None  # that prompts may add to a step
     has_rounds: bool  # else nothing is drafted, or vLLM does it by itself
     tokenizer_fingerprint: str
     place: Place
     trial_share: float
+    tls: TlsConfig
+    logging: LoggingConfig
+    draft_server_name: str | None
 
     def new_pool(self) -> DraftPool:
-        return DraftPool(self.tokenizer_fingerprint, self.place, self.trial_share)
+        dialer = Dialer.of(self.tls, "target", self.draft_server_name)  # here: it has no place in another process
+        return DraftPool(self.tokenizer_fingerprint, self.place, self.trial_share, dialer)
 
     def compute_hash(self) -> str:
         """Nothing here changes what vLLM compiles."""
@@ -69,15 +82,18 @@ class CoordinatedScheduler(RoundScheduler):
         settings = self.vllm_config.additional_config
         assert isinstance(settings, CoreSettings)
         switch_threads_soon()
-        setup_logging("target engine")
+        setup_logging("target engine", settings.logging.level, settings.logging.format)
         self._heartbeat = Heartbeat()
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
         self._queue_time = QueueTime()
         self._num_committed_tokens = 0
         self._settings = settings
+        self.pace = PromptPace(settings.max_prefill_seconds, self.max_num_scheduled_tokens)
         if settings.has_rounds:
             self.rounds = ProfilingRounds(settings.speculation.max_speculative_tokens)
         self.on_step = self._publish
+        self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
+        self._ended: list[str] = []  # since the last step
         self._links = Links(settings.new_pool)
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
@@ -85,6 +101,8 @@ class CoordinatedScheduler(RoundScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self._heartbeat.begin()
+        self._constraints.forget(self._ended)
+        self._ended.clear()
         output = super().schedule(throttle_prefills)
         for new in output.scheduled_new_reqs:
             self._queue_time.observe(time.time() - self.requests[new.req_id].arrival_time)
@@ -99,7 +117,25 @@ class CoordinatedScheduler(RoundScheduler):
         # The tokens have gone up the channel; vLLM's client waits for the ends of its requests.
         for of_client in outputs.values():
             of_client.outputs = [output for output in of_client.outputs if output.finish_reason is not None]
+            for output in of_client.outputs:
+                output.new_logprobs = output.new_prompt_logprobs_tensors = None
         return outputs
+
+    def allowed(self, request: Request, draft_token_ids: Sequence[int]) -> Sequence[int]:
+        constraint = self._constraint(request)
+        return draft_token_ids if constraint is None else constraint.cut(Drafts(draft_token_ids)).token_ids
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._ended.append(request.request_id)
+        return super()._free_request(request, delay_free_blocks)
+
+    def _constraint(self, request: Request) -> TokenConstraint | None:
+        extra_args = _extra_args(request)
+        if CONSTRAINTS_KEY not in extra_args:  # nearly always
+            return None
+        coupling = Coupling.of(extra_args)
+        assert coupling is not None
+        return self._constraints.of(request.request_id, extra_args, request.all_token_ids[coupling.num_prompt_tokens :])
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """What vLLM drafts by itself, as far as each request's k allows."""
@@ -117,6 +153,7 @@ class CoordinatedScheduler(RoundScheduler):
         outputs = []
         for committed in step.rounds:
             request_id = _extra_args(committed.request).get(REQUEST_ID_KEY)
+            constraint = self._constraint(committed.request)
             self._num_committed_tokens += len(committed.token_ids)
             if request_id is not None:
                 outputs.append(
@@ -126,6 +163,9 @@ class CoordinatedScheduler(RoundScheduler):
                         None if committed.finish_reason is None else _FINISH_REASONS.get(committed.finish_reason),
                         num_draft_tokens=len(committed.draft_token_ids),
                         num_accepted_tokens=committed.num_accepted,
+                        error=None if constraint is None else constraint.error,
+                        logprobs=committed.logprobs,
+                        prompt_logprobs=committed.prompt_logprobs,
                     )
                 )
         self._channel.send(Outputs(outputs))
@@ -133,7 +173,9 @@ class CoordinatedScheduler(RoundScheduler):
     # The channel's threads.
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, Endpoints) and self._settings.has_rounds:
+        if isinstance(message, Vocabulary):
+            self._constraints.know_vocabulary(message.written)
+        elif isinstance(message, Endpoints) and self._settings.has_rounds:
             self._links.follow(message.addresses)
         elif isinstance(message, Profiled) and isinstance(self.rounds, ProfilingRounds):
             self.rounds = self._coordinated_rounds(self.rounds.step_times)

@@ -22,6 +22,7 @@ from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.engine.limits import StepLimits
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
+from cluster.targets.base import root_of
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.coupling import Coupling
 
@@ -174,6 +175,7 @@ class CoordinatedRounds:
                 coupling.noise_key,
                 coupling.num_speculative_tokens,
                 min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len),
+                root_of(request.cache_salt),
             )
         return sequence
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VllmSamplingParams
@@ -17,20 +18,40 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.config import Config
+from cluster.constraints import UNCONSTRAINED
 from cluster.engine.limits import StepLimits
 from cluster.engine.model_config import eos_token_ids
-from cluster.errors import ConfigurationError, InternalError, InvalidRequestError, OutriderError, first_line
+from cluster.errors import (
+    ConfigurationError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OutriderError,
+    first_line,
+)
+from cluster.lora import BaseModel
 from cluster.model_folder import resolve_model_folder
 from cluster.place import Place
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
-from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Outputs, Profiled, Status
+from cluster.targets.base import (
+    GenerationOutput,
+    GenerationRequest,
+    Publish,
+    Target,
+    TargetLoad,
+    TargetModel,
+    no_adapter,
+)
+from cluster.targets.vllm.adapters import Adapter, Adapters
+from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Outputs, Profiled, Status, Vocabulary
 from cluster.targets.vllm.core import REQUEST_ID_KEY, SCHEDULER, TRACED_KEY, CoreSettings
 from cluster.targets.vllm.profiling import STEPS
 from cluster.telemetry.metrics import Reading
+from cluster.vllm.constraints import to_extra_args
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import check_numerics, common_engine_args, make_args
+from cluster.vllm.lora import LoraLimits
 from cluster.vllm.sampling import EXTENSION
 
 logger = logging.getLogger(__name__)
@@ -39,8 +60,10 @@ _PROFILE_SECONDS = 1.0  # after so long no more sequences are tried at once
 _LAST_WORDS_SECONDS = 10.0  # an older error is not what the engine core ended with
 _SHUTDOWN_SECONDS = 2.0  # for the engine core to end by itself
 _SILENT_SECONDS = 5.0  # without news of an engine that has work
+_LINGER_SECONDS = 30.0  # of the copy of an adapter that was unloaded
 _WITH_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
+_T = TypeVar("_T")
 
 
 class VllmTarget(Target):
@@ -55,21 +78,39 @@ class VllmTarget(Target):
         self._drafts = config.speculation.num_speculative_tokens > 0
         self._publish: Publish = lambda _: None
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._chores: set[asyncio.Task[None]] = set()
         self._status: Status | None = None
         self._heard_at = time.monotonic()
         self._failed: tuple[str, float] = ("", 0.0)  # the last error of the engine core, and when it came
         self._is_stopping = False
+        self._changing = asyncio.Lock()  # of adapters
+        self._adapters: Adapters | None = None
+        if target.takes_adapters:
+            self._adapters = Adapters(target, BaseModel.of(folder), LoraLimits.of(target))
+        self._telling = asyncio.Lock()
+        self._has_told = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-client", daemon=True)
         self._thread.start()
         listener = ChannelListener()
         try:
+            adapters = self._adapters.configured(target) if self._adapters is not None else []
             self._llm = self._call(self._start(folder, tokenizer_fingerprint, listener.address))
             self._channel = listener.accept(self._receive, self._core_ended)
+        except OutriderError:
+            self._remove_copies()
+            raise
         except (ValueError, RuntimeError, OSError) as error:
+            self._remove_copies()
             raise ConfigurationError(f"vLLM cannot run {target.model!r}: {first_line(error)}") from error
         finally:
             listener.close()
+        for adapter in adapters:
+            try:
+                self._call(self._add(adapter))
+            except InvalidRequestError as error:
+                self.stop()
+                raise ConfigurationError(f"target.lora {adapter.name!r}: {error}") from error
         if config.has_draft_workers:
             self._call(self._profile())
         model = self._llm.model_config
@@ -81,20 +122,33 @@ class VllmTarget(Target):
 
     async def _start(self, folder: Any, tokenizer_fingerprint: str, channel: str) -> AsyncLLM:
         speculation, values = self._config.speculation, common_engine_args(self._config.target)
-        args = make_args(AsyncEngineArgs, {**values, "worker_extension_cls": EXTENSION, "scheduler_cls": SCHEDULER})
+        ours: dict[str, Any] = {
+            "worker_extension_cls": EXTENSION,
+            "scheduler_cls": SCHEDULER,
+            "scheduling_policy": "priority",
+        }
+        if self._config.target.takes_adapters:
+            ours |= LoraLimits.of(self._config.target).engine_args()
+        args = make_args(AsyncEngineArgs, {**values, **ours})
         args.speculative_config = self._speculative_config()
         placement = self._config.placement
         args.additional_config = CoreSettings(
             channel,
             speculation,
+            self._config.target.max_prefill_seconds,
             self._config.has_draft_workers,
             tokenizer_fingerprint,
             Place.own(placement, os.environ),
             placement.trial_share,
+            self._config.tls,
+            self._config.logging,
+            self._config.draft.tls_server_name,
         )
         llm = AsyncLLM.from_engine_args(args)
         if self._is_coupled:
             await llm.collective_rpc("install_coupled_sampling")
+        if self._config.target.takes_adapters:
+            await llm.collective_rpc("prepare_adapters")
         return llm
 
     async def _profile(self) -> None:
@@ -151,6 +205,7 @@ class VllmTarget(Target):
         self._loop.call_soon_threadsafe(self._llm.shutdown, _SHUTDOWN_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._remove_copies()
 
     async def run_links(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
         try:
@@ -167,10 +222,30 @@ class VllmTarget(Target):
             raise InvalidRequestError(
                 f"{field} is not for speculation.acceptance engine: vLLM has none beside speculation", param=field
             )
-        self._loop.call_soon_threadsafe(self._submit, request)
+        if not self._is_coupled and request.constraints != UNCONSTRAINED:
+            raise InvalidRequestError("constraints of the answer are not for speculation.acceptance engine")
+        if request.grammar is not None and not self.model.eos_token_ids:
+            raise InvalidRequestError("a grammar needs a model with an end-of-sequence token on this engine")
+        adapter = self._acquire(request)
+        self._loop.call_soon_threadsafe(self._submit, request, adapter)
 
     def abort(self, request_id: str) -> None:
         self._loop.call_soon_threadsafe(self._abort, request_id)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return {} if self._adapters is None else self._adapters.fingerprints
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
+        adapters = self._adapters
+        if adapters is None:
+            raise InvalidRequestError("this target has no adapters: start it with target.lora_root")
+        return await self._finished(self._load_adapter(adapters, name, path, replace))
+
+    async def unload_adapter(self, name: str) -> int:
+        if self._adapters is None:
+            raise NotFoundError(no_adapter(name))
+        return await self._finished(self._unload_adapter(self._adapters, name))
 
     def load(self) -> TargetLoad:
         status = self._status
@@ -179,27 +254,128 @@ class VllmTarget(Target):
     def readings(self) -> Iterable[Reading]:
         stuck = "1 while the engine has work and stands still."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
+        if self._adapters is not None:
+            loaded = "LoRA adapters that requests can name."
+            yield Reading("outrider_lora_adapters", loaded, float(len(self._adapters.fingerprints)))
         yield from self._status.readings if self._status is not None else ()
 
     @property
     def _num_blocks(self) -> int:
         return self._llm.vllm_config.cache_config.num_gpu_blocks or 0
 
+    def _remove_copies(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
+
+    def _acquire(self, request: GenerationRequest) -> Adapter | None:
+        if not request.adapter:
+            return None
+        if self._adapters is None:
+            raise NotFoundError(no_adapter(request.adapter))
+        return self._adapters.acquire(request.adapter, request.adapter_fingerprint)
+
+    async def _finished(self, change: Coroutine[Any, Any, _T]) -> _T:
+        """What `change` returns in the client's thread. A caller who leaves does not stop it half-way."""
+        return await asyncio.shield(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(change, self._loop)))
+
     # The client's thread.
 
-    def _submit(self, request: GenerationRequest) -> None:
-        self._running[request.request_id] = self._loop.create_task(self._generate(request))
+    def _submit(self, request: GenerationRequest, adapter: Adapter | None) -> None:
+        task = self._loop.create_task(self._generate(request, adapter))
+        self._running[request.request_id] = task
+        if adapter is not None:  # not within the task: one that is cancelled at once never begins
+            task.add_done_callback(lambda _: self._release(adapter))
+
+    def _release(self, adapter: Adapter) -> None:
+        if self._adapters is not None and self._adapters.release(adapter):
+            self._spawn(self._take_out(adapter))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def _load_adapter(self, adapters: Adapters, name: str, path: str, replace: bool) -> str:
+        async with self._changing:
+            adapter = await asyncio.to_thread(adapters.read, name, path)
+            try:
+                present = adapters.named(name)
+                if present is not None and present.fingerprint == adapter.fingerprint:
+                    adapter.discard()
+                    return present.fingerprint
+                if present is not None and not replace:
+                    raise InvalidRequestError(
+                        f"an adapter {name!r} with other contents is loaded: unload it, or ask to have it replaced"
+                    )
+                adapters.check_room()
+                await self._add(adapter)
+            except OutriderError:
+                adapter.discard()
+                raise
+            return adapter.fingerprint
+
+    async def _unload_adapter(self, adapters: Adapters, name: str) -> int:
+        async with self._changing:
+            num_running, unused = adapters.unpublish(name)
+            if unused is not None:
+                await self._take_out(unused)
+            return num_running
+
+    async def _add(self, adapter: Adapter) -> None:
+        """Has the engine load `adapter` and lets requests name it. Raises InvalidRequestError, changing nothing."""
+        assert self._adapters is not None
+        try:
+            await self._llm.add_lora(adapter.request())
+            (unapplied, *_) = await self._llm.collective_rpc("unapplied_modules", args=(adapter.number,))
+            if unapplied:
+                raise InvalidRequestError(f"this model has no {', '.join(unapplied)[:256]} that an adapter can change")
+        except EngineDeadError as error:
+            self._set_error()
+            raise InternalError("vLLM's engine core has ended") from error
+        except Exception as error:
+            with contextlib.suppress(Exception):  # of an engine that did not even begin with it
+                await self._llm.remove_lora(adapter.number)
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise InvalidRequestError(f"vLLM cannot load the adapter: {first_line(error)}") from error
+        replaced = self._adapters.publish(adapter)
+        if replaced is not None:
+            await self._take_out(replaced)
+
+    async def _take_out(self, adapter: Adapter) -> None:
+        """Of the engine, when no request is left that it was told of."""
+        assert self._adapters is not None
+        try:
+            await self._llm.remove_lora(adapter.number)
+        except EngineDeadError:
+            self._set_error()
+        except Exception:
+            logger.exception("vLLM could not unload the adapter %s", adapter.name)
+        self._adapters.forget(adapter)
+        # An abort that is still on its way to the engine may find it asking for the adapter once more.
+        self._loop.call_later(_LINGER_SECONDS, adapter.discard)
 
     def _abort(self, request_id: str) -> None:
         task = self._running.pop(request_id, None)
         if task is not None:
             task.cancel()
 
-    async def _generate(self, request: GenerationRequest) -> None:
+    async def _generate(self, request: GenerationRequest, adapter: Adapter | None) -> None:
         """Sees the request through; its tokens are published when they come up the channel."""
         try:
-            prompt = {"prompt_token_ids": request.token_ids}
-            async for output in self._llm.generate(prompt, self._sampling_params(request), request.request_id):
+            if request.grammar is not None:
+                await self._tell_vocabulary(request.grammar.vocabulary)
+            prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids}
+            if request.cache_salt:
+                prompt["cache_salt"] = request.cache_salt
+            params = self._sampling_params(request)
+            async for output in self._llm.generate(
+                prompt,
+                params,
+                request.request_id,
+                lora_request=None if adapter is None else adapter.request(),
+                priority=request.priority,
+            ):
                 reason = output.outputs[0].finish_reason
                 if reason not in ("stop", "length"):
                     self._fail(request, InternalError(f"vLLM ended the request: {reason}"))
@@ -211,6 +387,14 @@ class VllmTarget(Target):
         finally:
             self._running.pop(request.request_id, None)
 
+    async def _tell_vocabulary(self, written: str) -> None:
+        """Has it known wherever grammars are followed, before the first of them comes there."""
+        async with self._telling:
+            if not self._has_told:
+                self._channel.send(Vocabulary(written))
+                await self._llm.collective_rpc("know_grammar_vocabulary", args=(written,))
+                self._has_told = True
+
     def _fail(self, request: GenerationRequest, error: OutriderError) -> None:
         self._publish([GenerationOutput(request.request_id, (), None, 0, 0, error)])
 
@@ -218,16 +402,21 @@ class VllmTarget(Target):
         k = request.num_speculative_tokens
         coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k)
         values: dict[str, Any] = {"temperature": 0.0} if self._is_coupled else _own_params(request)
+        end_token_ids = request.end_token_ids(self.model)
+        grammar = None if request.grammar is None else request.grammar.written
+        constraints = to_extra_args(request.constraints, end_token_ids, grammar)
         ours = {REQUEST_ID_KEY: request.request_id} | ({TRACED_KEY: True} if request.is_traced else {})
         return VllmSamplingParams(
             **values,
             max_tokens=request.num_prompt_tokens + request.max_tokens - len(request.token_ids),
             # What ends a sequence is the same for every engine; vLLM would look it up in its own way.
             ignore_eos=True,
-            stop_token_ids=[] if request.ignore_eos else list(self.model.eos_token_ids),
+            stop_token_ids=sorted(end_token_ids),
+            logprobs=request.num_logprobs,
+            prompt_logprobs=request.num_prompt_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={**coupling.to_extra_args(), **ours},
+            extra_args={**coupling.to_extra_args(), **constraints, **ours},
         )
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -239,6 +428,9 @@ class VllmTarget(Target):
         match message:
             case Outputs(outputs):
                 self._publish(outputs)
+                for output in outputs:
+                    if output.error is not None:  # of which vLLM knows nothing
+                        self.abort(output.request_id)
             case Status():
                 self._status, self._heard_at = message, time.monotonic()
             case Failed(cause):

@@ -15,7 +15,9 @@ import torch
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.pool import DraftPool
 from cluster.engine.limits import StepLimits
-from cluster.telemetry.metrics import Reading, WorkerMetrics, serve_metrics
+from cluster.telemetry.metrics import Reading, WorkerMetrics
+from cluster.telemetry.metrics_page import PageGuard, serve_metrics
+from cluster.transport.listening import Listener
 from cluster.vllm.v2.couplings import couplings_of
 from cluster.vllm.v2.drafting import RemoteDrafting, Stepped
 from cluster.vllm.v2.links import LinkThread
@@ -69,7 +71,9 @@ class EngineRequests:
         port = self._settings.metrics_port
         if port is not None:
             registry = WorkerMetrics(self.readings).registry
-            port = serve_metrics(registry, self._settings.metrics_host, port)
+            settings = self._settings
+            guard = PageGuard.of(Listener.of(settings.tls, "target"), settings.metrics_token_file)
+            port = serve_metrics(registry, settings.metrics_host, port, guard)
             logger.info("metrics page of the speculation at %s, port %d", self._settings.metrics_host, port)
         self._links.start()
         logger.info("drafts come from %s", ", ".join(self._settings.draft_addresses))

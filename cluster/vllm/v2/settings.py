@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.config import SpeculationConfig
-from cluster.config_types import Address, Port
+from cluster.config_tls import TlsConfig
+from cluster.config_types import Address, FilePath, Port
 from cluster.errors import ConfigurationError
 
 SECTION = "outrider"
@@ -32,6 +33,11 @@ class PluginSettings(BaseModel):
     speculation: SpeculationConfig = Field(default_factory=lambda: _speculation({}), description="as in a cluster")
     metrics_host: str = Field("127.0.0.1", description="where the page of the speculation's metrics listens")
     metrics_port: Port | None = Field(None, description="its port; 0: a free one; null: no page")
+    metrics_token_file: FilePath | None = Field(None, description="a token that opens it; null: that of `tls`, if any")
+    tls: TlsConfig = Field(TlsConfig(), description="certificates and token for draft workers, as in a cluster")
+    draft_server_name: str | None = Field(
+        None, description="what draft workers' certificates have to be for; null: the host that is dialled"
+    )
 
     @field_validator("speculation", mode="before")
     @classmethod

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from cluster.coordination.pool import DraftPool
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
+from cluster.transport.dialing import Dialer
 from cluster.vllm import compatibility
 from cluster.vllm.v2.requests import EngineRequests
 from cluster.vllm.v2.settings import PluginSettings
@@ -30,7 +31,8 @@ def make_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> 
     requests = None
     if get_tp_group().is_first_rank:
         tokenizer = Tokenizer(resolve_model_folder(vllm_config.model_config.tokenizer))
-        requests = EngineRequests(vllm_config, settings, req_states, DraftPool(tokenizer.fingerprint()))
+        dialer = Dialer.of(settings.tls, "target", settings.draft_server_name)
+        requests = EngineRequests(vllm_config, settings, req_states, DraftPool(tokenizer.fingerprint(), dialer=dialer))
         requests.start()
     return RemoteSpeculator(settings.num_speculative_tokens, device, requests)
 

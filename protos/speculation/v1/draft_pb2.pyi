@@ -135,6 +135,7 @@ class Open(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    CACHE_ROOT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """never reused on this link"""
     num_prompt_tokens: _builtins.int
@@ -144,6 +145,8 @@ class Open(_message.Message):
     """how far past the committed tokens the drafter may run; k tokens always"""
     shape: _builtins.int
     """of the tree owed in each round; 0: a chain of k"""
+    cache_root: _builtins.bytes
+    """KV is shared only between sequences of the same; a hash, which says nothing else"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """every token committed so far, the prompt first"""
@@ -163,10 +166,11 @@ class Open(_message.Message):
         num_speculative_tokens: _builtins.int = ...,
         window: _builtins.int = ...,
         shape: _builtins.int = ...,
+        cache_root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["noise_key", b"noise_key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["noise_key", b"noise_key", "num_prompt_tokens", b"num_prompt_tokens", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "sequence", b"sequence", "shape", b"shape", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "noise_key", b"noise_key", "num_prompt_tokens", b"num_prompt_tokens", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "sequence", b"sequence", "shape", b"shape", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,16 @@ class TargetStub:
                 request_serializer=protos_dot_speculation_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.TargetDescription.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/speculation.v1.Target/LoadAdapter',
+                request_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.LoadAdapterReply.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/speculation.v1.Target/UnloadAdapter',
+                request_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterReply.FromString,
+                _registered_method=True)
 
 
 class TargetServicer:
@@ -64,6 +74,21 @@ class TargetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Makes a LoRA adapter one that requests can name. One that is there already with the same contents is left as it is.
+        What is wrong with it is INVALID_ARGUMENT, and changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes no new requests for it; those that run end as they began. NOT_FOUND where there is none of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +101,16 @@ def add_TargetServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=protos_dot_speculation_dot_v1_dot_types__pb2.DescribeRequest.FromString,
                     response_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.TargetDescription.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.LoadAdapterReply.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +167,60 @@ class Target:
             '/speculation.v1.Target/Describe',
             protos_dot_speculation_dot_v1_dot_types__pb2.DescribeRequest.SerializeToString,
             protos_dot_speculation_dot_v1_dot_target__pb2.TargetDescription.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/speculation.v1.Target/LoadAdapter',
+            protos_dot_speculation_dot_v1_dot_target__pb2.LoadAdapterRequest.SerializeToString,
+            protos_dot_speculation_dot_v1_dot_target__pb2.LoadAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/speculation.v1.Target/UnloadAdapter',
+            protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
+            protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterReply.FromString,
             options,
             channel_credentials,
             insecure,

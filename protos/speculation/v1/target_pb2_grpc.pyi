@@ -20,6 +20,12 @@ class TargetStub:
     stream: when that ends, from either side, the worker frees every sequence that was started on it.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_types_pb2.DescribeRequest, _target_pb2.TargetDescription]
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_target_pb2.LoadAdapterRequest, _target_pb2.LoadAdapterReply]
+    """Makes a LoRA adapter one that requests can name. One that is there already with the same contents is left as it is.
+    What is wrong with it is INVALID_ARGUMENT, and changes nothing.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_target_pb2.UnloadAdapterRequest, _target_pb2.UnloadAdapterReply]
+    """Takes no new requests for it; those that run end as they began. NOT_FOUND where there is none of that name."""
 
 class TargetServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -38,5 +44,23 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         request: _types_pb2.DescribeRequest,
         context: _aio.ServicerContext[_types_pb2.DescribeRequest, _abc.Awaitable[_target_pb2.TargetDescription]],
     ) -> _abc.Awaitable[_target_pb2.TargetDescription]: ...
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _target_pb2.LoadAdapterRequest,
+        context: _aio.ServicerContext[_target_pb2.LoadAdapterRequest, _abc.Awaitable[_target_pb2.LoadAdapterReply]],
+    ) -> _abc.Awaitable[_target_pb2.LoadAdapterReply]:
+        """Makes a LoRA adapter one that requests can name. One that is there already with the same contents is left as it is.
+        What is wrong with it is INVALID_ARGUMENT, and changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _target_pb2.UnloadAdapterRequest,
+        context: _aio.ServicerContext[_target_pb2.UnloadAdapterRequest, _abc.Awaitable[_target_pb2.UnloadAdapterReply]],
+    ) -> _abc.Awaitable[_target_pb2.UnloadAdapterReply]:
+        """Takes no new requests for it; those that run end as they began. NOT_FOUND where there is none of that name."""
 
 def add_TargetServicer_to_server(servicer: TargetServicer, server: _aio.Server) -> None: ...

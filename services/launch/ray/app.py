@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ray.serve import Application
 
 from cluster.config import Config
 from cluster.config_file import parse_config, read_tree
+from cluster.config_types import Section
 from cluster.errors import ConfigurationError
 from services.launch.ray.options import DeploymentOptions, deployment_options
 from services.launch.ray.replica import ProgramReplica
@@ -46,7 +48,7 @@ def config_of(args: Mapping[str, Any]) -> Config:
 def build_configured_app(config: Config) -> Application:
     """Raises ConfigurationError."""
     router, *workers = deployment_options(config)
-    tree = _placed(config).model_dump(mode="json")
+    tree = with_whole_paths(config).model_dump(mode="json")
     pools = [_deployment(ProgramReplica, pool).bind(pool.name, tree) for pool in workers]
     application: Application = _deployment(RouterReplica, router).bind(router.name, tree, *pools)
     return application
@@ -56,11 +58,14 @@ def _deployment(replica: type[ProgramReplica], options: DeploymentOptions) -> An
     return serve.deployment(replica).options(**options.keywords())
 
 
-def _placed(config: Config) -> Config:
-    """With models that are folders here by their whole paths, as replicas have a working directory of their own."""
+def with_whole_paths(config: Config) -> Config:
+    """With models that are folders here, and files, by their whole paths, as replicas have a working directory of their
+    own."""
     update: dict[str, Any] = {
-        name: getattr(config, name).model_copy(update={"model": _whole_path(getattr(config, name).model)})
-        for name in ("target", "draft")
+        name: section.model_copy(
+            update=_whole_files(section) | ({"model": _whole_path(section.model)} if hasattr(section, "model") else {})
+        )
+        for name, section in ((name, getattr(config, name)) for name in ("router", "target", "draft", "tls"))
     }
     further = {
         name: drafts.model_copy(update={"draft": drafts.draft | {"model": _whole_path(drafts.draft["model"])}})
@@ -69,6 +74,13 @@ def _placed(config: Config) -> Config:
         for name, drafts in config.ray.further_drafts.items()
     }
     return config.model_copy(update=update | {"ray": config.ray.model_copy(update={"further_drafts": further})})
+
+
+def _whole_files(section: Section) -> dict[str, Any]:
+    """Of a section: settings that are called so are paths."""
+    return {
+        name: os.path.abspath(os.path.expanduser(path)) for name, path in section if name.endswith("_file") and path
+    }
 
 
 def _whole_path(model: str) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import ray
 from ray import serve as ray_serve
@@ -14,9 +15,11 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
+from cluster.owned_folder import sweep
+from services.http_call import API_KEY
 from services.launch.foreground import StopSignals, announce, read_health
 from services.launch.ray.app import build_configured_app
-from services.launch.ray.folders import sweep
+from services.launch.ray.membership import FOLDERS
 from services.launch.ray.registry import end_registry, find_decisions, find_view
 from services.launch.ray.scaling import sentence
 
@@ -88,12 +91,20 @@ class RayApplication:
     def urls(self) -> list[str]:
         """Of the routers."""
         view = find_view(self.name, "router")
-        return [] if view is None else [f"http://{member.address}" for member in view.members]
+        return [] if view is None else [f"{self.config.router.scheme}://{member.address}" for member in view.members]
 
     def is_joined(self) -> bool:
         """Whether every router can use every target, and these have all their links."""
         urls = self.urls()
-        return len(urls) == self.config.ray.router.replicas and all(_is_joined(url, *self._num_workers) for url in urls)
+        return len(urls) == self.config.ray.router.replicas and all(map(self._is_router_joined, urls))
+
+    def _is_router_joined(self, url: str) -> bool:
+        """Whether it can use every target. Where it asks for keys and the environment has none, whether it can use one:
+        the router's replica has seen that too."""
+        health = read_health(url, os.environ.get(API_KEY), self.config.router.tls_certificate_file)
+        if health is None or "targets" not in health:
+            return health is not None
+        return _has_joined(health["targets"], *self._num_workers)
 
     @property
     def _num_workers(self) -> tuple[int | None, int | None]:
@@ -153,7 +164,7 @@ def serve(config: Config) -> int:
         if has_begun:
             application.stop(signals.is_hurried)
         ray.shutdown()
-        sweep()
+        sweep(FOLDERS)
     return 0
 
 
@@ -170,7 +181,7 @@ def down(config: Config) -> int:
         print(f"The application {application.name!r} has ended.")
     # What a killed launcher had started itself may still be ending, with the cluster that went with it.
     deadline = time.monotonic() + _LEFTOVER_SECONDS
-    while sweep() and time.monotonic() < deadline:
+    while sweep(FOLDERS) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return 0
 
@@ -196,11 +207,7 @@ def _serve_runs() -> bool:
     return True
 
 
-def _is_joined(url: str, num_targets: int | None, num_drafts: int | None) -> bool:
-    health = read_health(url)
-    if health is None:
-        return False
-    targets = health["targets"]
+def _has_joined(targets: list[dict[str, Any]], num_targets: int | None, num_drafts: int | None) -> bool:
     return len(targets) == (num_targets or len(targets)) and all(
         target["problem"] is None
         and target["num_draft_links"] == target["num_draft_links_configured"]

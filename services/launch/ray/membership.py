@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cluster.config import Config
+from cluster.owned_folder import OwnedFolder
 from cluster.place import Endpoint
 from cluster.placement.registry import Announcement, Pool, endpoints_after
-from services.launch.ray.folders import OwnedFolder
 from services.launch.ray.registry import RegistryClient
 
 logger = logging.getLogger("ray.serve.outrider")
+
+FOLDERS = "outrider-ray-"
+"""How the names of the folders begin that replicas keep their lists of addresses in."""
 
 _PAUSE_SECONDS = 0.5  # after a registry that cannot be asked
 _LEAVE_SECONDS = 5.0  # then it expires there

@@ -22,7 +22,13 @@ def listening_at(worker: WorkerConfig, address: str) -> dict[str, Any]:
     metrics_port = worker.metrics_port or 0
     if not is_free(worker.metrics_host, metrics_port):  # another of the pool is on this node
         metrics_port = 0
-    return {"addresses": (address,), "listen": address, "advertise": None, "metrics_port": metrics_port}
+    return {
+        "addresses": (address,),
+        "listen": address,
+        "advertise": None,
+        "metrics_port": metrics_port,
+        "health_listen": None,
+    }
 
 
 def host_port(host: str, port: int) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.config import Config
+from cluster.config_router import RouterConfig
 from cluster.placement.registry import Load
 from cluster.speculation.demand import DraftDemand
+from cluster.transport.dialing import Dialer
 from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
+from services.launch.foreground import get
 
 _SECONDS = 3.0
 _CHANNEL_OPTIONS = (
@@ -46,18 +48,29 @@ class Probe(Protocol):
 class WorkerProbe:
     """Of a target or a draft worker: gRPC's health service, and its description."""
 
-    def __init__(self, pool: str, address: str) -> None:
+    def __init__(self, pool: Literal["target", "draft"], address: str, config: Config) -> None:
+        """It is called with its own certificate, which those who call it trust as well."""
+        self._pool = pool
         self._address = address
-        self._channel = grpc.insecure_channel(address, _CHANNEL_OPTIONS)
+        self._dialer = Dialer.of(config.tls, pool, getattr(config, pool).tls_server_name)
+        self._dial()
+
+    def _dial(self) -> None:
+        self._version = self._dialer.version
+        self._channel = self._dialer.blocking_channel(self._address, _CHANNEL_OPTIONS)
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        stub: Any = draft_pb2_grpc.DraftStub if pool == "draft" else target_pb2_grpc.TargetStub  # typed for grpc.aio
+        stub: Any = draft_pb2_grpc.DraftStub if self._pool == "draft" else target_pb2_grpc.TargetStub  # for grpc.aio
         self._describe = stub(self._channel).Describe
 
     def problem(self) -> str | None:
         try:
             status = self._health.Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS).status
         except grpc.RpcError as error:
-            return f"it does not answer at {self._address} ({error.code().name})"
+            if self._version != self._dialer.version:
+                self._channel.close()
+                self._dial()
+            refusal = self._dialer.explain(error)
+            return f"it does not answer at {self._address} ({error.code().name})" + (f": {refusal}" if refusal else "")
         return None if status == health_pb2.HealthCheckResponse.SERVING else "its engine stands still or it is ending"
 
     def is_joined(self) -> bool:
@@ -72,8 +85,9 @@ class WorkerProbe:
 
 
 class RouterProbe:
-    def __init__(self, address: str) -> None:
-        self._url = f"http://{address}"
+    def __init__(self, address: str, config: RouterConfig) -> None:
+        self._url = f"{config.scheme}://{address}"
+        self._certificate_file = config.tls_certificate_file
 
     def problem(self) -> str | None:
         return self._get("/health/live")
@@ -84,9 +98,9 @@ class RouterProbe:
     def _get(self, path: str) -> str | None:
         """None, or why the answer is not that all is well."""
         try:
-            with urllib.request.urlopen(self._url + path, timeout=_SECONDS):
+            with get(self._url + path, _SECONDS, None, self._certificate_file):
                 return None
-        except (urllib.error.URLError, OSError) as error:
+        except OSError as error:  # URLError is one
             return f"{self._url}{path} does not answer as it should ({error})"
 
     def facts(self) -> Facts:

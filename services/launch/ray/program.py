@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import services
+from cluster.telemetry.logs import read_line
 from services.launch.child import EXIT_CONFIGURATION, Child, end_all
 
 logger = logging.getLogger("ray.serve.outrider")  # below Serve's own, so that it comes where a replica's log goes
 
 _START_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 0.5
-_LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")  # of `cluster.telemetry.logs`
 # The last line of a traceback, and what the command line says of a setting that cannot work.
 _COMPLAINT = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b.*|outrider \w+: .*")
 
@@ -80,10 +80,9 @@ class Program:
                 self._hear(line)
 
     def _hear(self, line: str) -> None:
-        level, text = logging.INFO, line
-        if match := _LOG_LINE.fullmatch(line):
-            level, text = logging.getLevelNamesMapping()[match[1]], match[2]
+        logged = read_line(line)
+        level, text = logged or (logging.INFO, line)
         if level >= logging.ERROR or _COMPLAINT.fullmatch(line):
             self._complaint = text
             level = logging.ERROR
-        logger.log(level, "%s", text)
+        logger.log(level, "%s", line if line.startswith("{") else text)  # an object stays whole

@@ -14,11 +14,11 @@ from ray import serve
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
+from cluster.owned_folder import OwnedFolder
 from cluster.place import Place
 from cluster.placement.registry import Announcement, NodeLabels, Pool
 from services.launch.local import free_ports
-from services.launch.ray.folders import OwnedFolder
-from services.launch.ray.membership import Announcer, Follower
+from services.launch.ray.membership import FOLDERS, Announcer, Follower
 from services.launch.ray.options import config_of_deployment, pool_of
 from services.launch.ray.ports import free_address, host_port, is_free, listening_at
 from services.launch.ray.probe import Probe, RouterProbe, WorkerProbe
@@ -53,7 +53,7 @@ class ProgramReplica:
 
     async def _begin(self) -> None:
         context = serve.get_replica_context()
-        folder = OwnedFolder()
+        folder = OwnedFolder(FOLDERS)
         self._ending.callback(folder.remove)
         settings: dict[str, Any] = {}
         if self._pool == "target" and self._config.has_sidecars:
@@ -69,7 +69,9 @@ class ProgramReplica:
         self._labels = self._node_labels()
         settings["placement"] = self._place()
         self._probe: Probe = (
-            RouterProbe(self._address) if self._pool == "router" else WorkerProbe(self._pool, self._address)
+            RouterProbe(self._address, self._config.router)
+            if self._pool == "router"
+            else WorkerProbe(self._pool, self._address, self._config)
         )
         self._program = Program(
             self._pool,

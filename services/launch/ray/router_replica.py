@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import aiohttp
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from services.http_call import pinned_context
 from services.launch.ray.replica import ProgramReplica
 
 # Of one connection, not of the message (RFC 9110, 7.6.1); lengths are those of the bodies that are passed on.
@@ -34,7 +36,10 @@ class RouterReplica(ProgramReplica):
                 auto_decompress=False,
                 connector=aiohttp.TCPConnector(limit=0),
             )
-        url = f"http://{self._address}{request.url.path}"
+        # Of now: a router whose certificate was renewed shows the new one.
+        context = await asyncio.to_thread(pinned_context, self._config.router.tls_certificate_file)
+        router = self._config.router
+        url = f"{router.scheme}://{self._address}{request.url.path}"
         try:
             answer = await self._session.request(
                 request.method,
@@ -42,9 +47,10 @@ class RouterReplica(ProgramReplica):
                 headers=[(key, value) for key, value in request.headers.items() if key not in _HOP_BY_HOP],
                 data=await request.body() or None,
                 allow_redirects=False,
+                ssl=True if context is None else context,
             )
-        except aiohttp.ClientError:
-            return Response("the router does not answer; retry", status_code=503, headers={"retry-after": "1"})
+        except aiohttp.ClientError:  # that it shows another certificate is one
+            return Response("the router does not answer; retry", status_code=503, headers={"retry-after": "5"})
         reply = StreamingResponse(_chunks(answer), status_code=answer.status)
         for key, value in answer.headers.items():
             if key.lower() not in _HOP_BY_HOP:

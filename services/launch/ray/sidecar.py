@@ -13,7 +13,8 @@ import yaml
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import Config
-from services.launch.ray.folders import OwnedFolder
+from cluster.owned_folder import OwnedFolder
+from services.launch.ray.membership import FOLDERS
 from services.launch.ray.options import sidecar_options
 from services.launch.ray.ports import free_address, listening_at
 from services.launch.ray.program import Program, python_path
@@ -31,7 +32,7 @@ class SidecarActor:
     def __init__(self, tree: dict[str, Any], address: str) -> None:
         self._config = Config.model_validate(tree)
         self._address = address
-        self._folder = OwnedFolder()
+        self._folder = OwnedFolder(FOLDERS)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sidecar", daemon=True)
         self._thread.start()

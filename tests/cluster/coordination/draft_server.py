@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from cluster.transport.listening import Listener
 from cluster.wire.codec import decode_request, encode_reply
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
@@ -20,22 +22,23 @@ FINGERPRINT = "the same tokenizer"
 class DraftServer(draft_pb2_grpc.DraftServicer):
     """Stopped and started again, it has the same address."""
 
-    def __init__(self, loop: BackgroundLoop, fingerprint: str = FINGERPRINT) -> None:
+    def __init__(self, loop: BackgroundLoop, fingerprint: str = FINGERPRINT, listener: Listener | None = None) -> None:
         self.fingerprint = fingerprint
         self.address = "127.0.0.1:0"
         self.messages: queue.Queue[draft_pb2.SpeculateRequest] = queue.Queue()
         self.num_streams = 0
         self.num_streams_ever = 0
         self._loop = loop
+        self._listener = listener or Listener()
         self.start()
 
     def start(self) -> None:
         self._loop.run(self._start())
 
     async def _start(self) -> None:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = self._listener.new_server([("grpc.so_reuseport", 0)])
         draft_pb2_grpc.add_DraftServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
+        self.address = f"127.0.0.1:{self._listener.open_port(self._server, self.address)}"
         await self._server.start()
 
     def stop(self) -> None:
@@ -58,6 +61,15 @@ class DraftServer(draft_pb2_grpc.DraftServicer):
     def send(self, message: draft_pb2.SpeculateReply) -> None:
         wait_until(lambda: self.num_streams > 0)  # a link is up before its worker knows
         self._loop.run(self._stream.write(message))
+
+    def end(self, code: grpc.StatusCode, details: str) -> None:
+        """The stream that began last ends with that."""
+        wait_until(lambda: self.num_streams > 0)
+        self._loop.run(self._end(code, details))
+
+    async def _end(self, code: grpc.StatusCode, details: str) -> None:
+        with contextlib.suppress(grpc.aio.AbortError):
+            await self._stream.abort(code, details)
 
     async def Describe(self, request: types_pb2.DescribeRequest, context: Any) -> draft_pb2.DraftDescription:
         model = types_pb2.ModelDescription(name="scripted", tokenizer_fingerprint=self.fingerprint)

@@ -24,7 +24,7 @@ def test_the_gain_is_that_of_tokens_a_second(acceptance: float, num_streams: int
 def test_what_drafts_would_give_is_known_while_nothing_is_speculated_on(acceptance: float, best_depth: int) -> None:
     plain, auto, forced = (run(acceptance, 32, depth) for depth in (0, None, best_depth))
     assert auto.depth < 0.1
-    assert auto.gain == 1.0
+    assert auto.gain == pytest.approx(1.0, abs=1e-3)
     assert auto.goodput < 1.0
     assert auto.goodput == pytest.approx(forced.tokens_per_second / plain.tokens_per_second, rel=WITHIN)
 

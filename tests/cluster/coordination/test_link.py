@@ -7,11 +7,13 @@ import queue
 import time
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
 from cluster.coordination.link import DraftLink, LinkEvent, LinkState
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.wire.codec import decode_request
 from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
 from protos.speculation.v1 import draft_pb2
 from tests.background_loop import BackgroundLoop
@@ -137,6 +139,33 @@ class TestRounds:
         assert up.link.round_trip_seconds == min(answers)
 
 
+class TestOpenings:
+    def test_they_are_cut_to_messages_that_a_worker_takes(self, up: Side, server: DraftServer) -> None:
+        """64 contexts of 100,000 tokens: 19 MB, where a message may have 16 MiB."""
+        openings = {i: Open(i, [70_000] * 100_000, 3, SamplingParams(), NoiseKey(1, 2), 4, 10) for i in range(1, 65)}
+        up.link.send(SpeculateRequest(opens=openings))
+        found: dict[int, Open] = {}
+        while len(found) < 64:
+            message = server.message()
+            assert message.ByteSize() < 2 * 2**20
+            found |= decode_request(message).opens
+        assert found == openings
+        assert not up.has_events  # it is still up
+
+    def test_rounds_do_not_wait_for_openings(self, up: Side, server: DraftServer) -> None:
+        openings = {i: Open(i, [70_000] * 200_000, 3, SamplingParams(), NoiseKey(1, 2), 4, 10) for i in range(2, 40)}
+        up.link.send(SpeculateRequest(opens=openings, advances={1: Advance(1, 3, [7], 4), 39: Advance(39, 3, [8], 4)}))
+        first = server.request()
+        assert (set(first.opens), set(first.advances)) == ({2}, {1})
+        up.link.send(advances(1, 7, 9))
+        requests = [first]
+        while 39 not in requests[-1].advances:
+            requests.append(server.request())
+        assert 39 in requests[-1].opens  # not before it is opened
+        (told,) = [number for number, request in enumerate(requests) if 1 in request.advances and number]
+        assert told < len(requests) - 1
+
+
 class TestPairs:
     def test_a_worker_with_another_tokenizer_is_not_used_until_it_has_the_same(
         self, loop: BackgroundLoop, server: DraftServer, caplog: pytest.LogCaptureFixture
@@ -207,7 +236,8 @@ class TestLosses:
         wait_until(lambda: server.num_streams == 1)
         assert server.num_streams_ever == 2
         (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-        assert f"draft worker {server.address} sent an unusable message" in message
+        assert f"draft worker {server.address} is down" in message
+        assert "it sent an unusable message" in message
         assert "Traceback" not in caplog.text
 
     def test_a_reply_that_nobody_could_take_ends_the_stream_and_not_the_link(
@@ -219,6 +249,25 @@ class TestLosses:
         up.comes_up()
         carries_a_round(up, server)
         assert "ZeroDivisionError: not foreseen" in caplog.text
+
+    def test_what_ended_a_stream_is_said(self, up: Side, server: DraftServer, caplog: pytest.LogCaptureFixture) -> None:
+        server.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max")
+        up.goes_down()
+        wait_until(lambda: bool([r for r in caplog.records if r.levelno == logging.WARNING]))
+        assert "RESOURCE_EXHAUSTED: Received message larger than max" in caplog.text
+        up.comes_up()
+
+    def test_a_stream_that_ends_as_soon_as_it_is_up_is_not_begun_again_and_again(
+        self, up: Side, server: DraftServer
+    ) -> None:
+        for _ in range(5):  # after pauses of .1 to 1.6 s, more or less
+            server.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "always")
+            up.goes_down()
+            up.comes_up()
+        server.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "always")
+        up.goes_down()
+        time.sleep(1.0)  # of a pause of 1.6 to 4.8 s
+        assert not up.has_events
 
     def test_one_that_is_cancelled_ends_its_stream(self, up: Side, server: DraftServer) -> None:
         wait_until(lambda: server.num_streams == 1)

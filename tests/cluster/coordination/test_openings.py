@@ -201,3 +201,46 @@ def test_nothing_is_opened_beyond_a_workers_credit(
     coordinator.begin(())
     (request,) = link.take_sent()
     assert list(request.opens) == [newcomer.wire_id]
+
+
+class TestDeaths:
+    """A worker that dies of a sequence takes its opening with it, and the next one gets it."""
+
+    def dies(self, coordinator: Coordinator, pool: ScriptedPool, link: ScriptedLink) -> None:
+        pool.happens(link, LinkState.DOWN)
+        coordinator.begin(())
+
+    def test_a_sequence_that_two_workers_died_of_is_not_opened_again(
+        self, rounds: Rounds, pool: ScriptedPool, new_link: Callable[[str], ScriptedLink]
+    ) -> None:
+        """The first has answered, so that it did not die of it."""
+        rounds.proposes(3, 4, 5, 6, 7)
+        rounds.drafts()
+        self.dies(rounds.coordinator, pool, rounds.link)
+        for name in ("second", "third"):
+            link = new_link(name)
+            rounds.coordinator.begin((), [rounds.sequence])
+            assert [len(request.opens) for request in link.take_sent()] == [1]
+            self.dies(rounds.coordinator, pool, link)
+        fourth = new_link("fourth")
+        rounds.coordinator.begin((), [rounds.sequence])
+        assert fourth.take_sent() == []
+        assert rounds.coordinator.stats.num_given_up == 1
+        rounds.coordinator.close(rounds.sequence)
+
+    def test_one_that_was_answered_in_between_is(
+        self, rounds: Rounds, pool: ScriptedPool, new_link: Callable[[str], ScriptedLink]
+    ) -> None:
+        self.dies(rounds.coordinator, pool, rounds.link)
+        for name in ("second", "third"):
+            link = new_link(name)
+            rounds.coordinator.begin((), [rounds.sequence])
+            (request,) = link.take_sent()
+            (wire_id,) = request.opens
+            if name == "second":
+                pool.happens(link, SpeculateReply(proposals={wire_id: Proposal(wire_id, 3, [4, 5, 6, 7])}))
+                rounds.coordinator.begin(())
+            self.dies(rounds.coordinator, pool, link)
+        fourth = new_link("fourth")
+        rounds.coordinator.begin((), [rounds.sequence])
+        assert [len(request.opens) for request in fourth.take_sent()] == [1]

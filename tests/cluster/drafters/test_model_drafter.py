@@ -322,3 +322,43 @@ class TestRoom:
         assert [s.num_drafted for s in sequences] == [2, 1, 0]
         drafter.draft(sequences[2:])
         assert sequences[2].num_drafted == 1
+
+
+def test_a_long_prompt_leaves_others_their_rows_and_their_prompts(new_drafter: NewDrafter) -> None:
+    drafter = new_drafter(num_blocks=200, max_model_len=1024, max_num_batched_tokens=32)
+    known, long, short = new_sequence(), new_sequence([7] * 600), new_sequence([9] * 14, window=4)
+    assert all(drafter.admit(sequence) for sequence in (long, known, short))
+    draft_until(drafter, 1, known)
+    assert drafter.draft([long, known, short]) == []
+    assert (known.num_drafted, short.num_drafted, long.num_drafted) == (2, 1, 0)
+    draft_until(drafter, 1, long)
+
+
+def test_a_prompt_takes_what_the_time_allows(new_runner: Callable[..., ModelRunner]) -> None:
+    limits = StepLimits(1024, 8, 512, max_prefill_seconds=1e-9)
+    drafter = ModelDrafter(new_runner(4, 200), limits)
+    known, sequence = new_sequence(PROMPT[:1], window=40), new_sequence([7] * 600)
+    assert drafter.admit(known)
+    draft_until(drafter, 20, known)  # steps of one row say what a row takes
+    assert drafter.admit(sequence)
+    num_steps = 0
+    while not sequence.num_drafted:
+        assert drafter.draft([sequence]) == []
+        num_steps += 1
+    assert num_steps > 20
+
+
+def test_short_prompts_allow_no_long_one_that_was_never_measured(new_runner: Callable[..., ModelRunner]) -> None:
+    drafter = ModelDrafter(new_runner(4, 200), StepLimits(1024, 8, 512, max_prefill_seconds=1e9))
+    for _ in range(6):
+        short = new_sequence(PROMPT, window=4)
+        assert drafter.admit(short)
+        draft_until(drafter, 1, short)
+        drafter.release(short)
+    sequence = new_sequence([7] * 600)
+    assert drafter.admit(sequence)
+    num_steps = 0
+    while not sequence.num_drafted:
+        assert drafter.draft([sequence]) == []
+        num_steps += 1
+    assert num_steps == 4  # of 64, 128, 256 and 152 tokens

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bench.virtual import VirtualTime
-from cluster.config import SimulationConfig
+from cluster.config_simulation import SimulationConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.limits import StepLimits

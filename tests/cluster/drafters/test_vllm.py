@@ -12,6 +12,7 @@ from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.vllm import VllmDrafter
 from cluster.engine.limits import StepLimits
+from cluster.engine.prompt_pace import PromptPace
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -258,3 +259,35 @@ def test_a_model_that_vllm_does_not_run_is_named(tmp_path_factory: pytest.TempPa
     (folder / "config.json").write_text('{"architectures": ["NoSuchModel"], "model_type": "no-such-type"}')
     with pytest.raises(ConfigurationError, match=r"vLLM cannot run .*unknown"):
         DraftEngine(CONFIG.model_copy(update={"model": str(folder)}))
+
+
+def test_short_prompts_do_not_wait_for_long_ones(drafter: VllmDrafter) -> None:
+    """A step takes 64 tokens: without turns the long prompts would have all of the first eight steps."""
+    long, other, short = new_sequence([7] * 250), new_sequence([8] * 250), new_sequence([9] * 20)
+    for sequence in (long, other, short):
+        assert drafter.admit(sequence)
+    num_steps = draft_until_first(drafter, short, long, other)
+    assert num_steps <= 3
+    assert (long.num_drafted, other.num_drafted) == (0, 0)
+    draft_until(drafter, 1, long, other)
+
+
+def test_a_prompt_takes_what_the_time_allows(drafter: VllmDrafter) -> None:
+    engine = drafter._engine
+    usual, engine._scheduler.pace = engine._scheduler.pace, PromptPace(1e-9, 64)
+    known, sequence = new_sequence([7] * 20), new_sequence([6] * 200)
+    try:
+        assert drafter.admit(known)
+        draft_until(drafter, 8, known)  # steps of one row say what a row takes
+        assert drafter.admit(sequence)
+        assert draft_until(drafter, 1, sequence) > 6
+    finally:
+        engine._scheduler.pace = usual
+
+
+def draft_until_first(drafter: VllmDrafter, first: DraftSequence, *others: DraftSequence) -> int:
+    for num_steps in range(1000):
+        if first.num_drafted:
+            return num_steps
+        assert drafter.draft([*others, first]) == []
+    raise AssertionError("no end of steps")

@@ -32,6 +32,7 @@ class ScriptedDrafter(Drafter):
         self.credit: int | None = None
         self.held: list[DraftSequence] = []
         self.without_room: set[int] = set()
+        self.prompt_steps: dict[int, int] = {}  # that a sequence takes before it is drafted for
         self.rewinds: list[tuple[int, int]] = []
         self.failure: Exception | None = None
         self._asked: queue.Queue[list[int]] = queue.Queue()
@@ -56,7 +57,10 @@ class ScriptedDrafter(Drafter):
         assert all(sequence in self.held for sequence in sequences)
         stuck = [s for s in sequences if s.token_ids[0] in self.without_room]
         for sequence in sequences:
-            if sequence not in stuck:
+            wire_id = sequence.token_ids[0]
+            if self.prompt_steps.get(wire_id, 0):
+                self.prompt_steps[wire_id] -= 1
+            elif sequence not in stuck:
                 for node in sequence.to_extend or [sequence.tip]:
                     best = 100 * sequence.token_ids[0] + sequence.num_committed + sequence.depth(node)
                     sequence.extend(node, [best, best + 50][: sequence.width], [0.0, 1.0][: sequence.width])
@@ -87,6 +91,11 @@ class ScriptedDrafter(Drafter):
         """From now on nothing waits."""
         self._is_let_always = True
         self._may_step.release()
+
+    def hold(self) -> None:
+        """From now on each step waits to be let through."""
+        self._is_let_always = False
+        self._may_step = threading.Semaphore(0)
 
     @property
     def num_steps_asked(self) -> int:

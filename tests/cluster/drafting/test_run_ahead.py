@@ -87,6 +87,7 @@ def test_branches_take_only_room_that_main_paths_leave() -> None:
         ([0, 9], "rejected_at_1"),
         ([0, 1, 2, 9], "all_accepted"),
         ([0, 1, 2, 3], "all_accepted"),
+        ([9] * 10_000, "rejected_at_64"),  # as many kinds as there may be
         ([9, 9, 9], "rejected_at_2"),  # news of several rounds: some place that is none of the proposal's
     ],
 )

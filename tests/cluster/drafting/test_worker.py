@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from cluster.drafting.worker import DraftWorker
@@ -109,6 +110,18 @@ class TestSequencesThatAreNotHeld:
     def test_news_of_an_unknown_sequence_say_that_it_is_lost(self, link: Link) -> None:
         link.advance(7, 2, 702)
         assert link.reply() == SpeculateReply(lost={7})
+
+    def test_news_beyond_any_length_that_is_drafted_for_lose_the_sequence(
+        self, drafter: ScriptedDrafter, link: Link
+    ) -> None:
+        drafter.let_all()
+        link.open(7)
+        assert link.reply() == proposal(7, base=2)
+        link.advance(7, 2, *[1] * 2000)  # longer than the draft's context: kept, for a target with a longer one
+        assert link.reply() == proposal(7, base=2002, count=0)
+        link.advance(7, 2, *[1] * 16_000)
+        assert link.reply() == SpeculateReply(lost={7})
+        assert drafter.held == []
 
     def test_news_whose_base_was_never_told_lose_the_sequence(self, drafter: ScriptedDrafter, link: Link) -> None:
         drafter.let_all()
@@ -272,3 +285,21 @@ class TestNewSequences:
         steps = [drafter.step() for _ in range(20)]
         assert steps[:16] == [[1]] * 16
         assert steps[16] == [1, 2]
+
+    def test_one_whose_prompt_is_computed_waits_for_no_other_prompt(self, drafter: ScriptedDrafter, link: Link) -> None:
+        drafter.prompt_steps[2] = 5
+        link.open(1, 2)
+        assert [drafter.step() for _ in range(K)] == [[1, 2], *[[1]] * (K - 1)]
+        assert link.reply() == proposal(1, base=2)
+
+    def test_steps_with_prompts_say_nothing_of_what_a_round_takes(self, drafter: ScriptedDrafter, link: Link) -> None:
+        drafter.prompt_steps[1] = 2
+        link.open(1, k=1)
+        for _ in range(2):
+            drafter.next_step()
+            time.sleep(0.2)
+            drafter.let()
+        drafter.step()
+        timing = link.reply().timing
+        assert timing is not None
+        assert timing.step_seconds < 0.1

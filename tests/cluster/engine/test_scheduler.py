@@ -205,6 +205,34 @@ class TestSteps:
         step = scheduler.schedule(lambda _: Drafts([1] * 8))
         assert [(s.num_new_tokens, len(s.drafts)) for s in step] == [(1, 5), (1, 0), (5, 0)]
 
+    def test_a_short_prompt_does_not_wait_for_a_long_one(self) -> None:
+        scheduler = new_scheduler(num_blocks=100, max_num_batched_tokens=32)
+        long, short = new_sequence(200), new_sequence(10)
+        for sequence in (long, short):
+            scheduler.add(sequence)
+        scheduler.admit()
+        step = scheduler.schedule(no_drafts)
+        assert [(s.sequence, s.num_new_tokens) for s in step] == [(long, 22), (short, 10)]
+        assert_sound(scheduler, step)
+
+    def test_a_prompt_of_a_higher_priority_has_all_it_needs_first(self) -> None:
+        scheduler = new_scheduler(num_blocks=100, max_num_batched_tokens=32)
+        urgent, other = new_sequence(30), new_sequence(10)
+        other.priority = 1
+        for sequence in (other, urgent):
+            scheduler.add(sequence)
+        scheduler.admit()
+        assert [(s.sequence, s.num_new_tokens) for s in scheduler.schedule(no_drafts)] == [(urgent, 30), (other, 2)]
+
+    def test_prompts_take_what_the_pace_allows(self) -> None:
+        limits = StepLimits(4096, 8, 512, max_prefill_seconds=0.05)
+        scheduler = Scheduler(BlockManager(200, BLOCK_SIZE), limits)
+        scheduler.pace.know([(rows, 1e-3 * rows) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)])
+        scheduler.add(new_sequence(400))
+        scheduler.admit()
+        (scheduled,) = scheduler.schedule(no_drafts)
+        assert scheduled.num_new_tokens == pytest.approx(50, abs=5)
+
     def test_a_full_house_of_decoding_sequences_cannot_stop_a_prompt(self) -> None:
         scheduler = new_scheduler(max_num_seqs=4, max_num_batched_tokens=4)
         for _ in range(3):
@@ -342,8 +370,29 @@ class TestRemoval:
         sequence = new_sequence(2)
         scheduler.add(sequence)
         scheduler.remove(sequence)
-        with pytest.raises(ValueError, match="not in deque"):
+        with pytest.raises(ValueError, match="neither runs nor waits"):
             scheduler.remove(sequence)
+
+    def test_thousands_that_leave_at_once_are_looked_for_once(self) -> None:
+        scheduler, num_compared = new_scheduler(), 0
+
+        class Compared(Sequence):
+            __hash__ = object.__hash__
+
+            def __eq__(self, other: object) -> bool:
+                nonlocal num_compared
+                num_compared += 1
+                return self is other
+
+        sequences = [Compared([1], 1, 9, frozenset(), 0) for _ in range(2000)]
+        for sequence in sequences:
+            scheduler.add(sequence)
+        scheduler.admit()
+        kept = [sequences.pop(1000), sequences.pop(0)]
+        num_compared = 0
+        scheduler.remove(*reversed(sequences))
+        assert (scheduler.waiting, scheduler.running) == (kept[:1], kept[1:])
+        assert num_compared < 10_000
 
 
 @pytest.mark.parametrize(("seed", "num_blocks"), [(0, 20), (1, 20), (2, 16), (3, 16), (4, 60)])

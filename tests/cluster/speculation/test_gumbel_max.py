@@ -153,6 +153,13 @@ def test_a_sampler_made_without_the_kernel_chooses_the_same(monkeypatch: pytest.
     assert without.best_choices(logits, requests, 4) == SAMPLER.best_choices(logits, requests, 4)
 
 
+@pytest.mark.parametrize("logit", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_without_numbers_has_a_choice_all_the_same(logit: float) -> None:
+    """A node that is given no child would be extended again and again."""
+    choices = SAMPLER.best_choices(torch.full((1, 600), logit), random_requests(1, 1, [SamplingParams()]), 4)
+    assert len(choices[0][0]) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_and_strides(dtype: torch.dtype) -> None:
     logits = random_logits(5, 8, 2 * 300).to(dtype)[:, ::2]

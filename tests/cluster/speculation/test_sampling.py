@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from cluster.speculation.sampling import (
     noise_of_rows,
     perturbed_logits,
 )
+from cluster.speculation.token_counts import TokenCounts
 
 from .logits import random_logits
 from .reference import shaped_logits, softmax
@@ -236,6 +239,41 @@ class TestAgainstTheReference:
         request = SampleRequest(params, KEY, [1, 1, 2, 2, 3], num_prompt_tokens=2, num_rows=4)
         penalties = -perturbed_logits(torch.zeros(4, 4), [request])
         assert penalties.tolist() == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 2, 1]]
+
+    @pytest.mark.parametrize("params", [params for params in VARIED_PARAMS if params.has_penalty], ids=str)
+    @pytest.mark.parametrize("num_prompt", [1, 4, 9])
+    def test_counts_that_are_kept_say_what_all_tokens_say(self, params: SamplingParams, num_prompt: int) -> None:
+        """Over rounds, of chains of every length, of drafts that are some of the tokens, or known to nobody yet."""
+        tokens, drafts = random_tokens(9, 40, 64), random_tokens(10, 40, 64)
+        counts = TokenCounts(64, torch.device("cpu"))
+        for length in (9, 10, 14, 15, 22):
+            counts.count(tokens, length, num_prompt)
+            for num_drafts in (0, 1, 5):
+                logits = random_logits(length, num_drafts + 1, 64)
+                asked = SampleRequest(
+                    params, KEY, tokens[:length], num_prompt, num_drafts + 1, drafts[:num_drafts], counts=counts
+                )
+                alone = replace(asked, counts=None)
+                assert torch.equal(perturbed_logits(logits, [asked]), perturbed_logits(logits, [alone]))
+                path = [*tokens[:length], *drafts[:num_drafts]]  # of a drafter, and of a tree's node
+                asked = SampleRequest(params, KEY, path, num_prompt, counts=counts)
+                alone = replace(asked, counts=None)
+                assert torch.equal(perturbed_logits(logits[:1], [asked]), perturbed_logits(logits[:1], [alone]))
+
+    def test_tokens_that_are_counted_are_not_looked_at_again(self) -> None:
+        class Unread(Sequence[int]):
+            def __len__(self) -> int:
+                return 100_000
+
+            def __getitem__(self, index: Any) -> Any:
+                assert index == slice(100_000, None)
+                return []
+
+        params = SamplingParams(temperature=0.0, frequency_penalty=0.5, repetition_penalty=1.2)
+        counts = TokenCounts(64, torch.device("cpu"))
+        counts.count([7] * 100_000, 100_000, 50_000)
+        request = SampleRequest(params, KEY, Unread(), 50_000, counts=counts)
+        assert perturbed_logits(torch.ones(1, 64), [request])[0, 7] == pytest.approx(1 / 1.2 - 25_000)
 
     def test_a_row_does_not_depend_on_its_batch(self) -> None:
         requests, logits = [], []

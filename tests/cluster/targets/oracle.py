@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafting.worker import Deliver
+from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import Drafts, depths_of
 from cluster.wire.messages import Proposal, SpeculateReply, SpeculateRequest
@@ -40,7 +41,10 @@ class OracleWorker:
     def detach(self, link: int) -> None:
         self._tokens = {key: tokens for key, tokens in self._tokens.items() if key[0] != link}
 
-    def receive(self, link: int, request: SpeculateRequest) -> None:
+    def num_waiting_bytes(self, link: int) -> int:
+        return 0
+
+    def receive(self, link: int, request: SpeculateRequest, num_bytes: int = 0) -> None:
         for wire_id in request.closes:
             self._tokens.pop((link, wire_id), None)
         for opening in request.opens.values():
@@ -81,7 +85,9 @@ class OracleDraft(LoopbackDraft):
         super().__init__(loop, runner)
 
     def start(self) -> None:
-        self.drafter: Any = NgramDrafter(VOCAB_SIZE, 256, 1, 1)  # says how large it is; nobody asks it for more
+        self.drafter: Any = NgramDrafter(
+            VOCAB_SIZE, StepLimits(256, 64, 512), 1, 1
+        )  # says how large it is; nobody asks it for more
         self.worker: Any = OracleWorker(self._truths)
         self._loop.run(self._serve())
 

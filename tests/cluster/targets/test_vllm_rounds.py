@@ -42,6 +42,7 @@ class Request:
     all_token_ids: list[int] = field(default_factory=lambda: list(PROMPT))
     num_prompt_tokens: int = len(PROMPT)
     max_tokens: int = 100
+    cache_salt: str | None = None
 
     @property
     def sampling_params(self) -> SimpleNamespace:

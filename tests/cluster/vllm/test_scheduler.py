@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from vllm.config.lora import LoRAConfig
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from cluster.speculation.acceptance import count_accepted
 from cluster.vllm.sampling import accepted
-from cluster.vllm.scheduler import CommittedRound, _with_held_back
+from cluster.vllm.scheduler import CommittedRound, RoundScheduler, _with_held_back
 
 
 def requests(names: str) -> list[SimpleNamespace]:
@@ -23,6 +25,31 @@ def test_requests_that_were_held_back_keep_their_places() -> None:
     scheduled = [running[0], running[3], running[4], *new]  # `f` was preempted, the others are held back
     merged = _with_held_back(running, {"b", "c"}, scheduled)
     assert "".join(request.request_id for request in merged) == "abcdegh"
+
+
+def test_adapters_of_requests_that_are_held_back_keep_their_slots() -> None:
+    """Else others would be admitted in their place, and the next step would have more than vLLM has slots for."""
+
+    def request(name: str, adapter: int | None) -> SimpleNamespace:
+        return SimpleNamespace(
+            request_id=name, lora_request=None if adapter is None else SimpleNamespace(lora_int_id=adapter)
+        )
+
+    running = [request("a", 1), request("b", 2), request("c", None), request("d", 2), request("e", 3)]
+    scheduler: Any = SimpleNamespace(vllm_config=SimpleNamespace(lora_config=LoRAConfig(max_loras=3)))
+
+    def num_slots(*held_back: str) -> int:
+        limited = RoundScheduler._without_slots_of(scheduler, set(held_back), running)
+        assert limited is not None
+        return limited.max_loras
+
+    assert num_slots("a") == 2
+    assert num_slots("b") == 3  # another with the same is scheduled
+    assert num_slots("b", "d", "e") == 1
+    assert num_slots("a", "b", "c", "d", "e") == 0
+    assert num_slots("c") == scheduler.vllm_config.lora_config.max_loras == 3
+    scheduler.vllm_config.lora_config = None
+    assert RoundScheduler._without_slots_of(scheduler, {"a"}, running) is None
 
 
 def test_accepted_is_the_rule_of_acceptance() -> None:

@@ -7,6 +7,7 @@ import pytest
 from cluster.speculation.drafts import Drafts, chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
+from cluster.speculation.tree import MAX_NODES
 from cluster.wire.codec import (
     decode_reply,
     decode_request,
@@ -151,6 +152,24 @@ def test_a_shape_that_is_none_is_refused(shapes: list[list[int]], numbers: list[
         decode_request(message)
 
 
+def test_shapes_that_nobody_asks_for_are_refused() -> None:
+    opening = draft_pb2.Open(sequence=1, token_ids=[5], num_prompt_tokens=1, shape=1)
+    opening.sampling.CopyFrom(encode_sampling(SamplingParams()))
+    largest = draft_pb2.SpeculateRequest(open=[opening], shapes=[draft_pb2.Shape(parents=[0] * MAX_NODES)])
+    assert decode_request(largest).opens[1].shape == (-1,) * MAX_NODES
+    with pytest.raises(ValueError, match="65 nodes"):
+        decode_request(draft_pb2.SpeculateRequest(open=[opening], shapes=[draft_pb2.Shape(parents=[0] * 65)]))
+    with pytest.raises(ValueError, match="2 shapes are more"):
+        decode_request(draft_pb2.SpeculateRequest(open=[opening], shapes=[draft_pb2.Shape()] * 2))
+
+
+def test_a_prompt_longer_than_its_sequence_is_refused() -> None:
+    opening = draft_pb2.Open(sequence=1, token_ids=[5], num_prompt_tokens=2**32 - 1)
+    opening.sampling.CopyFrom(encode_sampling(SamplingParams()))
+    with pytest.raises(ValueError, match="longer than its sequence"):
+        decode_request(draft_pb2.SpeculateRequest(open=[opening]))
+
+
 @pytest.mark.parametrize("parents", [[1, 1], [0, 2], [0], [0, 1, 2]])
 def test_parents_that_make_no_tree_are_refused(parents: list[int]) -> None:
     columns = draft_pb2.Proposals(sequences=[1], bases=[3], lengths=[2], token_ids=[7, 8], parents=parents)
@@ -187,5 +206,39 @@ def test_an_advance_without_its_k_is_refused() -> None:
 
 
 def test_a_bias_without_its_value_is_refused() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="2 token IDs and 1 values"):
         decode_sampling(types_pb2.SamplingParams(logit_bias_token_ids=[1, 2], logit_bias_values=[1.0]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", -1.0),
+        ("temperature", 1e39),
+        ("top_p", 0.0),
+        ("top_p", float("nan")),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e39),
+        ("presence_penalty", float("-inf")),
+        ("frequency_penalty", float("nan")),
+        ("frequency_penalty", -1e39),
+    ],
+)
+def test_parameters_that_no_request_may_have_are_refused(field: str, value: float) -> None:
+    message = encode_sampling(SamplingParams())
+    setattr(message, field, value)
+    with pytest.raises(ValueError, match=field):
+        decode_sampling(message)
+
+
+@pytest.mark.parametrize("biases", [[1.0] * 1025, [float("inf")], [1e39], [float("nan")]])
+def test_a_bias_beyond_its_bounds_is_refused(biases: list[float]) -> None:
+    message = encode_sampling(SamplingParams())
+    message.logit_bias_token_ids.extend(range(len(biases)))
+    message.logit_bias_values.extend(biases)
+    with pytest.raises(ValueError, match="logit_bias"):
+        decode_sampling(message)

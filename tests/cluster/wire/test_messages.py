@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
@@ -45,3 +47,25 @@ class TestMerge:
         assert SpeculateReply(proposals={1: Proposal(1, 0, [])})
         assert SpeculateReply(lost={1})
         assert SpeculateReply(refused={1})
+
+
+class TestParts:
+    def test_the_oldest_opening_goes_first_and_then_the_shortest(self) -> None:
+        lengths = {1: 50, 2: 900, 3: 30, 4: 20, 5: 40}
+        openings = {name: replace(opening(name), token_ids=[1] * length) for name, length in lengths.items()}
+        request = SpeculateRequest(dict(openings), {3: advance(3, 7), 2: advance(2, 8), 9: advance(9, 5)}, {8})
+        part = request.take_part(100)
+        assert part == SpeculateRequest(
+            {1: openings[1], 4: openings[4], 3: openings[3]}, {3: advance(3, 7), 9: advance(9, 5)}, {8}
+        )
+        request.merge(SpeculateRequest(advances={2: advance(2, 8, 9)}))
+        assert request.take_part(100) == SpeculateRequest({2: openings[2]}, {2: advance(2, 8, 9)})
+        assert request.take_part(100) == SpeculateRequest({5: openings[5]})
+        assert not request
+
+    def test_what_is_short_goes_as_it_is(self) -> None:
+        whole = SpeculateRequest({1: opening(1), 2: opening(2)}, {1: advance(1, 7)}, {3})
+        request = replace(whole, opens=dict(whole.opens), advances=dict(whole.advances), closes=set(whole.closes))
+        assert request.take_part(100) == whole
+        assert not request
+        assert request.take_part(100) == SpeculateRequest()

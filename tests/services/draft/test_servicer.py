@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,11 +41,11 @@ class Served:
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, self._server)
         address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
-        self._channel = grpc.aio.insecure_channel(address)
-        self.stub = draft_pb2_grpc.DraftStub(self._channel)
+        self.channel = grpc.aio.insecure_channel(address)
+        self.stub = draft_pb2_grpc.DraftStub(self.channel)
 
     async def _end(self) -> None:
-        await self._channel.close()
+        await self.channel.close()
         await self._server.stop(None)
 
     def stop(self) -> None:
@@ -169,6 +171,36 @@ class TestUnusableMessages:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert details in caught.value.details()
         wait_until(lambda: served.worker.num_sequences == 0)  # they are gone with their stream
+
+    def test_what_is_no_message_is_an_invalid_argument(self, served: Served) -> None:
+        async def send() -> None:
+            method = served.channel.stream_stream("/speculation.v1.Draft/Speculate")
+            async for _ in method(iter([b"\xff\xff"])):
+                pass
+
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            served.loop.run(send())
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    def test_a_flood_waits_in_the_peer(self, served: Served, stream: Stream) -> None:
+        message = draft_pb2.SpeculateRequest(close=range(2**63, 2**63 + 20_000)).SerializeToString()  # 200 kB
+        served.drafter.hold()
+        stream.open(7)
+        served.drafter.next_step()  # in which the loop stays
+
+        async def flood() -> None:
+            nonlocal num_written
+            call = served.channel.stream_stream("/speculation.v1.Draft/Speculate")()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    for num_written in range(1000):  # noqa: B007  # 200 MB
+                        await call.write(message)
+            call.cancel()
+
+        num_written = 0
+        served.loop.run(flood())
+        served.drafter.let()
+        assert 0 < num_written < 500
 
     def test_other_streams_go_on(self, stream: Stream, served: Served) -> None:
         bad = Stream(served)

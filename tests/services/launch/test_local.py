@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster, free_ports
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ def test_a_draft_on_the_targets_cores_does_not_run_ahead(
 
 @pytest.mark.parametrize(
     ("host", "reached"),
-    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.7", "10.0.0.7")],
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("127.0.0.7", "127.0.0.7")],
 )
 def test_metrics_pages_are_found_where_they_listen(host: str, reached: str) -> None:
     settings = [f"target.metrics_host={host!r}", "target.metrics_port=9100", "router.port=0"]
@@ -50,3 +52,20 @@ def test_free_ports_are_none_that_a_caller_may_be_given() -> None:
 def test_an_address_that_is_not_here_has_no_free_ports() -> None:
     with pytest.raises(OSError, match="assign"):
         free_ports(1, "192.0.2.1")
+
+
+def test_a_program_whose_port_was_taken_in_between_is_started_again() -> None:
+    settings = ["router.port=0", "target.engine=simulated", "draft.drafter=simulated"]
+    cluster = LocalCluster(load_config(None, settings))
+    host, _, port = cluster.config.draft.addresses[0].rpartition(":")
+    with socket.create_server((host, int(port))) as squatter, cluster:
+        (draft,) = cluster.drafts
+        first = draft.pid
+
+        def is_another() -> bool:
+            cluster.watch()
+            return draft.pid != first
+
+        wait_until(is_another)
+        squatter.close()
+        cluster.wait_ready(60)

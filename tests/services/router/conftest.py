@@ -7,9 +7,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,24 @@ import grpc
 import httpx
 import openai
 import pytest
-import uvicorn
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from cluster.config import Config
 from cluster.errors import from_status
+from cluster.logprobs import TokenLogprobs
 from cluster.tokenization import Tokenizer
+from cluster.transport.listening import Listener
 from cluster.wire.replies import EPOCH_KEY, UNFINISHED, CallReply, RoundCounts, encode_replies
+from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.app import create_app
+from services.router.connections import Connections
+from services.router.http_server import HttpServer
 from tests.background_loop import BackgroundLoop
 from tests.waiting import wait_until
+
+from .chat_model import HERMES_TEMPLATE, MARKERS, Model
 
 EOS_TOKEN_ID = 0
 MAX_MODEL_LEN = 200
@@ -64,13 +71,21 @@ def write_tokenizer_folder(folder: Path) -> Path:
     return folder
 
 
+def scores_of(token_ids: Sequence[int], width: int) -> TokenLogprobs:
+    """As if each were the likeliest, and the IDs after it came next."""
+    top = [token + index for token in token_ids for index in range(width)]
+    values = [-1.0 - index for _ in token_ids for index in range(width)]
+    return TokenLogprobs(width, [1] * len(token_ids), [-1.0] * len(token_ids), top, values)
+
+
 class ScriptedTarget(target_pb2_grpc.TargetServicer):
     """Echoes the prompt's tokens, over and over until max_tokens or an end-of-sequence token; or fails as told.
 
     Choice j starts at the prompt's token j. A request that was moved here goes on where it was.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, listener: Listener | None = None) -> None:
+        self._listener = listener or Listener()
         self.description = target_pb2.TargetDescription(
             model=types_pb2.ModelDescription(
                 name="scripted",
@@ -81,6 +96,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
             load=types_pb2.Load(num_running=1, num_waiting=2),
             num_speculative_tokens=4,
             max_speculative_tokens=MAX_SPECULATIVE_TOKENS,
+            wire_version=WIRE_VERSION,
             num_draft_links=1,
             num_draft_links_configured=2,
         )
@@ -91,24 +107,26 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         self.tokens_per_reply = 1
         self.delay_s = 0.0  # before every reply
         self.hang_after: int | None = None  # replies
+        self.scripts: list[list[int]] = []  # its answers in place of the echo; the last goes on
         self.fail_after: int | None = None
         self.failing_choice: int | None = None  # None: all
         self.failure: tuple[grpc.StatusCode, str] = (grpc.StatusCode.UNAVAILABLE, "going down")
         self.last_finish_reason: int | None = None
         self.describe_delay_s = 0.0
         self.epoch_of_streams: int | None = None  # None: streams do not say
+        self.adapter_error: str | None = None  # why none is loaded
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
         # By default gRPC cancels, at random, some of the calls beyond 1,000 that arrive at once.
-        self._server = grpc.aio.server(
-            options=[
+        self._server = self._listener.new_server(
+            [
                 ("grpc.server.max_pending_requests", 10_000),
                 ("grpc.server.max_pending_requests_hard_limit", 20_000),
             ]
         )
         target_pb2_grpc.add_TargetServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        port = self._listener.open_port(self._server, self.address or "127.0.0.1:0")
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
 
@@ -122,6 +140,18 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         description.CopyFrom(self.description)
         await asyncio.sleep(self.describe_delay_s)
         return description
+
+    async def LoadAdapter(self, request, context):
+        if self.adapter_error is not None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_error)
+        self.description.adapters[request.name] = f"of {request.path}"
+        return target_pb2.LoadAdapterReply(fingerprint=f"of {request.path}")
+
+    async def UnloadAdapter(self, request, context):
+        if request.name not in self.description.adapters:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "there is none")
+        del self.description.adapters[request.name]
+        return target_pb2.UnloadAdapterReply(num_running=2)
 
     async def GenerateMany(self, request_iterator, context):
         epoch = () if self.epoch_of_streams is None else ((EPOCH_KEY, str(self.epoch_of_streams)),)
@@ -172,6 +202,9 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         prompt = prompt[first:] + prompt[:first]
         answer = (prompt * request.max_tokens)[: request.max_tokens]
         reason = target_pb2.FINISH_REASON_LENGTH
+        if self.scripts:
+            script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+            answer = [*script, EOS_TOKEN_ID][: request.max_tokens]
         if EOS_TOKEN_ID in answer and not request.ignore_eos:
             answer = answer[: answer.index(EOS_TOKEN_ID) + 1]
             reason = target_pb2.FINISH_REASON_STOP
@@ -180,10 +213,15 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         step = self.tokens_per_reply
         for start in range(num_generated, len(answer), step):
             last = start + step >= len(answer)
+            told = answer[start : start + step]
             yield CallReply(
-                answer[start : start + step],
+                told,
                 reason if last else UNFINISHED,
                 rounds=[RoundCounts(num_draft_tokens=4, num_accepted_tokens=3)],
+                logprobs=scores_of(told, request.num_logprobs) if request.HasField("num_logprobs") else None,
+                prompt_logprobs=scores_of(request.prompt_token_ids[1:], request.num_prompt_logprobs)
+                if request.HasField("num_prompt_logprobs") and start == 0
+                else None,
             )
 
 
@@ -261,18 +299,16 @@ def new_target(background, tokenizer) -> Iterator[Callable[[], ScriptedTarget]]:
 
 
 @contextlib.contextmanager
-def running_router(background, model_folder, addresses, **settings: Any) -> Iterator[Router]:
-    config = Config.model_validate(
-        {
-            "target": {"model": str(model_folder), "addresses": addresses},
-            "router": settings,
-        }
-    )
+def running_router(
+    background, model_folder, addresses, tls=None, server_name=None, **settings: Any
+) -> Iterator[Router]:
+    target = {"model": str(model_folder), "addresses": addresses, "tls_server_name": server_name}
+    config = Config.model_validate({"target": target, "router": settings, "tls": tls or {}})
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(config), lifespan="on", log_config=None, timeout_graceful_shutdown=1)
-    )
+    app = create_app(config)
+    connections = Connections.of(config.router, app.state.metrics)
+    server = HttpServer(app, connections, lifespan="on", timeout_graceful_shutdown=1)
     serving = background.start(server.serve(sockets=[listener]))
     wait_until(lambda: server.started or serving.done(), timeout_s=5)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -310,3 +346,40 @@ def shared_router(background, model_folder, tokenizer) -> Iterator[Router]:
     with running_router(background, model_folder, [target.address], max_body_bytes=20_000) as router:
         yield router
     background.run(target.stop())
+
+
+@pytest.fixture(scope="session")
+def chat_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "chat-model"
+    shutil.copytree(model_folder, folder)
+    raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.add_special_tokens(MARKERS)
+    raw.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def new_model(background: BackgroundLoop, chat_folder: Path, tmp_path: Path) -> Iterator[Callable[..., Model]]:
+    started: list[Any] = []
+
+    def start(template: str = HERMES_TEMPLATE, **settings: Any) -> Model:
+        folder = tmp_path / "chat-model"
+        shutil.copytree(chat_folder, folder)
+        (folder / "chat_template.jinja").write_text(template)
+        tokenizer = Tokenizer(folder)
+        target = ScriptedTarget(tokenizer)
+        target.description.model.max_model_len = 2000
+        background.run(target.start())
+        running = running_router(background, folder, [target.address], **settings)
+        started.append((running, target))
+        return Model(running.__enter__(), target, tokenizer)
+
+    yield start
+    for running, target in started:
+        running.__exit__(None, None, None)
+        background.run(target.stop())
+
+
+@pytest.fixture
+def model(new_model: Callable[..., Model]) -> Model:
+    return new_model()

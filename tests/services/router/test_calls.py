@@ -75,6 +75,51 @@ def test_a_message_that_comes_early_is_merged_into_what_waits_for_its_turn():
     assert taken == [[[1], [2]]] * num_early + [[[1, 2]]] * (200 - num_early)
 
 
+class Congested:
+    """A stream that takes one message, and the next when it `flows` again."""
+
+    def __init__(self) -> None:
+        self.written: list[target_pb2.GenerateCommands] = []
+        self.flows = asyncio.Event()
+
+    async def write(self, commands: target_pb2.GenerateCommands) -> None:
+        self.written.append(commands)
+        await self.flows.wait()
+
+    def cancel(self) -> None: ...
+
+    def done(self) -> bool:
+        return False
+
+    async def initial_metadata(self) -> tuple[()]:
+        return ()
+
+    async def __aiter__(self):
+        await asyncio.sleep(60)
+        yield
+
+
+def test_what_was_left_before_it_was_sent_is_never_sent():
+    async def run() -> list[target_pb2.GenerateCommands]:
+        congested = Congested()
+        stream = CallStream(congested, lambda error: error, lambda _: UnavailableError("lost"))
+        sent = stream.start(target_pb2.GenerateRequest(request_id="sent"))
+        await asyncio.sleep(0.01)
+        left = [stream.start(target_pb2.GenerateRequest(prompt_token_ids=range(1000))) for _ in range(20)]
+        stream.start(target_pb2.GenerateRequest(request_id="wanted"))
+        for call in (sent, *left):
+            call.cancel()
+        congested.flows.set()
+        await asyncio.sleep(0.01)
+        await stream.close()
+        return congested.written
+
+    first, *others = asyncio.run(run())
+    assert [start.request.request_id for start in first.start] == ["sent"]
+    assert [start.request.request_id for message in others for start in message.start] == ["wanted"]
+    assert [call for message in others for call in message.cancel] == [first.start[0].call]
+
+
 def test_a_client_that_does_not_read_holds_up_nobody(router, target):
     with router.client.stream(
         "POST", "/v1/completions", json={"prompt": [70], "stream": True, "max_tokens": 150}

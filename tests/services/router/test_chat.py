@@ -158,7 +158,7 @@ def test_the_official_client_raises_its_own_errors(router, target):
     client = router.openai()
     fields = {"model": router.model, "messages": MESSAGES}
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**fields, tools=[{"type": "function", "function": {"name": "f"}}])
+        client.chat.completions.create(**fields, tools=[{"type": "function", "function": {"name": "f g"}}])
     assert caught.value.param == "tools"
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**(fields | {"messages": MESSAGES[1:] * 100}))
@@ -167,10 +167,12 @@ def test_the_official_client_raises_its_own_errors(router, target):
         client.chat.completions.create(**(fields | {"model": "gpt-9"}))
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-9")
-    target.fail_after = 1
+    target.fail_after = 0
     target.failure = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
-    with pytest.raises(openai.InternalServerError) as failed:
+    with pytest.raises(openai.InternalServerError, match="queues are full") as failed:
         client.chat.completions.create(**fields)
     assert failed.value.status_code == 503
-    with pytest.raises(openai.APIError, match="queue is full"):
+    target.fail_after = 1
+    target.failure = (grpc.StatusCode.INTERNAL, "secret")
+    with pytest.raises(openai.APIError, match="worker failed"):
         list(client.chat.completions.create(**fields, stream=True))

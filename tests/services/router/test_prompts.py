@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import InvalidRequestError
-from services.router.chat import render
 from services.router.chat_template import ChatTemplate
+from services.router.prompt import Conversation, render
 
 MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "the dog "}]
 
@@ -19,8 +19,8 @@ MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "assistant", "conte
     ],
 )
 def test_the_last_message_is_left_open(template: str, expected: str) -> None:
-    seen = render(ChatTemplate(template), MESSAGES, add_generation_prompt=False, continue_final_message=True)
-    assert seen == expected
+    conversation = Conversation(MESSAGES, add_generation_prompt=False, continue_final_message=True)
+    assert render(ChatTemplate(template), conversation) == expected
 
 
 def test_a_chat_goes_on_with_its_last_message(router, target, tokenizer) -> None:
@@ -37,7 +37,10 @@ def test_a_message_that_is_not_written_cannot_be_left_open(content: str) -> None
     template = ChatTemplate("nothing of it")
     with pytest.raises(InvalidRequestError, match="does not write the last message"):
         render(
-            template, [{"role": "user", "content": content}], add_generation_prompt=False, continue_final_message=True
+            template,
+            Conversation(
+                [{"role": "user", "content": content}], add_generation_prompt=False, continue_final_message=True
+            ),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import logging
@@ -11,13 +12,26 @@ import pytest
 
 from .conftest import MAX_MODEL_LEN, MAX_SPECULATIVE_TOKENS
 
+BAD_SCHEMAS = [
+    5,
+    "nonsense",
+    {"multipleOf": 5},
+    {"type": "array", "uniqueItems": True},
+    {"properties": {"a": {"not": {"type": "null"}}}},
+    {"properties": {"a": {"$ref": "https://example.com/schema"}}},
+    {"type": "string", "pattern": "a+", "maxLength": 5},
+    {"type": "string", "format": "colour"},
+    {"allOf": [{"type": "object"}, {"type": "object"}]},
+    functools.reduce(lambda schema, _: {"items": schema}, range(65), {}),
+]
+
 BAD_FIELDS = [
     ("prompt", [None, "", [], [""], [[]], 5, True, {"text": "x"}]),
     ("prompt", [[1, "a"], ["a", 1], ["a", [1]], [[1], "a"], [1.0], [True], [[[1]]], [None]]),
     ("prompt", [["a", ""], [[1], []], [[1], [True]], ["a", None], ["a"] * 257, [[1]] * 257, [[1], [100_000]]]),
     ("prompt", [[-1], [5, 10**30], [100_000]]),
     ("model", [5, ["x"]]),
-    ("max_tokens", [0, -1, 1.0, "5", True, MAX_MODEL_LEN, 10**30]),
+    ("max_tokens", [-1, 1.0, "5", True, MAX_MODEL_LEN, 10**30]),
     ("temperature", [-0.1, 2.1, "0.5", True, [1], 10**400]),
     ("top_p", [0, -1, 1.01, "1", False]),
     ("top_k", [-2, 1.5, "3", True]),
@@ -27,6 +41,7 @@ BAD_FIELDS = [
     ("frequency_penalty", [-2.1, 2.1, "0", True]),
     ("logit_bias", [[], "5", {"5": "1"}, {"5": True}, {"5": 101}, {"5": -100.5}, {"five": 1}]),
     ("logit_bias", [{"-1": 1}, {"100000": 1}, {"05": 1}, {"": 1}, {" 5": 1}, {"٥": 1}, {"9" * 5000: 1}]),
+    ("logit_bias", [{str(token): 1 for token in range(1025)}]),
     ("seed", [1.0, "1", True, 2**63, -(2**63) - 1, [1]]),
     ("ignore_eos", [0, 1, "true"]),
     ("stream", [1, "true"]),
@@ -37,13 +52,28 @@ BAD_FIELDS = [
     ("stop", ["", [""], ["x", ""], [5], 5, True, {"x": "y"}, ["x", None], [["x"]], ["x"] * 17, "x" * 4097]),
     ("include_stop_str_in_output", [1, "true"]),
     ("return_token_ids", [1, "true"]),
-    ("stop_token_ids", [[1]]),
+    ("stop_token_ids", [1, ["1"], [True], [-1], [10**6], [[1]], [1] * 257]),
     ("echo", [1, "true"]),
-    ("logprobs", [0, 5]),
-    ("prompt_logprobs", [0]),
+    ("logprobs", [-1, 21, True, "5", 1.0]),
+    ("prompt_logprobs", [-1, 21, True, "0"]),
     ("suffix", ["x"]),
-    ("response_format", [{"type": "json_object"}]),
-    ("min_tokens", [1]),
+    ("response_format", ["text", {}, {"type": "xml"}, {"type": "json_schema"}, {"type": ["text"]}]),
+    ("response_format", [{"type": "json_schema", "json_schema": {"schema": schema}} for schema in BAD_SCHEMAS]),
+    ("structured_outputs", [{}, "x", {"regex": "a", "choice": ["b"]}, {"regex": ""}, {"regex": 5}, {"yaml": "x"}]),
+    ("structured_outputs", [{"json": "{"}, {"json_object": 1}, {"choice": []}]),
+    ("guided_json", [5, "nonsense", {"multipleOf": 5}]),
+    ("guided_regex", ["", 5, ["a"]]),
+    ("guided_choice", [[], "yes", [""], [5], ["a"] * 1025]),
+    ("guided_grammar", ["", 5, {}]),
+    ("min_tokens", [-1, True, "1", 1.0, 17]),
+    ("bad_words", ["x", [""], [5], ["x"] * 257, ["x" * 257]]),
+    ("allowed_token_ids", [[], 5, ["1"], [-1], [10**6]]),
+    ("priority", [1.5, "1", True, 2**31]),
+    ("request_id", ["", "a b", "a\r\nb", "x" * 129, 5]),
+    ("cache_salt", ["", 5, "x" * 1025]),
+    ("return_tokens_as_token_ids", [1, "true"]),
+    ("spaces_between_special_tokens", [1]),
+    ("vllm_xargs", [5, []]),
     ("skip_special_tokens", [0, "true"]),
     ("truncate_prompt_tokens", [-2, 1.5, "3"]),
     ("add_special_tokens", [1]),
@@ -60,9 +90,32 @@ BAD_PARTS = [
     {"type": ["text"], "text": "fox"},
 ]
 
+ASSISTANT = {"role": "assistant", "content": "dog"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+BAD_CALLS = [
+    5,
+    {},
+    {"type": "custom", "function": {"name": "f"}},
+    {"id": 5, "function": {"name": "f"}},
+    {"function": {"name": ""}},
+    {"function": {"name": "f", "arguments": "["}},
+    {"function": {"name": "f", "arguments": "[]"}},
+    {"function": {"name": "f", "arguments": 5}},
+]
+BAD_FUNCTIONS = [
+    {"description": 5},
+    {"strict": 1},
+    {"parameters": []},
+    {"parameters": {"type": "string"}},
+    {"parameters": functools.reduce(lambda inner, _: {"items": inner}, range(40), {})},
+]
+
 BAD_CHAT_FIELDS = [
     ("messages", [None, [], "fox", 5, USER, [None], ["fox"], [[]], [USER, {}]]),
-    ("messages", [[{"role": role, "content": "fox"}] for role in (None, "", "User", "wizard", "tool", 5, ["user"])]),
+    (
+        "messages",
+        [[{"role": role, "content": "fox"}] for role in (None, "", "User", "wizard", "function", 5, ["user"])],
+    ),
     ("messages", [[{"role": "user", "content": content}] for content in (None, 5, True, [], ["fox"], {"text": "fox"})]),
     ("messages", [[{"role": "user", "content": [part]}] for part in BAD_PARTS]),
     ("messages", [[USER | {"tool_calls": [{}]}], [USER | {"name": 5}], [USER, USER | {"role": "system"}]]),
@@ -75,12 +128,26 @@ BAD_CHAT_FIELDS = [
     ("temperature", [-0.1, "0.5", True]),
     ("seed", [True, 2**63]),
     ("stream_options", [{"include_usage": True}]),
-    ("tools", [[{"type": "function", "function": {"name": "f"}}]]),
-    ("tool_choice", ["required"]),
-    ("response_format", [{"type": "json_object"}]),
-    ("logprobs", [True, 0]),
-    ("top_logprobs", [1]),
-    ("stop_token_ids", [[1]]),
+    (
+        "messages",
+        [[USER | {"tool_call_id": "x"}], [{"role": "tool", "content": None}], [ASSISTANT | {"tool_calls": 5}]],
+    ),
+    ("messages", [[ASSISTANT | {"tool_calls": [call]}] for call in BAD_CALLS]),
+    ("messages", [[ASSISTANT | {"content": None, "tool_calls": []}], [ASSISTANT | {"reasoning_content": 5}]]),
+    ("tools", [5, {}, [5], [TOOL, TOOL], [TOOL | {"type": "web_search"}], [TOOL | {"function": None}], [{}]]),
+    ("tools", [[{"type": "function", "function": {"name": name}}] for name in (None, "", "a b", "x" * 65, "é", 5)]),
+    ("tools", [[{"type": "function", "function": {"name": "f"} | more}] for more in BAD_FUNCTIONS]),
+    ("tools", [[{"type": "function", "function": {"name": f"f{index}"}} for index in range(129)]]),
+    (
+        "tool_choice",
+        ["required", "maybe", 5, {}, {"type": "function"}, {"type": "function", "function": {"name": "f"}}],
+    ),
+    ("parallel_tool_calls", [1, "true"]),
+    ("include_reasoning", [1]),
+    ("response_format", [{"type": "xml"}, {"type": "json_schema", "json_schema": {"schema": 5}}]),
+    ("logprobs", [1, 0, "true"]),
+    ("top_logprobs", [1, -1, 21, True]),
+    ("stop_token_ids", [[10**6]]),
     ("echo", [True, 1]),
     ("chat_template", ["{{ messages }}"]),
     ("continue_final_message", [True, "no"]),
@@ -143,6 +210,8 @@ GOOD_FIELDS = [
 ]
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "5"}
 GOOD_CHAT_FIELDS = [
     ("messages", [[{"role": role, "content": "fox"}] for role in ("system", "developer", "user", "assistant")]),
     ("messages", [[USER | {"content": ""}], [USER | {"content": [{"type": "text", "text": "fox"}]}]]),
@@ -150,8 +219,11 @@ GOOD_CHAT_FIELDS = [
     ("max_tokens", [None, 1]),
     ("max_completion_tokens", [None, 1]),
     ("add_generation_prompt", [None, False]),
-    ("tools", [None, []]),
-    ("tool_choice", ["none", "auto"]),
+    ("messages", [[USER, ASSISTANT | {"content": None, "tool_calls": [CALL]}, RESULT]]),
+    ("messages", [[USER, ASSISTANT | {"reasoning_content": "hm"}, USER]]),
+    ("tools", [None, [], [TOOL], [TOOL | {"function": {"name": "f", "parameters": {}, "strict": True}}]]),
+    ("tool_choice", ["none", "auto", None]),
+    ("parallel_tool_calls", [True, False, None]),
     ("logprobs", [None, False]),
 ]
 
@@ -185,7 +257,7 @@ def test_a_conversation_longer_than_the_context_says_the_limit(shared_router, ma
 
 
 def test_an_unsupported_field_says_so(shared_router):
-    error = shared_router.complete(prompt="fox", logprobs=1).json()["error"]
+    error = shared_router.complete(prompt="fox", suffix="dog").json()["error"]
     assert "not supported yet" in error["message"]
 
 
@@ -297,7 +369,7 @@ def test_an_announced_length_over_the_limit_is_413_before_the_body(shared_router
 def test_unknown_routes_and_methods_use_the_envelope(shared_router):
     client = shared_router.client
     assert_error(client.get("/v1/nothing"), 404, "not_found_error")
-    assert_error(client.get("/docs"), 404, "not_found_error")
+    assert_error(client.get("/v2/completions"), 404, "not_found_error")
     refused = client.get("/v1/completions")
     assert_error(refused, 405, "invalid_request_error")
     assert refused.headers["allow"] == "POST"

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
+from cluster.wire.version import WIRE_VERSION
 from services.launch.local import free_ports
 from services.router.app import create_app, served_model_id
 from services.router.main import run
@@ -38,8 +40,9 @@ def test_health_tells_of_every_target(new_router, target):
         "status": "up",
         "problem": None,
         "advertised_address": None,
-        "wire_version": 0,
+        "wire_version": WIRE_VERSION,
         "model": "scripted",
+        "adapters": [],
         "num_draft_links": 1,
         "num_draft_links_configured": 2,
         "running": 1,
@@ -147,8 +150,10 @@ print(sorted(heavy), status)
 
 
 @contextlib.contextmanager
-def program(model_folder, target, **settings) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    """The router as a process, ready, and a client of it."""
+def program(
+    model_folder, target, *, verify: ssl.SSLContext | None = None, **settings
+) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """The router as a process, ready, and a client of it. `verify`: what that takes for its certificate."""
     config = Config.model_validate(
         {
             "target": {"model": str(model_folder), "addresses": [target.address]},
@@ -165,10 +170,10 @@ def program(model_folder, target, **settings) -> Iterator[tuple[subprocess.Popen
     try:
         assert process.stderr is not None
         lines = []
-        while not (found := re.search(r"http://\S+", lines[-1] if lines else "")):
+        while not (found := re.search(r"https?://\S+", lines[-1] if lines else "")):
             lines.append(process.stderr.readline())
             assert lines[-1], "".join(lines)
-        with httpx.Client(base_url=found.group(), trust_env=False) as client:
+        with httpx.Client(base_url=found.group(), trust_env=False, verify=verify or False) as client:
             wait_until(lambda: client.get("/health").status_code == 200, timeout_s=5)
             yield process, client
     finally:

@@ -65,15 +65,15 @@ def test_the_pieces_of_a_text_never_matter(seed):
         end = start + source.randint(0, 5)
         passed_on += matcher.push(text[start:end])
         start = end
-        assert matcher.has_stopped == any(string in text[:end] for string in strings)
-        if not matcher.has_stopped and not in_output:
+        assert (matcher.stopped_at is not None) == any(string in text[:end] for string in strings)
+        if matcher.stopped_at is None and not in_output:
             # Held back is what may be the start of a stop string, and nothing else.
             held = text[len(passed_on) : end]
             assert passed_on + held == text[:end]
             starts = {string[:length] for string in strings for length in range(len(string))}
             longest = max((start for start in starts if text[:end].endswith(start)), key=len)
             assert held == longest
-        if not matcher.has_stopped and in_output:
+        if matcher.stopped_at is None and in_output:
             assert passed_on == text[:end]
     passed_on += matcher.flush()
     assert passed_on == cut(text, strings, in_output)

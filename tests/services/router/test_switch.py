@@ -49,13 +49,15 @@ def switch() -> SpeculationSwitch:
 
 
 def test_the_admin_call(switch: SpeculationSwitch, caplog: pytest.LogCaptureFixture) -> None:
-    client = TestClient(create_admin_app(switch))
+    client = TestClient(create_admin_app(switch, RouterMetrics("m")))
     assert client.get("/admin/speculation").json() == {"percentage": 100}
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         answer = client.put("/admin/speculation", json={"percentage": 12.5, "reason": "canary\nof k"})
     assert answer.json() == {"percentage": 12.5}
     assert switch.percentage == 12.5
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "outrider.audit"]
+    line, call = [record.getMessage() for record in caplog.records if record.name == "outrider.audit"]
+    assert call == "audit: answered 200: PUT '/admin/speculation' from 'testclient', key 'none'"
     assert line == "audit: speculation for 12.5 % of requests, was 100 %; set by testclient, reason: 'canary\\nof k'"
 
 
@@ -70,7 +72,7 @@ def test_the_admin_call(switch: SpeculationSwitch, caplog: pytest.LogCaptureFixt
     ],
 )
 def test_a_call_that_is_wrong_changes_nothing(switch: SpeculationSwitch, body: dict[str, object], param: str) -> None:
-    answer = TestClient(create_admin_app(switch)).put("/admin/speculation", json=body)
+    answer = TestClient(create_admin_app(switch, RouterMetrics("m"))).put("/admin/speculation", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert switch.percentage == 100
@@ -100,7 +102,9 @@ def _answering(answer: bytes) -> Iterator[str]:
 @pytest.fixture
 def admin(switch: SpeculationSwitch) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create_admin_app(switch), log_config=None, lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(create_admin_app(switch, RouterMetrics("m")), log_config=None, lifespan="off")
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     wait_until(lambda: server.started)

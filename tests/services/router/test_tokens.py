@@ -114,7 +114,7 @@ def test_a_long_prompt_is_cut_to_what_leaves_room(router, target) -> None:
     assert nothing.json()["error"]["param"] == "prompt"
 
 
-@pytest.mark.parametrize("tokens", [[[]] * 500_000, [-1] * 500_000, [1] * 300_000])
+@pytest.mark.parametrize("tokens", [[[]] * 50_000, [-1] * 500_000, [1] * 300_000])
 def test_a_list_of_millions_is_refused_by_its_first_fault(new_router, target, tokens: list[Any]) -> None:
     router = new_router([target.address])
     answer = router.client.post("/detokenize", json={"tokens": tokens})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc
 import pytest
@@ -13,15 +13,26 @@ import pytest
 from cluster.config import Config
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
-from cluster.errors import InvalidRequestError, UnavailableError
-from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
+from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
+from cluster.speculation.params import SamplingParams
+from cluster.targets.base import (
+    GenerationOutput,
+    GenerationRequest,
+    Publish,
+    Target,
+    TargetLoad,
+    TargetModel,
+    no_adapter,
+)
+from cluster.wire.codec import encode_sampling
 from cluster.wire.replies import CallReply, RoundCounts, decode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.replicas import Replica
 from services.target.calls import Calls, RouterStream
 from services.target.servicer import TargetServicer
-from tests.waiting import until
+from tests.waiting import turns, until
 
+SAMPLING = encode_sampling(SamplingParams())
 LENGTH = target_pb2.FINISH_REASON_LENGTH
 
 
@@ -35,11 +46,28 @@ class HandDrivenTarget(Target):
     def __init__(self) -> None:
         self.requests: list[str] = []
         self.aborted: list[str] = []
+        self.held: dict[str, str] = {}
 
     def start(self, publish: Publish) -> None:
         self._publish = publish
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return self.held
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
+        if path == "broken":
+            raise InvalidRequestError("it is broken")
+        self.held[name] = f"{path} {replace}"
+        return self.held[name]
+
+    async def unload_adapter(self, name: str) -> int:
+        del self.held[name]
+        return 3
+
     def submit(self, request: GenerationRequest) -> None:
+        if request.adapter and self.held.get(request.adapter) != request.adapter_fingerprint:
+            raise NotFoundError(no_adapter(request.adapter))
         if request.max_tokens == 1111:
             raise ZeroDivisionError("not foreseen")
         self.requests.append(request.request_id)
@@ -106,7 +134,7 @@ async def calling(served: Served) -> AsyncIterator[Replica]:
 
 def request(request_id: str = "one", **fields) -> target_pb2.GenerateRequest:
     fields = {"prompt_token_ids": [1, 2], "max_tokens": 2000} | fields
-    return target_pb2.GenerateRequest(request_id=request_id, **fields)
+    return target_pb2.GenerateRequest(**{"request_id": request_id, "sampling": SAMPLING} | fields)
 
 
 def start(call: int, **fields) -> target_pb2.GenerateCommands:
@@ -142,6 +170,32 @@ def test_a_stream_keeps_one_reply_a_call():
 
 
 @with_served
+async def test_what_waits_is_bounded(served):
+    served.calls = Calls(served.target, 8, max_waiting_tokens=1000)
+    served.target.start(served.calls.publish)
+    with served.calls.stream() as stream:
+
+        def begin(call: int, num_tokens: int, **fields) -> bool:
+            served.calls.start(stream, call, request(f"r{call}", prompt_token_ids=[1] * num_tokens, **fields))
+            return call in stream.running
+
+        assert begin(0, 2000)  # alone any prompt may wait
+        assert not begin(1, 1)
+        (error,) = [reply.error for reply in (await stream.take()).values()]
+        assert isinstance(error, OverloadedError)
+        assert begin(2, 500, num_generated_tokens=1)  # what has begun elsewhere is not lost
+        served.target.step("r0#0", 7)
+        assert (await stream.take())[0].token_ids == [7]
+        assert begin(3, 500)
+        served.calls.cancel(stream, 2)
+        assert begin(4, 1)  # counted as 256
+        assert not begin(5, 256)
+        served.target.step(stream.running[4], 7, is_last=True)
+        await until(lambda: 4 not in stream.running)
+        assert begin(6, 256)
+
+
+@with_served
 async def test_one_message_has_what_a_step_committed_for_all_calls(served):
     stream = served.stub.GenerateMany()
     for call in range(3):
@@ -173,6 +227,46 @@ async def test_a_router_that_does_not_read_gets_few_messages_and_every_token(ser
     assert len(reply.token_ids) == num_steps * len(tokens)
     assert reply.rounds == [RoundCounts(9, step % 10) for step in range(num_steps)]
     assert num_messages < num_steps / 2
+
+
+@with_served
+async def test_what_is_no_message_is_an_invalid_argument(served):
+    method = served.channel.stream_stream("/speculation.v1.Target/GenerateMany")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await method(iter([b"\xff\xff"])).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def _refuse_many(stream: RouterStream, number: int) -> None:
+    for call in range(number):
+        await stream.has_room()
+        stream.put(call, CallReply(error=InvalidRequestError("no")))
+
+
+def test_further_calls_wait_until_replies_to_those_that_ended_are_read():
+    async def run() -> None:
+        stream = RouterStream()
+        refusing = asyncio.create_task(_refuse_many(stream, 3000))
+        await turns()
+        num_replies = []
+        while sum(num_replies) < 3000:
+            num_replies.append(len(await stream.take()))
+            await turns()
+        assert max(num_replies) < 1100
+        await refusing
+
+    asyncio.run(run())
+
+
+@with_served
+async def test_a_message_of_many_calls_lets_others_have_their_turn(served):
+    stream, other = served.stub.GenerateMany(), served.stub.GenerateMany()
+    many = [target_pb2.StartCall(call=call, request=request(f"r{call}")) for call in range(500)]
+    await stream.write(target_pb2.GenerateCommands(start=many))
+    await until(lambda: served.target.requests)
+    assert len(served.target.requests) < 500
+    await other.write(start(1))
+    await until(lambda: len(served.target.requests) == 501)
 
 
 @with_served
@@ -284,7 +378,7 @@ async def test_a_call_that_cannot_be_started_leaves_the_others_alone(served):
         with pytest.raises(Exception, match="the target worker failed"):
             await anext(caller.generate(request(max_tokens=1111)))
         odd = types_pb2.SamplingParams(logit_bias_token_ids=[3])
-        with pytest.raises(Exception, match="the target worker failed"):
+        with pytest.raises(InvalidRequestError, match="logit_bias has 1 token IDs and 0 values"):
             await anext(caller.generate(request(sampling=odd)))
         served.target.step("good#0", 3)
         assert await good == CallReply([3])
@@ -372,3 +466,42 @@ async def test_a_stuck_engine_says_so(served):
     assert not (await served.stub.Describe(types_pb2.DescribeRequest())).is_stuck
     served.target.is_stuck = True
     assert (await served.stub.Describe(types_pb2.DescribeRequest())).is_stuck
+
+
+@with_served
+async def test_adapters_are_described_loaded_and_unloaded(served):
+    loaded = await served.stub.LoadAdapter(target_pb2.LoadAdapterRequest(name="a/b", path="x", replace=True))
+    assert loaded.fingerprint == "x True"
+    description = await served.stub.Describe(types_pb2.DescribeRequest())
+    assert dict(description.adapters) == {"a/b": "x True"}
+    for name, path, reason in (
+        ("a", "broken", "it is broken"),
+        ("a b", "x", "no name for an adapter"),
+        ("", "x", "no name"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=reason) as error:
+            await served.stub.LoadAdapter(target_pb2.LoadAdapterRequest(name=name, path=path))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    unloaded = await served.stub.UnloadAdapter(target_pb2.UnloadAdapterRequest(name="a/b"))
+    assert unloaded.num_running == 3
+    assert not served.target.held
+
+
+@with_served
+async def test_a_request_for_other_contents_is_refused(served):
+    served.target.held["a"] = "one"
+    stream = served.stub.GenerateMany()
+    await stream.write(start(1, adapter="a", adapter_fingerprint="one"))
+    await until(lambda: len(served.target.requests) == 1)
+    await stream.write(start(2, adapter="a", adapter_fingerprint="another"))
+    (reply,) = (await read(stream)).values()
+    assert isinstance(reply.error, NotFoundError)
+
+
+@with_served
+async def test_an_engine_without_adapters_says_so(served):
+    target = served.target
+    with pytest.raises(InvalidRequestError, match="has no adapters"):
+        await Target.load_adapter(target, "a", "x", replace=False)
+    with pytest.raises(NotFoundError, match="no adapter 'a'"):
+        await Target.unload_adapter(target, "a")

@@ -11,11 +11,14 @@ from typing import Any
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InternalError
+from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, Target, TargetLoad, TargetModel
 from cluster.telemetry.tracing import NO_SPAN, Attributes, Span, SpanKind, TraceContext, Tracer
+from cluster.wire.codec import encode_sampling
 from protos.speculation.v1 import target_pb2
 from services.target.calls import Calls, RouterStream
 
+SAMPLING = encode_sampling(SamplingParams())
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
@@ -96,7 +99,7 @@ class Traced:
 
     def start(self, stream: RouterStream, call: int = 1, **fields: Any) -> None:
         fields = {"prompt_token_ids": [1, 2, 3], "max_tokens": 50, "traceparent": TRACEPARENT} | fields
-        self.calls.start(stream, call, target_pb2.GenerateRequest(request_id="r", **fields))
+        self.calls.start(stream, call, target_pb2.GenerateRequest(request_id="r", sampling=SAMPLING, **fields))
 
     async def publish(self, *outputs: GenerationOutput) -> None:
         self.calls.publish(outputs)

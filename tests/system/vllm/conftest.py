@@ -13,7 +13,7 @@ from cluster.engine.runner import ModelRunner
 from tests.system.cases import sampled_cases
 from tests.system.client import Case
 from tests.system.near_ties import NearTieJudge
-from tests.system.vllm.programs import Programs
+from tests.system.vllm.programs import Programs, two_targets
 
 NUM_PROMPTS = 40
 SETTINGS = {
@@ -28,16 +28,8 @@ SETTINGS = {
 
 @pytest.fixture(scope="package")
 def programs(tmp_path_factory: pytest.TempPathFactory, random_draft: Path) -> Iterator[Programs]:
-    programs = Programs(tmp_path_factory.mktemp("vllm"), **SETTINGS)
-    try:
-        programs.start_target("first")
-        programs.start_target("second")
-        programs.start_draft("right")
-        programs.start_draft("random", **{"draft.model": random_draft})
-        programs.wait_ready()
+    with two_targets(tmp_path_factory.mktemp("vllm"), random_draft, **SETTINGS) as programs:
         yield programs
-    finally:
-        programs.stop()
 
 
 @pytest.fixture(scope="package")

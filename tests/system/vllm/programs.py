@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,18 @@ class Programs:
         new = self._folder / f"{file}.new"
         new.write_text("\n".join(addresses))
         new.replace(self._folder / file)
+
+
+@contextlib.contextmanager
+def two_targets(folder: Path, random_draft: Path, **settings: object) -> Iterator[Programs]:
+    """Two targets, and two drafts that none uses yet: `right`, and `random` with the model `random_draft`."""
+    programs = Programs(folder, **settings)
+    try:
+        programs.start_target("first")
+        programs.start_target("second")
+        programs.start_draft("right")
+        programs.start_draft("random", **{"draft.model": random_draft})
+        programs.wait_ready()
+        yield programs
+    finally:
+        programs.stop()

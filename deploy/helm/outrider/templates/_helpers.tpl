@@ -89,7 +89,94 @@ matchExpressions:
 {{- $where := include "outrider.drafts" . -}}
 {{- $listen := eq $where "sidecar" | ternary "127.0.0.1:7001" "0.0.0.0:7001" -}}
 {{- $draft := dict "addresses" (get $addresses $where | default list) "listen" $listen "metrics_host" "0.0.0.0" "metrics_port" 9101 -}}
-{{- toYaml (mergeOverwrite $config (dict "router" $router "target" $target "draft" $draft)) -}}
+{{- if .Values.tls.secretName -}}
+{{- /* Kubernetes' probes have neither certificate nor token. */ -}}
+{{- $_ := set $target "health_listen" "0.0.0.0:7100" -}}
+{{- if ne $where "sidecar" -}}{{- $_ := set $draft "health_listen" "0.0.0.0:7101" -}}{{- end -}}
+{{- end -}}
+{{- $programs := dict "router" $router "target" $target "draft" $draft -}}
+{{- toYaml (mergeOverwrite $config $programs (include "outrider.security" . | fromYaml)) -}}
+{{- end -}}
+
+{{/* What of the tree names files of secrets; programs read them anew when they change. */}}
+{{- define "outrider.security" -}}
+{{- $router := dict -}}
+{{- $worker := dict -}}
+{{- $tls := dict -}}
+{{- $folder := "/etc/outrider-secrets" -}}
+{{- if .Values.tls.secretName -}}
+{{- $_ := set $tls "ca_file" (printf "%s/tls/ca.crt" $folder) -}}
+{{- $_ := set $tls "certificate_file" (printf "%s/tls/tls.crt" $folder) -}}
+{{- $_ := set $tls "key_file" (printf "%s/tls/tls.key" $folder) -}}
+{{- $_ := set $worker "tls_server_name" (required "tls.serverName: give the name that the certificates in tls.secretName are for" .Values.tls.serverName) -}}
+{{- end -}}
+{{- if .Values.tls.tokenSecret -}}
+{{- if not .Values.tls.secretName -}}
+{{- fail (printf "tls.tokenSecret %s: a token needs certificates, set tls.secretName" .Values.tls.tokenSecret) -}}
+{{- end -}}
+{{- $_ := set $tls "token_file" (printf "%s/token/token" $folder) -}}
+{{- end -}}
+{{- if .Values.router.apiKeysSecret -}}{{- $_ := set $router "api_keys_file" (printf "%s/api-keys/keys" $folder) -}}{{- end -}}
+{{- if .Values.router.adminKeysSecret -}}{{- $_ := set $router "admin_keys_file" (printf "%s/admin-keys/keys" $folder) -}}{{- end -}}
+{{- if .Values.router.tlsSecret -}}
+{{- $_ := set $router "tls_certificate_file" (printf "%s/https/tls.crt" $folder) -}}
+{{- $_ := set $router "tls_key_file" (printf "%s/https/tls.key" $folder) -}}
+{{- end -}}
+{{- if .Values.metricsTokenSecret -}}
+{{- range list $router $worker -}}{{- $_ := set . "metrics_token_file" (printf "%s/metrics-token/token" $folder) -}}{{- end -}}
+{{- end -}}
+{{- $tree := dict -}}
+{{- if $router -}}{{- $_ := set $tree "router" $router -}}{{- end -}}
+{{- if $worker -}}{{- $_ := set $tree "target" $worker -}}{{- $_ := set $tree "draft" (deepCopy $worker) -}}{{- end -}}
+{{- if $tls -}}{{- $_ := set $tree "tls" $tls -}}{{- end -}}
+{{- toYaml $tree -}}
+{{- end -}}
+
+{{/* The secrets that a pool's pods have, by the folder that they are in: keys of clients are for routers alone, "ray" has all. */}}
+{{- define "outrider.secrets" -}}
+{{- $secrets := dict "tls" .root.Values.tls.secretName "token" .root.Values.tls.tokenSecret "metrics-token" .root.Values.metricsTokenSecret -}}
+{{- if has .pool (list "router" "ray") -}}
+{{- $_ := set $secrets "api-keys" .root.Values.router.apiKeysSecret -}}
+{{- $_ := set $secrets "admin-keys" .root.Values.router.adminKeysSecret -}}
+{{- $_ := set $secrets "https" .root.Values.router.tlsSecret -}}
+{{- end -}}
+{{- toYaml $secrets -}}
+{{- end -}}
+
+{{- define "outrider.secretMounts" -}}
+{{- range $folder, $secret := include "outrider.secrets" . | fromYaml }}
+{{- if $secret }}
+- {name: {{ $folder }}, mountPath: /etc/outrider-secrets/{{ $folder }}, readOnly: true}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "outrider.secretVolumes" -}}
+{{- range $folder, $secret := include "outrider.secrets" . | fromYaml }}
+{{- if $secret }}
+- {name: {{ $folder }}, secret: {secretName: {{ $secret | quote }}, defaultMode: 0440}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Of a scrape: what opens the page of a pool. (dict "root" $ "pool" "router") */}}
+{{- define "outrider.scrape" -}}
+{{- $https := eq .pool "router" | ternary .root.Values.router.tlsSecret .root.Values.tls.secretName -}}
+{{- if $https }}
+scheme: https
+tlsConfig:
+  ca: {secret: {name: {{ $https | quote }}, key: ca.crt}}
+  {{- if eq .pool "router" }}
+  serverName: {{ required "router.tlsServerName: give the name that the certificate in router.tlsSecret is for" .root.Values.router.tlsServerName | quote }}
+  {{- else }}
+  cert: {secret: {name: {{ $https | quote }}, key: tls.crt}}
+  keySecret: {name: {{ $https | quote }}, key: tls.key}
+  serverName: {{ .root.Values.tls.serverName | quote }}
+  {{- end }}
+{{- end }}
+{{- with .root.Values.metricsTokenSecret }}
+authorization: {credentials: {name: {{ . | quote }}, key: token}}
+{{- end }}
 {{- end -}}
 
 {{- define "outrider.podSecurity" -}}
@@ -177,6 +264,7 @@ terminationGracePeriodSeconds: {{ add (include "outrider.drainSeconds" . | float
 {{/* The container of a target or draft worker. (dict "root" $ "pool" "target" "values" .Values.target) */}}
 {{- define "outrider.worker" -}}
 {{- $port := eq .pool "target" | ternary 7000 7001 -}}
+{{- $healthPort := empty .root.Values.tls.secretName | ternary $port (add $port 100) -}}
 {{- $isLeader := and (eq .pool "target") (gt (include "outrider.nodesPerReplica" .root | int) 1) -}}
 - name: {{ .pool }}
   image: {{ include "outrider.image" (dict "root" .root "suffix" .values.image) }}
@@ -198,9 +286,9 @@ terminationGracePeriodSeconds: {{ add (include "outrider.drainSeconds" . | float
     {{- end }}
   {{- if not .host }}
   # It listens when it has loaded its model. One that stands still is not serving.
-  startupProbe: {grpc: {port: {{ $port }}}, periodSeconds: 5, failureThreshold: {{ div (add .values.startupSeconds 4) 5 }}}
-  readinessProbe: {grpc: {port: {{ $port }}}, periodSeconds: 2, timeoutSeconds: 2, failureThreshold: 2}
-  livenessProbe: {grpc: {port: {{ $port }}}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 6}
+  startupProbe: {grpc: {port: {{ $healthPort }}}, periodSeconds: 5, failureThreshold: {{ div (add .values.startupSeconds 4) 5 }}}
+  readinessProbe: {grpc: {port: {{ $healthPort }}}, periodSeconds: 2, timeoutSeconds: 2, failureThreshold: 2}
+  livenessProbe: {grpc: {port: {{ $healthPort }}}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 6}
   {{- end }}
   # Callers look the name up every 3 s: until then they may still come.
   lifecycle: {preStop: {sleep: {seconds: 5}}}
@@ -210,6 +298,7 @@ terminationGracePeriodSeconds: {{ add (include "outrider.drainSeconds" . | float
     {{- include "outrider.containerSecurity" .root | nindent 4 }}
   volumeMounts:
     {{- include "outrider.mounts" .root | nindent 4 }}
+    {{- include "outrider.secretMounts" . | nindent 4 }}
     {{- if eq .pool "target" }}
     - {name: shm, mountPath: /dev/shm}
     {{- end }}
@@ -249,6 +338,7 @@ spec:
     {{- end }}
   volumes:
     {{- include "outrider.volumes" .root | nindent 4 }}
+    {{- include "outrider.secretVolumes" . | nindent 4 }}
     {{- if eq .pool "target" }}
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .values.shmSize }}}}
     {{- end }}

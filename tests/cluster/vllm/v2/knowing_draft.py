@@ -10,6 +10,7 @@ import grpc
 
 from cluster.drafters.ngram import NgramDrafter
 from cluster.drafting.worker import Deliver
+from cluster.engine.limits import StepLimits
 from cluster.wire.messages import Proposal, SpeculateReply, SpeculateRequest
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
 from services.draft.servicer import DraftServicer
@@ -42,7 +43,10 @@ class _Worker:
     def detach(self, link: int) -> None:
         self._tokens = {key: tokens for key, tokens in self._tokens.items() if key[0] != link}
 
-    def receive(self, link: int, request: SpeculateRequest) -> None:
+    def num_waiting_bytes(self, link: int) -> int:
+        return 0
+
+    def receive(self, link: int, request: SpeculateRequest, num_bytes: int = 0) -> None:
         for wire_id in request.closes:
             self._tokens.pop((link, wire_id), None)
         for opening in request.opens.values():
@@ -78,7 +82,7 @@ class KnowingDraft:
         self._loop = loop
         self._description = types_pb2.ModelDescription(name="knowing", tokenizer_fingerprint=fingerprint)
         # Says how large it is; nobody asks it for more.
-        self._drafter = NgramDrafter(vocab_size, 256, 1, 1)
+        self._drafter = NgramDrafter(vocab_size, StepLimits(256, 64, 512), 1, 1)
         loop.run(self._serve())
 
     async def _serve(self) -> None:

@@ -11,7 +11,7 @@ from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.errors import ConfigurationError
-from services.launch.ray.app import build_app, config_of
+from services.launch.ray.app import build_app, config_of, with_whole_paths
 
 ROOT = Path(__file__).parents[4]
 
@@ -60,3 +60,13 @@ def test_the_serve_configuration_that_we_ship_is_one() -> None:
     assert isinstance(build_app(application.args), Application)
     pools = {"router", "target", "draft"}
     assert {deployment.name for deployment in application.deployments} <= pools
+
+
+def test_files_are_named_by_their_whole_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As replicas have a working directory of their own."""
+    monkeypatch.chdir(tmp_path)
+    tls = {"ca_file": "ca.crt", "certificate_file": "{program}.crt", "key_file": "{program}.key"}
+    placed = with_whole_paths(config_of({"tls": tls, "router": {"api_keys_file": "keys"}}))
+    assert placed.tls.certificate_file == f"{tmp_path}/{{program}}.crt"
+    assert placed.router.api_keys_file == f"{tmp_path}/keys"
+    assert placed.tls.token_file is None

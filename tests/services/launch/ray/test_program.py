@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.config import Config
 from services.launch.local import free_ports
 from services.launch.ray.probe import WorkerProbe
 from services.launch.ray.program import Program
@@ -30,7 +32,7 @@ def draft() -> Iterator[tuple[Program, str]]:
 
 def test_it_serves_and_drains(draft: tuple[Program, str], caplog: pytest.LogCaptureFixture) -> None:
     program, address = draft
-    probe = WorkerProbe("draft", address)
+    probe = WorkerProbe("draft", address, Config())
     with caplog.at_level(logging.INFO, logger="ray.serve.outrider"):
         assert "does not answer" in str(probe.problem())
         assert eventually(lambda: probe.problem() is None, 60)
@@ -59,6 +61,20 @@ def test_a_setting_that_cannot_work_is_named() -> None:
     assert end.startswith("the draft cannot start: outrider draft:")
     assert "/nowhere" in end
     assert "\n" not in end
+
+
+def test_a_log_in_json_is_read_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    arguments = ["draft", "--log-format", "json", "--set", "draft.model=/nowhere", "--set", "draft.listen=127.0.0.1:0"]
+    program = Program("draft", arguments, {})
+    with caplog.at_level(logging.INFO, logger="ray.serve.outrider"):
+        program.start()
+        assert eventually(lambda: program.end() is not None, 60)
+    end = program.end()
+    assert end is not None
+    assert end.startswith("the draft cannot start: draft: ")
+    assert "/nowhere" in end
+    (record,) = (record for record in caplog.records if record.name == "ray.serve.outrider")
+    assert "/nowhere" in json.loads(record.message)["message"]
 
 
 def test_it_ends_with_the_process_that_started_it() -> None:

@@ -11,22 +11,26 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
-_PREFIX = "outrider-ray-"
 _LOCK = "lock"
 
 
 class OwnedFolder:
-    """Removed by `remove`, or by `sweep` after the end of the process that made it."""
+    """Removed by `remove`, or with this object; where its process was killed, by the next of the same `prefix`."""
 
-    def __init__(self) -> None:
-        sweep()
+    def __init__(self, prefix: str) -> None:
+        sweep(prefix)
         # It gets the name that `sweep` looks for when it is locked, not before.
-        new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
-        self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
+        lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         self.path = new.rename(new.with_name(new.name.removeprefix(".")))
+        self._remover = weakref.finalize(self, _remove, self.path, lock)
+
+    def remove(self) -> None:
+        self._remover()
 
     def replace(self, name: str, text: str) -> Path:
         """Makes `text` the contents of the file `name` in one step, for whoever reads it meanwhile."""
@@ -35,16 +39,17 @@ class OwnedFolder:
         new.write_text(text, encoding="utf-8")
         return new.replace(path)
 
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.close(self._lock)
+
+def _remove(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.close(lock)
 
 
-def sweep() -> bool:
-    """Removes the folders on this machine that nobody owns any more; returns whether there are others."""
+def sweep(prefix: str) -> bool:
+    """Removes the folders of `prefix` on this machine that nobody owns any more; returns whether there are others."""
     are_owned = False
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):  # another was faster; it is another user's
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:

@@ -1,0 +1,49 @@
+"""Settings in the environment: `OUTRIDER_ROUTER__PORT=8001` is `router.port: 8001`.
+
+Two underscores stand between a section and its key; a name without is no setting, such as `OUTRIDER_API_KEY`, or what
+Kubernetes tells containers of a service called `outrider-router`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "OUTRIDER_"
+_SEPARATOR = "__"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable that is a setting."""
+
+    name: str
+    value: str
+
+    @property
+    def key(self) -> str:
+        """The setting: `section.key`."""
+        return ".".join(self.name.removeprefix(PREFIX).lower().split(_SEPARATOR))
+
+    @property
+    def override(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+def variables_in(environment: Mapping[str, str]) -> list[Variable]:
+    """Those that are settings, by name."""
+    return [Variable(name, environment[name]) for name in sorted(environment) if is_setting(name)]
+
+
+def variable_of(key: str) -> str:
+    """The name of the variable of the setting `key`."""
+    return PREFIX + _SEPARATOR.join(key.upper().split("."))
+
+
+def is_setting(name: str) -> bool:
+    return name.startswith(PREFIX) and _SEPARATOR in name.removeprefix(PREFIX)
+
+
+def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a program whose configuration has them already: there they would go before what was decided since."""
+    return {name: value for name, value in environment.items() if not is_setting(name)}

@@ -1,0 +1,29 @@
+"""What a token may be, whatever its probability: as requests say it, before an engine works with it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GrammarForm = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an answer has to be: the sequence ends where the grammar does."""
+
+    form: GrammarForm
+    text: str  # the schema as JSON, the expression, the rules as GBNF writes them, or the tags as JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Only the target knows them: a draft that they forbid is cut before it is verified."""
+
+    allowed_token_ids: tuple[int, ...] = ()  # (): all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token IDs; none of them may be completed
+    min_tokens: int = 0  # until there are so many generated tokens, none that ends the sequence
+    grammar: Grammar | None = None
+
+
+UNCONSTRAINED = Constraints()

@@ -1,0 +1,24 @@
+"""How long to wait before trying again what failed: longer each time, and never in step with others."""
+
+from __future__ import annotations
+
+import random
+
+_FIRST_SECONDS = 0.1
+_FACTOR = 2.0
+_JITTER = 0.5  # of the pause, more or less
+
+
+class Backoff:
+    def __init__(self) -> None:
+        self._num_failures = 0
+
+    def succeeded(self) -> None:
+        self._num_failures = 0
+
+    def failed(self, most_seconds: float) -> float:
+        """Seconds to wait, about `most_seconds` at most."""
+        # A float has no room for many more doublings.
+        seconds = min(_FIRST_SECONDS * _FACTOR ** min(self._num_failures, 64), most_seconds)
+        self._num_failures += 1
+        return seconds * random.uniform(1 - _JITTER, 1 + _JITTER)

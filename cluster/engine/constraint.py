@@ -1,0 +1,179 @@
+"""What the next token of a sequence may be, along its drafts: as bits that the sampler lays over the logits."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cluster.constraints import UNCONSTRAINED, Constraints
+from cluster.errors import InvalidRequestError
+from cluster.grammars.matcher import CompiledGrammar, Matcher
+from cluster.speculation.drafts import Drafts
+
+_MAX_STEP_SECONDS = 0.1
+"""Of a grammar in one step, during which every sequence waits: one that takes longer is given up."""
+
+
+class TokenConstraint:
+    """The constraints of one sequence, and how far its text has come in its grammar.
+
+    A row of bits has 32 tokens to an int32, the lowest bit first; a set bit allows its token.
+    """
+
+    def __init__(
+        self,
+        constraints: Constraints,
+        matcher: Matcher | None,
+        vocab_size: int,
+        end_token_ids: Iterable[int],
+    ) -> None:
+        self.error: InvalidRequestError | None = None  # why the sequence cannot go on
+        self._min_tokens = constraints.min_tokens
+        self._bad_words = constraints.bad_words
+        self._matcher = matcher
+        self._ends = sorted(end_token_ids)
+        self._generated: list[int] = []
+        self._num_words = -(-vocab_size // 32)
+        self._is_static = bool(constraints.allowed_token_ids)
+        self._static = _bits(constraints.allowed_token_ids, vocab_size)
+        self._is_limited = bool(constraints.bad_words or constraints.min_tokens)  # by what was generated
+
+    @classmethod
+    def of(
+        cls,
+        constraints: Constraints,
+        grammar: CompiledGrammar | None,
+        vocab_size: int,
+        end_token_ids: Iterable[int],
+        generated: Sequence[int],
+    ) -> TokenConstraint | None:
+        """After the tokens `generated` elsewhere; None where nothing is constrained."""
+        if constraints == UNCONSTRAINED:
+            return None
+        matcher = None if grammar is None else grammar.new_matcher()
+        constraint = cls(constraints, matcher, vocab_size, end_token_ids)
+        for token in generated:
+            constraint.commit(token)
+        return constraint
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were committed."""
+        return len(self._generated)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar has come to its end: nothing can follow."""
+        return self._matcher is not None and self._matcher.is_terminated()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is forbidden now."""
+        if self._is_static or self._bad_words or self._matcher is not None:
+            return True
+        return len(self._generated) < self._min_tokens
+
+    def cut(self, drafts: Drafts) -> Drafts:
+        """`drafts` without those that are forbidden, and without what comes after them."""
+        if not drafts or not self.is_active:
+            return drafts
+        allowed: set[int] = set()
+        self._walk(drafts, allowed.add)
+        return drafts if len(allowed) == len(drafts) else drafts.among(allowed)
+
+    def masks(self, drafts: Drafts) -> torch.Tensor | None:
+        """Bits for the token after the last committed one and after each of `drafts`, all of which are allowed:
+        int32 [1 + len(drafts), ceil(vocab_size / 32)]. None: nothing is forbidden."""
+        if not self.is_active:
+            return None
+        masks = torch.full((1 + len(drafts), self._num_words), -1, dtype=torch.int32)
+        started_at = time.thread_time()
+        self._fill(masks, 0)
+        self._walk(drafts, lambda node: self._fill(masks, node + 1))
+        if self._matcher is not None and time.thread_time() - started_at > _MAX_STEP_SECONDS:
+            self.error = InvalidRequestError(
+                f"the grammar is too ambiguous: a token took it more than {_MAX_STEP_SECONDS:g} s; make it simpler"
+            )
+        return masks
+
+    def commit(self, token: int) -> bool:
+        """`token` follows. False, with an `error`, where it may not: then no token may."""
+        if self.error is None and not self._push(token):
+            self.error = InvalidRequestError("the constraints of the request leave no token to go on with")
+        return self.error is None
+
+    def _walk(self, drafts: Drafts, visit: Callable[[int], object]) -> None:
+        """Calls `visit` of each allowed draft, as if all before it, and it, were committed."""
+        if drafts.parents is None:
+            self._walk_chain(drafts.token_ids, visit)
+            return
+        children: defaultdict[int, list[int]] = defaultdict(list)
+        for node, parent in enumerate(drafts.parents):
+            children[parent].append(node)
+
+        def descend(parent: int) -> None:
+            for node in children[parent]:
+                if self._push(drafts.token_ids[node]):
+                    visit(node)
+                    descend(node)
+                    self._pop()
+
+        descend(-1)
+
+    def _walk_chain(self, token_ids: Sequence[int], visit: Callable[[int], object]) -> None:
+        num_pushed = 0
+        while num_pushed < len(token_ids) and self._push(token_ids[num_pushed]):
+            visit(num_pushed)
+            num_pushed += 1
+        if num_pushed:
+            del self._generated[-num_pushed:]
+            if self._matcher is not None:
+                self._matcher.rollback(num_pushed)
+
+    def _push(self, token: int) -> bool:
+        """Appends `token` unless it is forbidden."""
+        if self._is_static and not self._static[token >> 5] >> (token & 31) & 1:
+            return False
+        if self._is_limited and token in self._forbidden():
+            return False
+        if self._matcher is not None and (self._matcher.is_terminated() or not self._matcher.accept_token(token)):
+            return False
+        self._generated.append(token)
+        return True
+
+    def _pop(self) -> None:
+        self._generated.pop()
+        if self._matcher is not None:
+            self._matcher.rollback(1)
+
+    def _fill(self, masks: torch.Tensor, row: int) -> None:
+        if self._matcher is not None and not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(masks, row)
+        if not (self._is_static or self._is_limited):
+            return
+        bits: npt.NDArray[np.uint32] = masks[row].numpy().view(np.uint32)
+        if self._is_static:
+            bits &= self._static
+        for token in self._forbidden():
+            bits[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+
+    def _forbidden(self) -> list[int]:
+        """Tokens that may not come now because of what was generated."""
+        forbidden = list(self._ends) if len(self._generated) < self._min_tokens else []
+        for word in self._bad_words:
+            length = len(word) - 1
+            if length == 0 or tuple(self._generated[-length:]) == word[:-1]:
+                forbidden.append(word[-1])
+        return forbidden
+
+
+def _bits(token_ids: Iterable[int], vocab_size: int) -> npt.NDArray[np.uint32]:
+    """A row of bits in which those of `token_ids` are set."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    allowed[list(token_ids)] = 1
+    return np.packbits(allowed, bitorder="little").view(np.uint32)

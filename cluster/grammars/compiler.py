@@ -1,0 +1,180 @@
+"""Grammars as requests write them become grammars that a matcher can follow: in bounded time, each once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.constraints import Grammar
+from cluster.errors import InternalError, InvalidRequestError, OverloadedError
+from cluster.grammars.frames import LENGTH, frame
+from cluster.grammars.matcher import CompiledGrammar
+
+if TYPE_CHECKING:
+    import xgrammar
+
+logger = logging.getLogger(__name__)
+
+_COMPILE_SECONDS = 5.0
+_START_SECONDS = 60.0  # most of it goes into imports
+_MAX_KEPT_BYTES = 128 * 2**20  # of compiled grammars, written; in memory they take about as much again
+_MAX_WAITING = 64
+
+
+@dataclass
+class _Work:
+    """A grammar that is being compiled, or waits for its turn."""
+
+    result: asyncio.Task[CompiledGrammar]
+    num_waiting: int = 0  # requests
+    has_begun: bool = False
+
+
+class GrammarCompiler:
+    """Compiles in a process of its own, one grammar after the other; it belongs to one event loop.
+
+    The process starts with the first grammar. One that takes too long, or too much memory, ends it.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+        self._arguments = [str(folder), str(vocab_size), *map(str, end_token_ids)]
+        self._process: asyncio.subprocess.Process | None = None
+        self._matching: Any = None  # the module
+        self._written = ""  # the vocabulary
+        self._vocabulary: xgrammar.TokenizerInfo | None = None
+        self._turn = asyncio.Lock()
+        self._work: dict[Grammar, _Work] = {}
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the one used last comes last
+
+    async def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises InvalidRequestError where `grammar` is none, or too large, and OverloadedError."""
+        if grammar in self._kept:
+            self._kept.move_to_end(grammar)
+            return self._kept[grammar]
+        work = self._work.get(grammar)
+        if work is None:
+            if len(self._work) >= _MAX_WAITING:
+                raise OverloadedError(f"{_MAX_WAITING} grammars wait to be compiled already; retry later")
+            work = self._work[grammar] = _Work(asyncio.create_task(self._compile_in_turn(grammar)))
+            work.result.add_done_callback(_note_error)
+        work.num_waiting += 1
+        try:
+            return await asyncio.shield(work.result)  # others may wait for it too
+        finally:
+            work.num_waiting -= 1
+            # One that has begun goes on though nobody waits: to stop it takes the process, which takes longer to start
+            # than nearly every grammar to compile.
+            if not work.num_waiting and not work.has_begun:
+                work.result.cancel()
+                del self._work[grammar]  # now, as it ends later: whoever comes next begins anew
+
+    async def _compile_in_turn(self, grammar: Grammar) -> CompiledGrammar:
+        async with self._turn:
+            self._work[grammar].has_begun = True
+            try:
+                compiled = await self._compile(grammar)
+            finally:
+                del self._work[grammar]
+        self._keep(grammar, compiled)
+        return compiled
+
+    async def close(self) -> None:
+        for work in self._work.values():
+            work.result.cancel()
+        if self._process is not None:
+            await self._end(self._process)
+
+    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        self._kept[grammar] = compiled
+        while len(self._kept) > 1 and sum(len(kept.written) for kept in self._kept.values()) > _MAX_KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    async def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        process = await self._started()
+        asked = frame(json.dumps({"form": grammar.form, "text": grammar.text}))
+        has_answered = False
+        try:
+            answer, written = await asyncio.wait_for(self._ask(process, asked), _COMPILE_SECONDS)
+            has_answered = True
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"the grammar takes longer than {_COMPILE_SECONDS:g} s to compile: make it simpler"
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise InvalidRequestError(
+                "the grammar cannot be compiled: it is too deep, or needs too much memory"
+            ) from None
+        finally:
+            if not has_answered:  # whatever ended it: its answer must not be taken for the next one's
+                await self._end(process)
+        if "error" in answer:
+            raise InvalidRequestError(f"the grammar cannot be used: {answer['error'] or 'xgrammar gives no reason'}")
+        assert self._vocabulary is not None
+        # In a thread, as one of many megabytes takes seconds, in which the event loop would stand still.
+        compiled = await asyncio.to_thread(self._matching.read_compiled, written, self._vocabulary)
+        return CompiledGrammar(partial(self._matching.make_matcher, compiled), written, self._written)
+
+    async def _ask(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
+        """What became of it, and the grammar, if it became one."""
+        assert process.stdin is not None
+        process.stdin.write(asked)
+        await process.stdin.drain()
+        answer = json.loads(await _read(process))
+        return answer, "" if "error" in answer else (await _read(process)).decode()
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "cluster.grammars.process",
+            *self._arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,  # xgrammar's warnings, which quote what clients sent
+        )
+        try:
+            written = (await asyncio.wait_for(_read(process), _START_SECONDS)).decode()
+        except BaseException as error:
+            await self._end(process)
+            if isinstance(error, Exception):
+                logger.exception("the process that compiles grammars does not start")
+                raise InternalError("grammars cannot be compiled here") from error
+            raise
+        if self._vocabulary is None:
+            # xgrammar takes a second to be imported, with transformers, which it needs: a worker without grammars does
+            # without.
+            self._matching = await asyncio.to_thread(importlib.import_module, "cluster.grammars.matching")
+            self._written = written
+            self._vocabulary = self._matching.read_vocabulary(self._written)
+        self._process = process
+        return process
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        self._process = None
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _note_error(result: asyncio.Task[CompiledGrammar]) -> None:
+    """Nobody may wait for it any more, and asyncio would log that its error was never seen."""
+    if not result.cancelled():
+        result.exception()
+
+
+async def _read(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return await process.stdout.readexactly(length)

@@ -1,0 +1,30 @@
+"""How far a text has come in its grammar: what an engine sees of it. Imports nothing that takes long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Matcher(Protocol):
+    """xgrammar's, as far as it is used."""
+
+    def accept_token(self, token_id: int, /) -> bool: ...
+
+    def rollback(self, num_tokens: int, /) -> None: ...
+
+    def is_terminated(self) -> bool: ...
+
+    def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int, /) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """One grammar, for an engine in this process or in another."""
+
+    new_matcher: Callable[[], Matcher]  # at the beginning of its text
+    written: str
+    vocabulary: str  # that it was compiled for, written

@@ -1,0 +1,93 @@
+"""The process in which grammars are compiled: what a grammar does to it, it does to nobody else.
+
+    python -m cluster.grammars.process FOLDER VOCAB_SIZE [END_TOKEN_ID ...]
+
+The first frame that it writes is the vocabulary, as xgrammar writes it. Then each `{"form": ..., "text": ...}` is
+answered `{"error": ...}`, or `{}` and, in a frame of its own as it may have many megabytes, the grammar as xgrammar
+writes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xgrammar
+
+from cluster.errors import InvalidRequestError
+from cluster.grammars.frames import LENGTH, frame
+from cluster.grammars.matching import probe
+from cluster.grammars.vocabulary import read_vocabulary
+
+_MAX_COMPILED_BYTES = 16 * 2**20
+_MAX_MEMORY_BYTES = 2 * 2**30  # beyond what the process has when it begins
+_PR_SET_PDEATHSIG = 1
+_MAX_WHITESPACE = 16  # characters between two parts of a JSON text
+
+
+def _json_schema(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.CompiledGrammar:
+    return compiler.compile_json_schema(text, max_whitespace_cnt=_MAX_WHITESPACE)
+
+
+_COMPILE: dict[str, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {
+    "json_schema": _json_schema,
+    "regex": lambda compiler, text: compiler.compile_regex(text),
+    "ebnf": lambda compiler, text: compiler.compile_grammar(text),
+    "structural_tag": lambda compiler, text: compiler.compile_structural_tag(text),
+}
+
+
+def _answer(compiler: xgrammar.GrammarCompiler, form: str, text: str) -> tuple[dict[str, Any], str]:
+    try:
+        compiled = _COMPILE[form](compiler, text)
+        if compiled.memory_size_bytes > _MAX_COMPILED_BYTES:
+            size = compiled.memory_size_bytes // 2**20
+            return {"error": f"the grammar takes {size} MiB, and may take {_MAX_COMPILED_BYTES // 2**20}"}, ""
+        probe(compiled)
+        return {}, compiled.serialize_json()
+    except InvalidRequestError as error:
+        return {"error": error.message}, ""
+    except MemoryError:
+        return {"error": "the grammar needs too much memory"}, ""
+    except Exception as error:  # xgrammar raises several kinds, with a place in its own source before the reason
+        return {"error": str(error).strip().rpartition(".cc:")[2].partition(": ")[2] or str(error).strip()}, ""
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + _MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _write(text: str) -> None:
+    sys.stdout.buffer.write(frame(text))
+    sys.stdout.buffer.flush()
+
+
+def _end_with_parent() -> None:
+    """A worker that is killed closes the pipe, which is seen after the grammar that is being compiled, if ever."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(folder: str, vocab_size: str, *end_token_ids: str) -> None:
+    _end_with_parent()
+    vocabulary = read_vocabulary(Path(folder), int(vocab_size), [int(token) for token in end_token_ids])
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+    _limit_memory()
+    _write(vocabulary.serialize_json())
+    while header := sys.stdin.buffer.read(LENGTH.size):
+        asked = json.loads(sys.stdin.buffer.read(*LENGTH.unpack(header)))
+        answer, grammar = _answer(compiler, asked["form"], asked["text"])
+        _write(json.dumps(answer))
+        if "error" not in answer:
+            _write(grammar)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

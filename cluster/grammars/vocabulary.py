@@ -1,0 +1,32 @@
+"""What a grammar needs to know of a tokenizer: the text of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import xgrammar
+from tokenizers import Tokenizer
+
+
+def read_vocabulary(folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
+    """Of the model in `folder`, whose logits have `vocab_size` columns; any of `end_token_ids` ends a text.
+
+    Special tokens spell nothing: no grammar allows them, but for those that end.
+    """
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    spelled = [""] * vocab_size
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token_id < vocab_size and token_id not in special:
+            spelled[token_id] = token
+    # How the vocabulary spells bytes; xgrammar tells it from the file as it does for `from_huggingface`, which would
+    # need the whole of transformers.
+    how = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
+    return xgrammar.TokenizerInfo(
+        spelled,
+        how["vocab_type"],
+        vocab_size=vocab_size,
+        stop_token_ids=list(end_token_ids),
+        add_prefix_space=how["add_prefix_space"],
+    )

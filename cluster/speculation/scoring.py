@@ -1,0 +1,39 @@
+"""Log-probabilities of tokens under raw logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cluster.logprobs import TokenLogprobs
+
+_VALUES_AT_ONCE = 2**24  # float32: 64 MiB for each copy of the rows that are worked on
+
+
+def token_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
+    """Those of `token_ids`, one for each of `rows` of `logits` [num_rows, vocab_size], and of the `width` likeliest.
+
+    In float32. Among equals the lowest ID comes first; a token's rank counts those that are likelier than it.
+    """
+    scores = TokenLogprobs(width)
+    num_at_once = max(1, _VALUES_AT_ONCE // logits.shape[-1])
+    for start in range(0, len(rows), num_at_once):
+        part = slice(start, start + num_at_once)
+        scores.extend(_score(logits[rows[part]].to(torch.float32), token_ids[part], width))
+    return scores
+
+
+def _score(logits: torch.Tensor, token_ids: Sequence[int], width: int) -> TokenLogprobs:
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    scores = TokenLogprobs(width, ranks.tolist(), chosen[:, 0].tolist())
+    if width:
+        # Which of equal values topk takes is not said: one more than is asked for tells whether there are any.
+        values, order = logprobs.topk(min(width + 1, logprobs.shape[-1]), dim=-1)
+        if (values[:, 1:] == values[:, :-1]).any():
+            values, order = logprobs.sort(dim=-1, descending=True, stable=True)
+        scores.top_token_ids = order[:, :width].flatten().tolist()
+        scores.top_logprobs = values[:, :width].flatten().tolist()
+    return scores

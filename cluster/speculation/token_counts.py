@@ -1,0 +1,32 @@
+"""How often each token occurs in a sequence, kept from step to step: penalties look at no token twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class TokenCounts:
+    """Of the first `num_counted` tokens of a sequence."""
+
+    __slots__ = ("generated", "in_prompt", "num_counted")
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.num_counted = 0
+        self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.generated = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # how often, after the prompt
+
+    def count(self, token_ids: Sequence[int] | npt.NDArray[np.int32], end: int, num_prompt_tokens: int) -> None:
+        """Takes in the tokens up to `end`, of which those that were counted before have not changed."""
+        start, border = self.num_counted, max(self.num_counted, min(num_prompt_tokens, end))
+        if start < border:
+            self.in_prompt[self._tensor(token_ids[start:border])] = True
+        if border < end:
+            self.generated += torch.bincount(self._tensor(token_ids[border:end]), minlength=len(self.generated))
+        self.num_counted = max(start, end)
+
+    def _tensor(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self.generated.device)

@@ -1,0 +1,48 @@
+"""Which log-probabilities a step owes its requests: collected while it is committed, worked out all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from cluster.logprobs import TokenLogprobs
+from cluster.targets.generation import Scheduled
+
+
+class Scoring:
+    """What `add` and `add_prompt` return is filled in by `finish`."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._token_ids: list[int] = []
+        self._owed: list[tuple[int, TokenLogprobs]] = []  # with the place of its first row
+
+    def add(self, rows: Sequence[int], token_ids: Sequence[int], width: int | None) -> TokenLogprobs | None:
+        """Those of `token_ids` in `rows` and of the `width` likeliest tokens; None: nobody asked for them."""
+        if width is None:
+            return None
+        owed = TokenLogprobs(width)
+        self._owed.append((len(self._rows), owed))
+        self._rows += rows
+        self._token_ids += token_ids
+        return owed
+
+    def add_prompt(self, scheduled: Scheduled, first_row: int) -> TokenLogprobs | None:
+        """Those of the prompt tokens that `scheduled`, whose logits begin at `first_row`, tells of; each once."""
+        sequence, num_scored = scheduled.sequence, scheduled.num_scored
+        if not num_scored:
+            return None
+        # Of a sequence that was preempted the step may compute tokens again that have been told.
+        assert sequence.first_unscored is not None
+        start = max(sequence.first_unscored, sequence.num_computed_tokens + 1)
+        sequence.first_unscored = end = start + num_scored
+        rows = range(first_row, first_row + num_scored)
+        return self.add(rows, sequence.token_ids[start:end], sequence.request.num_prompt_logprobs)
+
+    def finish(self, score: Callable[[Sequence[int], Sequence[int], int], TokenLogprobs]) -> None:
+        """Has all of them worked out by `score`, of rows, the tokens in them and a number of likeliest ones."""
+        if not self._owed:
+            return
+        scores = score(self._rows, self._token_ids, max(owed.width for _, owed in self._owed))
+        ends = [start for start, _ in self._owed[1:]] + [len(self._rows)]
+        for (start, owed), end in zip(self._owed, ends, strict=True):
+            owed.extend(scores.part(start, end, owed.width))

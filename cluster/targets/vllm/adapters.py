@@ -1,0 +1,146 @@
+"""The LoRA adapters of a vLLM target: which names stand for which, and who still answers with them.
+
+vLLM knows an adapter by a number and a folder. Both are new for each that is loaded, so that nothing it keeps, such as
+KV, which it finds again by the adapter's name and folder, outlives a change of what a name stands for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm.lora.request import LoRARequest
+
+from cluster.config import TargetConfig
+from cluster.errors import ConfigurationError, InvalidRequestError, NotFoundError
+from cluster.lora import AdapterFiles, BaseModel, copy_adapter, folder_within
+from cluster.owned_folder import OwnedFolder
+from cluster.targets.base import no_adapter
+from cluster.vllm.lora import LoraLimits
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One that was read: a name's, until another takes its place or it is unloaded."""
+
+    name: str
+    number: int  # vLLM's
+    folder: Path  # our copy
+    fingerprint: str
+    num_running: int = 0
+    is_retired: bool = False  # no name stands for it any more
+
+    def request(self) -> LoRARequest:
+        return LoRARequest(f"{self.number}:{self.name}", self.number, str(self.folder))
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Adapters:
+    """All of a target. Any thread."""
+
+    def __init__(self, target: TargetConfig, base: BaseModel, limits: LoraLimits) -> None:
+        self._root = None if target.lora_root is None else Path(target.lora_root)
+        self._base = base
+        self._limits = limits
+        self._copies = OwnedFolder("outrider-adapters-")
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._named: dict[str, Adapter] = {}
+        self._in_engine: set[Adapter] = set()  # those named, and those that requests still end with
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        with self._lock:
+            return {name: adapter.fingerprint for name, adapter in self._named.items()}
+
+    def named(self, name: str) -> Adapter | None:
+        with self._lock:
+            return self._named.get(name)
+
+    def configured(self, target: TargetConfig) -> list[Adapter]:
+        """Reads those of the configuration. Raises ConfigurationError naming one that cannot be used."""
+        adapters = []
+        for name, folder in target.lora.items():
+            try:
+                adapters.append(self._read(name, Path(folder).expanduser()))
+            except InvalidRequestError as error:
+                raise ConfigurationError(f"target.lora {name!r}: {error}") from error
+        return adapters
+
+    def read(self, name: str, path: str) -> Adapter:
+        """Copies and checks the adapter that a caller wants as `name`. Raises InvalidRequestError."""
+        if self._root is None:
+            raise InvalidRequestError("this target loads no adapters while it serves: set target.lora_root")
+        return self._read(name, folder_within(path, self._root))
+
+    def check_room(self) -> None:
+        """Raises InvalidRequestError when one more would push another out of the engine's memory."""
+        with self._lock:
+            if len(self._in_engine) >= self._limits.num_adapters:
+                raise InvalidRequestError(
+                    f"this target holds {len(self._in_engine)} adapters already: unload one, or start it with "
+                    f"target.engine_args {{max_cpu_loras: {self._limits.num_adapters + 1}}} or more"
+                )
+
+    def publish(self, adapter: Adapter) -> Adapter | None:
+        """Requests may name it from now on; returns the one before it, if that is to be taken out of the engine."""
+        with self._lock:
+            self._in_engine.add(adapter)
+            before, self._named[adapter.name] = self._named.get(adapter.name), adapter
+            return self._retire(before) if before is not None else None
+
+    def unpublish(self, name: str) -> tuple[int, Adapter | None]:
+        """Requests may not name it any more. Returns how many run, and it, if it is to be taken out of the engine.
+
+        Raises NotFoundError.
+        """
+        with self._lock:
+            adapter = self._named.pop(name, None)
+            if adapter is None:
+                raise NotFoundError(no_adapter(name))
+            return adapter.num_running, self._retire(adapter)
+
+    def acquire(self, name: str, fingerprint: str) -> Adapter:
+        """The one that a request is for, which it keeps until it is released. Raises NotFoundError."""
+        with self._lock:
+            adapter = self._named.get(name)
+            if adapter is None or fingerprint not in ("", adapter.fingerprint):
+                raise NotFoundError(no_adapter(name))
+            adapter.num_running += 1
+            return adapter
+
+    def release(self, adapter: Adapter) -> bool:
+        """Returns whether it is to be taken out of the engine."""
+        with self._lock:
+            adapter.num_running -= 1
+            return adapter.is_retired and adapter.num_running == 0
+
+    def forget(self, adapter: Adapter) -> None:
+        """It is not in the engine any more."""
+        with self._lock:
+            self._in_engine.discard(adapter)
+
+    def close(self) -> None:
+        self._copies.remove()
+
+    def _read(self, name: str, source: Path) -> Adapter:
+        AdapterFiles.read(source).check(self._base, self._limits.max_rank)
+        with self._lock:
+            number = next(self._numbers)
+        folder = self._copies.path / str(number)
+        adapter = Adapter(name, number, folder, copy_adapter(source, folder))
+        try:
+            AdapterFiles.read(folder).check(self._base, self._limits.max_rank)  # it may have changed meanwhile
+        except InvalidRequestError:
+            adapter.discard()
+            raise
+        return adapter
+
+    def _retire(self, adapter: Adapter) -> Adapter | None:
+        adapter.is_retired = True
+        return None if adapter.num_running else adapter

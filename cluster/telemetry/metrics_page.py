@@ -1,0 +1,107 @@
+"""The page of a worker's metrics: over HTTP, or HTTPS for those with a certificate; with a token where there is one."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from cluster.errors import cannot_listen
+from cluster.token_file import TokenFile
+from cluster.transport.listening import Listener
+
+audit = logging.getLogger("outrider.audit")
+
+_HANDSHAKE_SECONDS = 10.0
+_BEARER = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class PageGuard:
+    """Who may read a page. `context`: what each connection is made with; None: plaintext.
+
+    `accepts`: whether a caller may read who comes with that token; None: everybody may.
+    """
+
+    context: Callable[[], ssl.SSLContext] | None = None
+    accepts: Callable[[bytes], bool] | None = None
+
+    @classmethod
+    def of(cls, listener: Listener, metrics_token_file: str | None) -> PageGuard:
+        """Of a program whose callers `listener` knows: they may read its page, and so may who has the file's token.
+
+        Raises ConfigurationError when that cannot be read.
+        """
+        token = None if metrics_token_file is None else TokenFile(metrics_token_file, "metrics_token_file")
+        if token is None and not listener.asks_for_token:
+            return cls(listener.page_context())
+        return cls(
+            listener.page_context(),
+            lambda given: listener.accepts(given) or (token is not None and token.accepts(given)),
+        )
+
+    def is_open_to(self, authorization: str) -> bool:
+        if self.accepts is None:
+            return True
+        is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
+        # WSGI's strings are bytes that were read as Latin-1.
+        return is_bearer and self.accepts(authorization[len(_BEARER) :].strip().encode("latin-1"))
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int, guard: PageGuard | None = None) -> int:
+    """Serves `registry` at `/metrics` from a daemon thread; returns the port (0: a free one)."""
+    guard = guard or PageGuard()
+    app = make_wsgi_app(registry)
+
+    def guarded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if not guard.is_open_to(environ.get("HTTP_AUTHORIZATION", "")):
+            audit.warning("audit: refused 401: metrics page, from %s", environ.get("REMOTE_ADDR", "unknown"))
+            start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+            return [b"send the token of this page's metrics_token_file as `Authorization: Bearer TOKEN`\n"]
+        # In OpenMetrics, which a Prometheus asks for first, the client library makes an underscore of vLLM's colon.
+        answer: Iterable[bytes] = app(environ | {"HTTP_ACCEPT": "text/plain"}, start_response)
+        return answer
+
+    try:
+        server = make_server(host, port, guarded, _server_class(host, port, guard.context), _SilentHandler)
+    except OSError as error:
+        raise cannot_listen(f"{host}:{port}", error, "set another `metrics_port` or `metrics_host`") from error
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return server.server_port
+
+
+def _server_class(host: str, port: int, context: Callable[[], ssl.SSLContext] | None) -> type[WSGIServer]:
+    (family, *_), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+    class Server(ThreadingMixIn, WSGIServer):
+        address_family = family
+        daemon_threads = True
+
+        def finish_request(self, request: Any, client_address: Any) -> None:
+            """In a thread of its own, where a caller who is slow to shake hands holds up nobody."""
+            if context is None:
+                super().finish_request(request, client_address)
+                return
+            request.settimeout(_HANDSHAKE_SECONDS)
+            try:
+                connection = context().wrap_socket(request, server_side=True)
+            except OSError as error:  # no TLS, no certificate, or that of another CA
+                audit.warning("audit: refused: metrics page, from %s: TLS fails: %.200s", client_address[0], error)
+                return
+            with connection:
+                super().finish_request(connection, client_address)
+
+    return Server
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""

@@ -1,0 +1,95 @@
+"""A program's certificate, its key and the CA's, as its files have them now."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.config_tls import TlsConfig
+from cluster.errors import ConfigurationError
+from cluster.file_watch import FileWatch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pems:
+    ca: bytes
+    certificate: bytes
+    key: bytes
+    version: int  # differs from those of before
+
+
+class Certificates:
+    """Any thread. Files that have changed are read when they are next needed; what cannot be used, such as a
+    certificate whose key has not come yet, leaves those of before."""
+
+    def __init__(self, tls: TlsConfig) -> None:
+        """`tls` is on. Raises ConfigurationError naming the file."""
+        self._ca, self._certificate, self._key = (
+            path or "" for path in (tls.ca_file, tls.certificate_file, tls.key_file)
+        )
+        self._watch = FileWatch((self._ca, self._certificate, self._key))
+        self._lock = threading.Lock()
+        self._pems = self._read(version=0)
+
+    def current(self) -> Pems:
+        with self._lock:
+            if self._watch.has_changed():
+                try:
+                    self._pems = self._read(self._pems.version + 1)
+                    logger.info("%s and its key have been read anew", self._certificate)
+                except ConfigurationError as error:
+                    logger.warning("%s; the certificates of before stay", error)
+            return self._pems
+
+    def page_context(self) -> ssl.SSLContext:
+        """For a page that is served to whoever has a certificate of the same CA."""
+        return _server_context(self._ca, self._certificate, self._key)
+
+    def _read(self, version: int) -> Pems:
+        pems = Pems(
+            _content("ca_file", self._ca),
+            _content("certificate_file", self._certificate),
+            _content("key_file", self._key),
+            version,
+        )
+        _server_context(self._ca, self._certificate, self._key)  # gRPC would say nothing of files that do not fit
+        return pems
+
+
+def _content(setting: str, path: str) -> bytes:
+    """Raises ConfigurationError."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"tls.{setting}: cannot read {path}: {error.strerror}") from error
+
+
+def _server_context(ca: str, certificate: str, key: str) -> ssl.SSLContext:
+    """Raises ConfigurationError when the files are no certificates, or do not fit."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.CERT_REQUIRED
+    load_certificate(context, certificate, key, "tls.certificate_file")
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"tls.ca_file: {ca} has no certificate: {error}") from error
+    return context
+
+
+def load_certificate(context: ssl.SSLContext, certificate: str, key: str, setting: str) -> None:
+    """Has new connections of `context` use them. Raises ConfigurationError naming `setting` when they cannot."""
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (OSError, ValueError) as error:  # SSLError is one of the former
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"{setting}: {certificate} and {key} cannot be used: {reason}") from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted, and there is nobody to ask for its password")

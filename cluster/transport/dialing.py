@@ -1,0 +1,96 @@
+"""Channels to the workers of one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from cluster.config_tls import TlsConfig
+from cluster.token_file import TokenFile
+from cluster.transport.certificates import Certificates
+
+Options = Sequence[tuple[str, Any]]
+
+_MAX_REASON_CHARACTERS = 200
+
+
+class Dialer:
+    """A channel is made with the certificates of its time: when `version` is another, a new one has others."""
+
+    def __init__(
+        self,
+        certificates: Certificates | None = None,
+        token: TokenFile | None = None,
+        server_name: str | None = None,
+    ) -> None:
+        """`server_name`: what the workers' certificates have to be for; None: the host that is dialled."""
+        self._certificates = certificates
+        self._token = token
+        self._server_name = server_name
+
+    @classmethod
+    def of(cls, tls: TlsConfig, program: str, server_name: str | None = None) -> Dialer:
+        """Of `program`. Raises ConfigurationError when a file cannot be used."""
+        tls = tls.of(program)
+        if not tls.is_on:
+            return PLAIN
+        token = None if tls.token_file is None else TokenFile(tls.token_file, "tls.token_file")
+        return cls(Certificates(tls), token, server_name)
+
+    @property
+    def version(self) -> int:
+        return 0 if self._certificates is None else self._certificates.current().version
+
+    def channel(self, address: str, options: Options = ()) -> grpc.aio.Channel:
+        if self._certificates is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, self._credentials(self._certificates), options=self._named(options))
+
+    def blocking_channel(self, address: str, options: Options = ()) -> grpc.Channel:
+        """For callers without an event loop."""
+        if self._certificates is None:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, self._credentials(self._certificates), options=self._named(options))
+
+    def explain(self, error: grpc.RpcError) -> str | None:
+        """Why a call was refused, in words for the log, where it is for who the two are; else None."""
+        if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
+            return None
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            return f"it refuses us: {details[:_MAX_REASON_CHARACTERS]}"
+        if code is not grpc.StatusCode.UNAVAILABLE or self._certificates is None:
+            return None
+        for sign in ("CERTIFICATE_", "Verification Check", "handshake failed", "WRONG_VERSION_NUMBER"):
+            if sign in details:
+                return f"TLS fails: {details.rpartition('SSL routines:')[2][-_MAX_REASON_CHARACTERS:]}"
+        if "Socket closed" in details:
+            return "it ends the connection: if that lasts, it may not take our certificate, or not speak TLS"
+        return None
+
+    def _credentials(self, certificates: Certificates) -> grpc.ChannelCredentials:
+        pems = certificates.current()
+        credentials = grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate)
+        if self._token is None:
+            return credentials
+        return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(_Sender(self._token)))
+
+    def _named(self, options: Options) -> Options:
+        if self._server_name is None:
+            return options
+        return (*options, ("grpc.ssl_target_name_override", self._server_name))
+
+
+PLAIN = Dialer()
+
+
+class _Sender(grpc.AuthMetadataPlugin):
+    """Puts the token of now into each call. gRPC asks for it only where the connection is encrypted."""
+
+    def __init__(self, token: TokenFile) -> None:
+        self._token = token
+
+    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+        callback((("authorization", f"Bearer {self._token.current()}"),), None)

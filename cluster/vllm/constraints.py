@@ -1,0 +1,78 @@
+"""The constraints of requests inside vLLM: they travel in `extra_args`, and are followed wherever tokens are chosen.
+
+vLLM's own (grammars, allowed tokens, bad words, least lengths) stay off: its log-probabilities would be those of what a
+grammar leaves, and it refuses some of them beside speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from cluster.constraints import UNCONSTRAINED, Constraints
+from cluster.engine.constraint import TokenConstraint
+from cluster.grammars import matching
+
+EXTRA_ARGS_KEY = "outrider_constraints"
+
+
+def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], grammar: str | None) -> dict[str, Any]:
+    """`grammar`: that of `constraints`, compiled and written; any of `end_token_ids` ends the sequence."""
+    if constraints == UNCONSTRAINED:
+        return {}
+    return {
+        EXTRA_ARGS_KEY: {
+            "allowed_token_ids": constraints.allowed_token_ids,
+            "bad_words": constraints.bad_words,
+            "min_tokens": constraints.min_tokens,
+            "end_token_ids": sorted(end_token_ids),
+            "grammar": grammar,
+        }
+    }
+
+
+class RequestConstraints:
+    """Those of the requests in one process."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._vocabulary: Any = None
+        self._constraints: dict[str, TokenConstraint] = {}
+
+    def know_vocabulary(self, written: str) -> None:
+        """To be called before the first request with a grammar."""
+        self._vocabulary = matching.read_vocabulary(written)
+
+    def of(
+        self, request_id: str, extra_args: Mapping[str, Any] | None, generated: Sequence[int]
+    ) -> TokenConstraint | None:
+        """The constraint of a request after the tokens `generated`; None where it has none."""
+        asked = (extra_args or {}).get(EXTRA_ARGS_KEY)
+        if asked is None:
+            return None
+        constraint = self._constraints.get(request_id)
+        if constraint is None:
+            constraint = self._constraints[request_id] = self._new(asked)
+        for token in generated[constraint.num_generated :]:
+            constraint.commit(token)
+        return constraint
+
+    def keep_only(self, request_ids: Collection[str]) -> None:
+        """The others have ended."""
+        self._constraints = {key: kept for key, kept in self._constraints.items() if key in request_ids}
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        for request_id in request_ids:
+            self._constraints.pop(request_id, None)
+
+    def _new(self, asked: Mapping[str, Any]) -> TokenConstraint:
+        constraints = Constraints(
+            allowed_token_ids=tuple(asked["allowed_token_ids"]),
+            bad_words=tuple(tuple(word) for word in asked["bad_words"]),
+            min_tokens=asked["min_tokens"],
+        )
+        matcher = None
+        if asked["grammar"] is not None:
+            assert self._vocabulary is not None, "a grammar came before the vocabulary"
+            matcher = matching.make_matcher(matching.read_compiled(asked["grammar"], self._vocabulary))
+        return TokenConstraint(constraints, matcher, self._vocab_size, asked["end_token_ids"])

@@ -1,0 +1,75 @@
+"""What vLLM is set up for where a target has LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.config import TargetConfig
+from cluster.errors import ConfigurationError, InvalidRequestError
+from cluster.lora import AdapterFiles
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be set up for
+_LATER_RANK = 16  # at least, as vLLM's default, where adapters are loaded later
+_NUM_SLOTS = 8
+_NUM_LATER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """What vLLM sets memory aside for."""
+
+    max_rank: int
+    num_slots: int  # adapters in one step
+    num_adapters: int  # in memory
+
+    @classmethod
+    def of(cls, target: TargetConfig) -> LoraLimits:
+        """For the adapters that are listed, and some to come where they may. `engine_args` goes before what is here.
+
+        Raises ConfigurationError.
+        """
+        given, ranks = target.engine_args, listed_ranks(target)
+        has_later = target.lora_root is not None
+        rank = max((*ranks, _LATER_RANK) if has_later else ranks)
+        max_rank = given.get("max_lora_rank", next((known for known in _RANKS if known >= rank), rank))
+        if max_rank not in _RANKS:
+            raise ConfigurationError(f"vLLM takes max_lora_rank {', '.join(map(str, _RANKS))}, not {max_rank!r}")
+        num_adapters = _number(given, "max_cpu_loras", len(ranks) + (_NUM_LATER if has_later else 0))
+        num_slots = _number(given, "max_loras", min(num_adapters, _NUM_SLOTS))
+        if "max_cpu_loras" not in given:
+            num_adapters = max(num_adapters, num_slots)
+        if num_adapters < max(len(ranks), num_slots):
+            raise ConfigurationError(
+                f"target.engine_args.max_cpu_loras {num_adapters} is less than the {len(ranks)} adapters of "
+                f"target.lora, or than max_loras {num_slots}"
+            )
+        return cls(max_rank, num_slots, num_adapters)
+
+    def engine_args(self) -> dict[str, Any]:
+        return {
+            "enable_lora": True,
+            "max_lora_rank": self.max_rank,
+            "max_loras": self.num_slots,
+            "max_cpu_loras": self.num_adapters,
+        }
+
+
+def listed_ranks(target: TargetConfig) -> Sequence[int]:
+    """Those of the configuration's adapters. Raises ConfigurationError naming one that cannot be read."""
+    ranks = []
+    for name, folder in target.lora.items():
+        try:
+            ranks.append(AdapterFiles.read(Path(folder).expanduser()).rank)
+        except InvalidRequestError as error:
+            raise ConfigurationError(f"target.lora {name!r}: {error}") from error
+    return ranks
+
+
+def _number(given: dict[str, Any], name: str, default: int) -> int:
+    value = given.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ConfigurationError(f"target.engine_args.{name} has to be a number from 1 on, not {value!r}")
+    return value

@@ -1,0 +1,82 @@
+"""`outrider adapter`: loads a LoRA adapter on all targets of a router, unloads one, or lists them."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+from typing import Any
+from urllib.parse import quote
+
+from cluster.errors import ConfigurationError
+from services.http_call import add_trust_arguments, call, trusted_context
+
+_PATH = "/admin/adapters"
+_SECONDS = 320.0  # a target may take minutes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    load = actions.add_parser("load", help="have every target load one, while it serves")
+    load.add_argument("name", metavar="NAME", help="what requests give as their `model`")
+    load.add_argument("path", metavar="PATH", help="its folder on each target's disk, below its `target.lora_root`")
+    load.add_argument("--replace", action="store_true", help="in the place of one of that name with other contents")
+    unload = actions.add_parser("unload", help="take no new requests for one; those that run end as they began")
+    unload.add_argument("name", metavar="NAME")
+    listed = actions.add_parser("list", help="which target holds which")
+    for action in (load, unload, listed):
+        action.add_argument(
+            "--admin",
+            required=True,
+            metavar="HOST:PORT",
+            help="a router's `router.admin_listen`, with https:// before it where the router has TLS; one router is "
+            "enough. The key that it may ask for is the environment's OUTRIDER_API_KEY",
+        )
+        add_trust_arguments(action)
+    for action in (load, unload):
+        action.add_argument("--reason", default="", help="kept in the router's log")
+    parser.epilog = "example: outrider adapter load sql-v2 sql/v2 --admin 127.0.0.1:8001"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what came of it, a target a line; 1 where one of them failed. Raises ConfigurationError when all did."""
+    context = trusted_context(arguments)
+    if arguments.action == "list":
+        return _list(arguments.admin, context)
+    if arguments.action == "load":
+        body = {
+            "name": arguments.name,
+            "path": arguments.path,
+            "replace": arguments.replace,
+            "reason": arguments.reason,
+        }
+        answer = call(arguments.admin, "POST", _PATH, body, seconds=_SECONDS, context=context)
+    else:
+        path = f"{_PATH}/{quote(arguments.name)}?reason={quote(arguments.reason)}"
+        answer = call(arguments.admin, "DELETE", path, seconds=_SECONDS, context=context)
+    has_failed = False
+    for target in _entries(arguments.admin, answer, "targets"):
+        has_failed |= "error" in target
+        print(f"{target.get('address')}: {_outcome(target)}")
+    return int(has_failed)
+
+
+def _outcome(target: dict[str, Any]) -> str:
+    if "error" in target:
+        return f"not done: {target['error']}"
+    if "fingerprint" in target:
+        return f"loaded, {str(target['fingerprint'])[:12]}"
+    return f"unloaded; {target.get('num_running', 0)} requests end with it still"
+
+
+def _list(address: str, context: ssl.SSLContext | None) -> int:
+    for adapter in _entries(address, call(address, "GET", _PATH, context=context), "adapters"):
+        targets = adapter.get("targets") or []
+        print(f"{adapter.get('name')} {str(adapter.get('fingerprint'))[:12]} on {', '.join(map(str, targets))}")
+    return 0
+
+
+def _entries(address: str, answer: Any, name: str) -> list[dict[str, Any]]:
+    entries = answer.get(name) if isinstance(answer, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigurationError(f"{address} does not answer as a router's `router.admin_listen`")
+    return entries

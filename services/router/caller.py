@@ -1,0 +1,35 @@
+"""Who makes the request that is being answered, where the router asks for keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Role = Literal["client", "operator", "scraper", "launcher"]
+"""scraper, launcher: may read pages that say how the cluster is, and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    name: str  # of the key, or "" where there was none to be asked for
+    role: Role
+    sees_workers: bool = False  # may learn where they are
+
+
+# Of the request that the current task works for. What counts tokens is deep below what has seen the request's headers.
+current_key: ContextVar[str | None] = ContextVar("current_key", default=None)
+
+
+def caller_of(scope: Mapping[str, Any]) -> Caller | None:
+    """None: a probe without a key."""
+    caller: Caller | None = scope.get("state", {}).get("caller")
+    return caller
+
+
+def name_of_caller(scope: Mapping[str, Any]) -> str:
+    """For audit lines: the key's name, where there is one, and the host."""
+    client, key = scope.get("client"), caller_of(scope)
+    host = client[0] if client else "unknown"
+    return f"{key.name} at {host}" if key is not None and key.name else str(host)

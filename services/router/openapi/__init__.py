@@ -1,0 +1,1 @@
+"""`/openapi.json`, what the API is in OpenAPI's words, and `/docs`, the same as a page."""

@@ -1,0 +1,198 @@
+"""The schemas of what is answered. Answers are made as they are sent and not by models, so these are written out;
+a test holds real answers against them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+INTEGER: Schema = {"type": "integer"}
+NUMBER: Schema = {"type": "number"}
+BOOLEAN: Schema = {"type": "boolean"}
+ANY_OBJECT: Schema = {"type": "object"}
+
+
+def reference(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def items(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def structure(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
+    return {"type": "object", "properties": required | (optional or {}), "required": list(required)}
+
+
+def _constant(value: str) -> Schema:
+    return {"const": value}
+
+
+_SPECULATION = {
+    "speculation": {"type": "object", "description": "with `return_speculation_stats`: what speculation did"},
+    "token_ids": items(INTEGER) | {"description": "with `return_token_ids`"},
+}
+_STOP_REASON = {"stop_reason": {"description": "the stop token or string that the request named"}}
+_FINISH_REASON = nullable({"enum": ["stop", "length", "tool_calls"]})
+_LOGPROBS = nullable(ANY_OBJECT)
+_FRAME: dict[str, Schema] = {"id": TEXT, "created": INTEGER, "model": TEXT, "seed": INTEGER}
+_METRICS = {"metrics": {"type": "object", "description": "vLLM's statistics of speculation"}}
+_FUNCTION = structure({"name": TEXT, "arguments": TEXT})
+
+ANSWERS: dict[str, Schema] = {
+    "Error": structure(
+        {"error": structure({"message": TEXT, "type": TEXT, "param": nullable(TEXT), "code": nullable(TEXT)})}
+    ),
+    "Usage": structure({"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER}),
+    "Completion": structure(
+        _FRAME
+        | {
+            "object": _constant("text_completion"),
+            "choices": items(
+                structure(
+                    {"index": INTEGER, "text": TEXT, "logprobs": _LOGPROBS, "finish_reason": _FINISH_REASON},
+                    _SPECULATION | _STOP_REASON,
+                )
+            ),
+        },
+        {"usage": nullable(reference("Usage"))} | _METRICS,
+    ),
+    "AnsweredToolCall": structure({"id": TEXT, "type": _constant("function"), "function": _FUNCTION}),
+    "AssistantMessage": structure(
+        {"role": _constant("assistant"), "content": nullable(TEXT), "refusal": nullable(TEXT)},
+        {
+            "reasoning_content": TEXT,
+            "reasoning": TEXT,
+            "tool_calls": items(reference("AnsweredToolCall")),
+        },
+    ),
+    "ChatCompletion": structure(
+        _FRAME
+        | {
+            "object": _constant("chat.completion"),
+            "choices": items(
+                structure(
+                    {
+                        "index": INTEGER,
+                        "message": reference("AssistantMessage"),
+                        "logprobs": _LOGPROBS,
+                        "finish_reason": _FINISH_REASON,
+                    },
+                    _SPECULATION | _STOP_REASON,
+                )
+            ),
+            "usage": reference("Usage"),
+        },
+        _METRICS,
+    ),
+    "MessageDelta": structure(
+        {},
+        {
+            "role": _constant("assistant"),
+            "content": TEXT,
+            "reasoning_content": TEXT,
+            "reasoning": TEXT,
+            "tool_calls": items(
+                structure(
+                    {"index": INTEGER, "function": structure({}, {"name": TEXT, "arguments": TEXT})},
+                    {"id": TEXT, "type": _constant("function")},
+                )
+            ),
+        },
+    ),
+    "ChatCompletionChunk": structure(
+        _FRAME
+        | {
+            "object": _constant("chat.completion.chunk"),
+            "choices": items(
+                structure(
+                    {
+                        "index": INTEGER,
+                        "delta": reference("MessageDelta"),
+                        "logprobs": _LOGPROBS,
+                        "finish_reason": _FINISH_REASON,
+                    },
+                    _SPECULATION | _STOP_REASON,
+                )
+            ),
+        },
+        {"usage": nullable(reference("Usage"))} | _METRICS,
+    ),
+    "ResponseItem": structure(
+        {"id": TEXT, "type": {"enum": ["message", "reasoning", "function_call"]}, "status": TEXT},
+        {
+            "role": TEXT,
+            "content": items(structure({"type": TEXT, "text": TEXT})),
+            "summary": items(ANY_OBJECT),
+            "call_id": TEXT,
+            "name": TEXT,
+            "arguments": TEXT,
+        },
+    ),
+    "Response": structure(
+        {
+            "id": TEXT,
+            "object": _constant("response"),
+            "created_at": INTEGER,
+            "status": {"enum": ["in_progress", "completed", "incomplete", "failed"]},
+            "error": nullable(structure({"code": TEXT, "message": TEXT})),
+            "incomplete_details": nullable(structure({"reason": TEXT})),
+            "model": TEXT,
+            "output": items(reference("ResponseItem")),
+            "store": {"const": False},
+            "seed": INTEGER,
+            "usage": nullable(
+                structure(
+                    {
+                        "input_tokens": INTEGER,
+                        "input_tokens_details": ANY_OBJECT,
+                        "output_tokens": INTEGER,
+                        "output_tokens_details": ANY_OBJECT,
+                        "total_tokens": INTEGER,
+                    }
+                )
+            ),
+        }
+    ),
+    "ResponseEvent": structure(
+        {"type": TEXT, "sequence_number": INTEGER},
+        {
+            "response": reference("Response"),
+            "item": reference("ResponseItem"),
+            "item_id": TEXT,
+            "output_index": INTEGER,
+            "content_index": INTEGER,
+            "delta": TEXT,
+        },
+    ),
+    "Model": structure(
+        {"id": TEXT, "object": _constant("model"), "created": INTEGER, "owned_by": TEXT, "root": TEXT},
+        {"parent": nullable(TEXT), "max_model_len": INTEGER},
+    ),
+    "ModelList": structure({"object": _constant("list"), "data": items(reference("Model"))}),
+    "Tokens": structure(
+        {
+            "count": INTEGER,
+            "max_model_len": nullable(INTEGER),
+            "tokens": items(INTEGER),
+            "token_strs": nullable(items(nullable(TEXT))),
+        }
+    ),
+    "Text": structure({"prompt": TEXT}),
+    "Health": structure(
+        {
+            "status": {"enum": ["ok", "unavailable"]},
+            "model": TEXT,
+            "targets": items(structure({"status": TEXT, "problem": nullable(TEXT)}, {"address": TEXT})),
+        },
+        {"reason": TEXT},
+    ),
+    "Liveness": structure({"status": _constant("ok")}),
+    "Version": structure({"version": TEXT}),
+}

@@ -1,0 +1,38 @@
+"""The routes of the document and of its page, each made when it is first asked for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from services.router.openapi.document import openapi_document
+from services.router.openapi.page import docs_page
+
+
+class OpenApi:
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/openapi.json", self._show_document, methods=["GET"]),
+            Route("/docs", self._show_page, methods=["GET"]),
+        ]
+
+    @cached_property
+    def _document(self) -> bytes:
+        return to_json(openapi_document(self._version))
+
+    @cached_property
+    def _page(self) -> str:
+        return docs_page(openapi_document(self._version))
+
+    async def _show_document(self, _: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def _show_page(self, _: Request) -> Response:
+        return HTMLResponse(self._page)

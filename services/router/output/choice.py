@@ -1,0 +1,84 @@
+"""Which reader the answers to a request need: told by the configuration, or by the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from cluster.config_router import RouterConfig
+from cluster.tokenization import Tokenizer
+from services.router.chat_template import ChatTemplate
+from services.router.output.formats import TOOL_FORMATS, ToolFormat, format_of, named, plain, required
+from services.router.output.message import Reader
+from services.router.output.reasoning import BEGIN, END
+from services.router.tools import Tool, ToolChoice
+
+_LAST_TOKENS = 8  # of a prompt, in which its opening of the reasoning is sought
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Makes the readers of a model's answers."""
+
+    tokenizer: Tokenizer
+    tool_format: ToolFormat | None
+    reads_reasoning: bool
+
+    @classmethod
+    def of(cls, config: RouterConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> Readers:
+        source = template.source if template is not None else ""
+        name: str | None = config.tool_call_parser
+        if name == "auto":
+            name = format_of(source, tokenizer.special_tokens)
+        reads_reasoning = config.reasoning_parser == "think" or (config.reasoning_parser == "auto" and END in source)
+        return cls(tokenizer, TOOL_FORMATS.get(name or ""), reads_reasoning)
+
+    def reader(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        *,
+        parallel_calls: bool = True,
+        include_reasoning: bool = True,
+        prompt: Sequence[int] = (),
+        continued: str = "",
+    ) -> Reader | None:
+        """None where all of an answer is content.
+
+        `prompt`: its token IDs; `continued`: the text of the message that the answer goes on with.
+        """
+        is_short = self.tool_format is not None and self.tool_format.has_short_ids
+        if choice.is_forced:  # the grammar leaves no room for reasoning
+            return Reader(
+                program=named(choice.name) if choice.mode == "named" else required,
+                tools=tools,
+                parallel_calls=parallel_calls,
+                has_short_ids=is_short,
+                calls_finish=choice.mode == "required",
+            )
+        has_calls = bool(tools) and choice.mode == "auto" and self.tool_format is not None
+        if not has_calls and not self.reads_reasoning:
+            return None
+        return Reader(
+            program=self.tool_format.program if has_calls and self.tool_format is not None else plain,
+            tools=tools,
+            reads_reasoning=self.reads_reasoning,
+            reasoning_has_begun=self.reads_reasoning and self._opens_reasoning(prompt, continued),
+            include_reasoning=include_reasoning,
+            parallel_calls=parallel_calls,
+            has_short_ids=is_short,
+        )
+
+    def shown_special_tokens(self, tools: Sequence[Tool], choice: ToolChoice) -> Collection[int]:
+        """Those that a reader has to see."""
+        markers: list[str] = [BEGIN, END] if self.reads_reasoning else []
+        if tools and choice.mode == "auto" and self.tool_format is not None:
+            markers += self.tool_format.markers
+        special = self.tokenizer.special_tokens
+        return [special[marker] for marker in markers if marker in special]
+
+    def _opens_reasoning(self, prompt: Sequence[int], continued: str) -> bool:
+        if continued:
+            return continued.rfind(BEGIN) > continued.rfind(END)
+        end = self.tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False)
+        return end.rstrip().endswith(BEGIN)

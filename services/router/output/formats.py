@@ -1,0 +1,211 @@
+"""The formats in which models call tools. Text that is no call after all is content, with its markup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.router.output.calls import is_name, read_arguments, read_call, read_calls
+from services.router.output.qwen_xml import read_function
+from services.router.output.source import WHITE_SPACE, Reading, Source, Writer
+from services.router.tools import Tool
+
+Program = Callable[[Source, Writer, Sequence[Tool]], Reading[None]]
+
+
+def plain(source: Source, writer: Writer, _: Sequence[Tool] = ()) -> Reading[None]:
+    """All of it is content."""
+    yield from source.until((), writer.content)
+
+
+def _hermes(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as need be."""
+    while marker := (yield from source.until(("<tool_call>",), writer.content)):
+        source.mark()
+        character = yield from source.skip()
+        if character == "{" and (yield from read_call(source, writer)):
+            yield from _pass_over(source, "</tool_call>")
+            continue
+        if character != "{":
+            source.unread(character)
+        writer.content(marker + source.since_mark())
+
+
+def _qwen3_xml(source: Source, writer: Writer, tools: Sequence[Tool]) -> Reading[None]:
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`; the outer tag may lack."""
+    parameters = {tool.name: tool.parameters for tool in tools}
+    while marker := (yield from source.until(("<tool_call>", "<function="), writer.content)):
+        source.mark()
+        if marker == "<tool_call>":
+            source.unread((yield from source.skip()))
+            if not (yield from source.expect("<function=")):
+                writer.content(marker + source.since_mark())
+                continue
+        if (yield from read_function(source, writer, parameters)):
+            yield from _pass_over(source, "</tool_call>")
+        else:
+            writer.content(marker + source.since_mark())
+
+
+def _llama3(source: Source, writer: Writer, tools: Sequence[Tool]) -> Reading[None]:
+    """`{"name": ..., "parameters": {...}}` at the start, or behind `<|python_tag|>`; between two of them a `;`."""
+    names = {tool.name for tool in tools}
+    has_tag = False
+    while True:
+        source.mark()
+        character = yield from source.skip()
+        if character == "{" and (yield from read_call(source, writer, None if has_tag else names)):
+            has_tag = False
+            source.mark()
+            character = yield from source.skip()
+            if character == ";":
+                continue
+            source.unread(character)
+            if character == "{":
+                continue
+            writer.content(source.since_mark())
+        else:
+            if character != "{":
+                source.unread(character)
+            writer.content(("<|python_tag|>" if has_tag else "") + source.since_mark())
+        if not (yield from source.until(("<|python_tag|>",), writer.content)):
+            return
+        has_tag = True
+
+
+def _mistral(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
+    """`[TOOL_CALLS]` before a list of calls, or before each call as `name{...}` or `name[ARGS]{...}`."""
+    while marker := (yield from source.until(("[TOOL_CALLS]",), writer.content)):
+        source.mark()
+        character = yield from source.skip()
+        if character == "[":
+            is_call = yield from read_calls(source, writer)
+        elif character == "{":
+            is_call = yield from read_call(source, writer)
+        else:
+            source.unread(character)
+            is_call = yield from _named_call(source, writer)
+        if not is_call:
+            writer.content(marker + source.since_mark())
+
+
+def _named_call(source: Source, writer: Writer) -> Reading[bool]:
+    name = ""
+    while (character := (yield from source.read())) and character not in WHITE_SPACE + "[{":
+        name += character
+    if character and character in WHITE_SPACE:
+        character = yield from source.skip()
+    if not is_name(name):
+        source.unread(character)
+        return False
+    if character == "[":
+        source.unread(character)
+        while (tag := (yield from _tag(source))) == "[CALL_ID]":  # the call's ID is ours to choose
+            while (character := (yield from source.read())) and character not in "[{":
+                pass
+            source.unread(character)
+        if tag != "[ARGS]":
+            return False
+        character = yield from source.skip()
+    if character != "{":
+        source.unread(character)
+        return False
+    writer.begin_call(name)
+    yield from read_arguments(source, writer)
+    return True
+
+
+def _tag(source: Source) -> Reading[str]:
+    """The tag in brackets that comes next; what comes instead, where it is none."""
+    if not (yield from source.expect("[")):
+        return ""
+    tag = "["
+    while len(tag) < len("[CALL_ID]") and (character := (yield from source.read())):
+        tag += character
+        if character == "]":
+            break
+    return tag
+
+
+def required(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
+    """The whole answer is a list of calls."""
+    source.mark()
+    character = yield from source.skip()
+    if character == "[" and (yield from read_calls(source, writer)):
+        source.unread((yield from source.skip()))
+    else:
+        if character != "[":
+            source.unread(character)
+        writer.content(source.since_mark())
+    yield from plain(source, writer)
+
+
+def named(name: str) -> Program:
+    """The whole answer is the arguments of a call of `name`."""
+
+    def read(source: Source, writer: Writer, _: Sequence[Tool]) -> Reading[None]:
+        source.mark()
+        character = yield from source.skip()
+        if character == "{":
+            writer.begin_call(name)
+            yield from read_arguments(source, writer)
+            character = yield from source.skip()
+            source.unread(character)
+        else:
+            source.unread(character)
+            writer.content(source.since_mark())
+        yield from plain(source, writer)
+
+    return read
+
+
+def _pass_over(source: Source, tag: str) -> Reading[None]:
+    """Reads `tag` and the white space before it, if it comes: models forget it."""
+    source.mark()
+    source.unread((yield from source.skip()))
+    if not (yield from source.expect(tag)):
+        source.unread(source.since_mark())
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    program: Program
+    markers: tuple[str, ...]  # which the text has to show even where the model has special tokens for them
+    has_short_ids: bool = False  # nine letters and digits: the template refuses others
+
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(_hermes, ("<tool_call>", "</tool_call>")),
+    "qwen": ToolFormat(_hermes, ("<tool_call>", "</tool_call>")),
+    "qwen3_xml": ToolFormat(_qwen3_xml, ("<tool_call>", "</tool_call>")),
+    "llama3": ToolFormat(_llama3, ("<|python_tag|>",)),
+    "mistral": ToolFormat(_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), has_short_ids=True),
+}
+
+# What a template that tells the model of a format has in it, the first that fits.
+_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<tool_call>", "<function="), "qwen3_xml"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_tag|>",), "llama3"),
+    (('"parameters": dictionary of argument name and its value',), "llama3"),
+)
+_OTHER_FORMATS = ("<arg_key>",)  # whose markup is partly the same: GLM's
+
+
+def format_of(template_source: str, tokens: Mapping[str, Any]) -> str | None:
+    """The name of the format that a chat template tells the model of; None where it tells of none.
+
+    `tokens`: the model's special tokens, which decide where the template has tools and leaves the markup to them.
+    """
+    if any(sign in template_source for sign in _OTHER_FORMATS):
+        return None
+    for signs, name in _SIGNS:
+        if all(sign in template_source for sign in signs):
+            return name
+    if "tools" in template_source:
+        for signs, name in _SIGNS:
+            if all(sign in tokens for sign in signs):
+                return name
+    return None

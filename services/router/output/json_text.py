@@ -1,0 +1,140 @@
+"""JSON that comes character by character."""
+
+from __future__ import annotations
+
+import enum
+import re
+
+MAX_DEPTH = 128
+
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
+_OF_NUMBERS = frozenset("0123456789+-.eE")
+_LITERALS = {"t": "true", "f": "false", "n": "null"}
+_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
+
+
+class Step(enum.Enum):
+    INSIDE = enum.auto()
+    LAST = enum.auto()  # the character ends the value
+    PAST = enum.auto()  # the value ended before it: a number, which only what follows ends
+    BAD = enum.auto()
+
+
+class _Expects(enum.Enum):
+    VALUE = enum.auto()
+    VALUE_OR_END = enum.auto()
+    KEY = enum.auto()
+    KEY_OR_END = enum.auto()
+    COLON = enum.auto()
+    COMMA_OR_END = enum.auto()
+    STRING = enum.auto()
+    ESCAPE = enum.auto()
+    HEX = enum.auto()
+    NUMBER = enum.auto()
+    LITERAL = enum.auto()
+
+
+class JsonScanner:
+    """Follows one JSON value."""
+
+    def __init__(self) -> None:
+        self._expects = _Expects.VALUE
+        self._open: list[str] = []  # the brackets that are open
+        self._is_key = False
+        self._rest = ""  # of a literal
+        self._num_hex = 0
+        self._number = ""
+
+    @property
+    def is_in_string(self) -> bool:
+        """Whether all characters but quotes, backslashes and controls leave it as it is."""
+        return self._expects is _Expects.STRING
+
+    def repaired(self, character: str) -> str:
+        """`character`, which is to come, as JSON has it: models forget to escape newlines in strings."""
+        if self._expects is _Expects.STRING and character < " ":
+            return _ESCAPES.get(character, f"\\u{ord(character):04x}")
+        return character
+
+    def step(self, character: str) -> Step:
+        match self._expects:
+            case _Expects.STRING:
+                return self._in_string(character)
+            case _Expects.ESCAPE:
+                self._expects = _Expects.STRING
+                if character == "u":
+                    self._expects, self._num_hex = _Expects.HEX, 0
+                    return Step.INSIDE
+                return Step.INSIDE if character in '"\\/bfnrt' else Step.BAD
+            case _Expects.HEX:
+                self._num_hex += 1
+                if self._num_hex == 4:
+                    self._expects = _Expects.STRING
+                return Step.INSIDE if character in _HEXADECIMAL else Step.BAD
+            case _Expects.LITERAL:
+                if character != self._rest[0]:
+                    return Step.BAD
+                self._rest = self._rest[1:]
+                return Step.INSIDE if self._rest else self._ended()
+            case _Expects.NUMBER:
+                return self._in_number(character)
+        return Step.INSIDE if character in " \t\r\n" else self._between(character)
+
+    def _in_string(self, character: str) -> Step:
+        if character == "\\":
+            self._expects = _Expects.ESCAPE
+        elif character == '"':
+            if not self._is_key:
+                return self._ended()
+            self._expects, self._is_key = _Expects.COLON, False
+        return Step.INSIDE
+
+    def _in_number(self, character: str) -> Step:
+        if character in _OF_NUMBERS:
+            self._number += character
+            return Step.INSIDE if len(self._number) <= 400 else Step.BAD
+        if not _NUMBER.fullmatch(self._number):
+            return Step.BAD
+        if self._ended() is Step.LAST:
+            return Step.PAST
+        return self.step(character)
+
+    def _between(self, character: str) -> Step:
+        expects = self._expects
+        if character in "}]" and expects in (_Expects.COMMA_OR_END, _Expects.KEY_OR_END, _Expects.VALUE_OR_END):
+            if self._open.pop() != {"}": "{", "]": "["}[character]:
+                return Step.BAD
+            return self._ended()
+        if expects is _Expects.COMMA_OR_END and character == ",":
+            self._expects = _Expects.KEY if self._open[-1] == "{" else _Expects.VALUE
+        elif expects is _Expects.COLON and character == ":":
+            self._expects = _Expects.VALUE
+        elif expects in (_Expects.KEY, _Expects.KEY_OR_END) and character == '"':
+            self._expects, self._is_key = _Expects.STRING, True
+        elif expects in (_Expects.VALUE, _Expects.VALUE_OR_END):
+            return self._begun(character)
+        else:
+            return Step.BAD
+        return Step.INSIDE
+
+    def _begun(self, character: str) -> Step:
+        if character in "{[":
+            if len(self._open) == MAX_DEPTH:
+                return Step.BAD
+            self._open.append(character)
+            self._expects = _Expects.KEY_OR_END if character == "{" else _Expects.VALUE_OR_END
+        elif character == '"':
+            self._expects = _Expects.STRING
+        elif character in "-0123456789":
+            self._expects, self._number = _Expects.NUMBER, character
+        elif character in _LITERALS:
+            self._expects, self._rest = _Expects.LITERAL, _LITERALS[character][1:]
+        else:
+            return Step.BAD
+        return Step.INSIDE
+
+    def _ended(self) -> Step:
+        """After a value: it was the whole, or there is more of what it is in."""
+        self._expects = _Expects.COMMA_OR_END
+        return Step.INSIDE if self._open else Step.LAST

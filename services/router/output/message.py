@@ -1,0 +1,112 @@
+"""The message that an answer is: its content, its reasoning and its calls, whole or in deltas."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.router.output.formats import Program, plain
+from services.router.output.reasoning import read_reasoning
+from services.router.output.source import Reading, Said, Source, Writer
+from services.router.tools import Tool
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How the answers to one request are to be read."""
+
+    program: Program = plain
+    tools: Sequence[Tool] = ()
+    reads_reasoning: bool = False
+    reasoning_has_begun: bool = False  # in the prompt
+    include_reasoning: bool = True
+    parallel_calls: bool = True
+    has_short_ids: bool = False
+    calls_finish: bool = True  # an answer that calls ends with "tool_calls": not where the client had chosen the call
+
+    def start(self) -> MessageReader:
+        return MessageReader(self)
+
+    def read(self, source: Source, writer: Writer) -> Reading[None]:
+        if self.reads_reasoning:
+            yield from read_reasoning(source, writer, has_begun=self.reasoning_has_begun)
+        yield from self.program(source, writer, self.tools)
+
+
+class MessageReader:
+    """Reads one answer. The concatenation of what it says does not depend on the pieces that it was given."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._writer = Writer(include_reasoning=reader.include_reasoning, parallel_calls=reader.parallel_calls)
+        self._program = reader.read(Source(), self._writer)
+        self._num_calls = 0
+        next(self._program)
+
+    def push(self, text: str, *, is_last: bool) -> list[Said]:
+        """What is clear of the answer now that `text` has come."""
+        if text:
+            self._program.send(text)
+        if is_last:
+            try:
+                self._program.send("")
+            except StopIteration:
+                self._writer.end()
+            else:
+                raise AssertionError("a program reads on after the end")
+        return self._writer.take()
+
+    def new_call_id(self) -> str:
+        if self._reader.has_short_ids:
+            return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._writer.num_calls and self._reader.calls_finish else reason
+
+    def deltas(self, said: Sequence[Said]) -> list[dict[str, Any]]:
+        """`said` as the deltas of a streamed message."""
+        return [self._delta(one) for one in said]
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The message that `text`, the whole answer, is."""
+        content, reasoning = "", ""
+        calls: list[dict[str, Any]] = []
+        for one in self.push(text, is_last=True):
+            if one.kind == "content":
+                content += one.text
+            elif one.kind == "reasoning":
+                reasoning += one.text
+            elif one.kind == "call":
+                calls.append(self._call(one.text))
+            else:
+                calls[-1]["function"]["arguments"] += one.text
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if not content and (calls or reasoning) else content,
+            "refusal": None,
+        }
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _delta(self, said: Said) -> dict[str, Any]:
+        match said.kind:
+            case "content":
+                return {"content": said.text}
+            case "reasoning":
+                return {"reasoning_content": said.text, "reasoning": said.text}
+            case "call":
+                self._num_calls += 1
+                return {"tool_calls": [{"index": self._num_calls - 1} | self._call(said.text)]}
+        return {"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": said.text}}]}
+
+    def _call(self, name: str) -> dict[str, Any]:
+        return {"id": self.new_call_id(), "type": "function", "function": {"name": name, "arguments": ""}}

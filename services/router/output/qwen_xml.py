@@ -1,0 +1,102 @@
+"""Calls as Qwen3-Coder writes them, in tags and not as JSON: `<function=name><parameter=key>value</parameter>`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic_core import from_json
+
+from services.router.output.calls import is_name
+from services.router.output.source import Reading, Source, Writer
+
+_PARAMETER, _END_OF_PARAMETER, _END = "<parameter=", "</parameter>", "</function>"
+_END_OF_CALL = "</tool_call>"
+
+
+def read_function(source: Source, writer: Writer, schemas: Mapping[str, Mapping[str, Any]]) -> Reading[bool]:
+    """Reads a call behind `<function=`; False when it is none. `schemas`: of the parameters of each function.
+
+    One that breaks off is a call with the parameters that were complete.
+    """
+    name = yield from _attribute(source)
+    if name is None:
+        return False
+    writer.begin_call(name)
+    schema = schemas.get(name, {}).get("properties")
+    separator = "{"
+    tag = yield from _tag(source, (_PARAMETER, _END))
+    while tag == _PARAMETER:
+        key = yield from _attribute(source)
+        if key is None:
+            break
+        value: list[str] = []
+        # The next tag ends a value too: some models leave out that of its end.
+        tag = yield from source.until((_END_OF_PARAMETER, _PARAMETER, _END, _END_OF_CALL), value.append)
+        if not tag:
+            return True  # cut off
+        writer.arguments(f"{separator}{_quoted(key)}: {_value(''.join(value), _schema_of(schema, key))}")
+        separator = ", "
+        if tag == _END_OF_PARAMETER:
+            tag = yield from _tag(source, (_PARAMETER, _END))
+    if tag is not None:
+        writer.arguments("{}" if separator == "{" else "}")
+    return True
+
+
+def _attribute(source: Source) -> Reading[str | None]:
+    """What comes before `>`; None where it can't be a name."""
+    text = ""
+    while (character := (yield from source.read())) not in ("", ">", "<", "\n"):
+        text += character
+    if character != ">":
+        source.unread(character)
+        return None
+    text = text.strip()
+    return text if is_name(text) else None
+
+
+def _tag(source: Source, tags: tuple[str, ...]) -> Reading[str | None]:
+    """The one of `tags` that comes next; "" when something else does, None at the end of the text."""
+    character = yield from source.skip()
+    text = ""
+    while character:
+        if not any(tag.startswith(text + character) for tag in tags):
+            source.unread(text + character)
+            return ""
+        text += character
+        if text in tags:
+            return text
+        character = yield from source.read()
+    return None
+
+
+def _schema_of(schema: object, key: str) -> Mapping[str, Any]:
+    found = schema.get(key) if isinstance(schema, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> str:
+    """`text`, from between the tags, as JSON: a string where the schema lets it be one, else what it spells."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    kinds = schema.get("type")
+    if isinstance(kinds, list):
+        accepts_text = "string" in kinds and not (text.strip() == "null" and "null" in kinds)
+    elif kinds is None:
+        accepts_text = not schema.keys() & {"anyOf", "oneOf", "$ref", "enum", "const"}
+    else:
+        accepts_text = kinds == "string"
+    if not accepts_text:
+        spelled = text.strip()
+        for candidate in (spelled, {"True": "true", "False": "false", "None": "null"}.get(spelled, "")):
+            try:
+                from_json(candidate, allow_inf_nan=False)
+            except ValueError:
+                continue
+            return candidate
+    return _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,174 @@
+"""The text of an answer as programs read it, and what they say of it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+# A program that is sent pieces of text, and at the end of the text "", until it returns a T.
+Reading: TypeAlias = Generator[None, str, T]
+
+WHITE_SPACE = " \t\r\n"
+
+
+@dataclass(slots=True)
+class Said:
+    """Part of what an answer says. A call's `text` is the name of its function; its arguments follow it."""
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+
+
+class Source:
+    """Where a program gets its characters, one after the other."""
+
+    def __init__(self) -> None:
+        self._piece = ""
+        self._position = 0  # in the piece
+        self._has_ended = False
+        self._since_mark: list[str] = []
+
+    def read(self) -> Reading[str]:
+        """The next character; "" at the end of the text, as often as it is asked for."""
+        while self._position == len(self._piece):
+            if self._has_ended:
+                return ""
+            self._piece = yield
+            self._position = 0
+            self._has_ended = not self._piece
+        character = self._piece[self._position]
+        self._position += 1
+        self._since_mark.append(character)
+        return character
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """What there is by now of `pattern`, which is of single characters: it saves reading them one by one."""
+        match = pattern.match(self._piece, self._position)
+        if match is None:
+            return ""
+        self._position = match.end()
+        if match[0]:
+            self._since_mark.append(match[0])
+        return match[0]
+
+    def unread(self, text: str) -> None:
+        """Has `text`, the last that was read, read once more."""
+        self._piece = text + self._piece[self._position :]
+        self._position = 0
+        kept = "".join(self._since_mark)
+        self._since_mark = [kept[: max(0, len(kept) - len(text))]]
+
+    def mark(self) -> None:
+        self._since_mark = []
+
+    def since_mark(self) -> str:
+        """What was read since `mark`."""
+        return "".join(self._since_mark)
+
+    def skip(self, characters: str = WHITE_SPACE) -> Reading[str]:
+        """The next character that is none of `characters`."""
+        while True:
+            character = yield from self.read()
+            if not character or character not in characters:
+                return character
+
+    def expect(self, text: str) -> Reading[bool]:
+        """Whether `text` comes next; if not, nothing is read."""
+        for length, expected in enumerate(text):
+            character = yield from self.read()
+            if character != expected:
+                self.unread(text[:length] + character)
+                return False
+        return True
+
+    def until(self, markers: Collection[str], take: Callable[[str], None]) -> Reading[str]:
+        """Has `take` what comes before one of `markers`, as soon as it is sure to; returns the marker, or "" at the
+        end of the text."""
+        prose = _without("".join(marker[0] for marker in markers))
+        held = ""
+        while True:
+            if not held and (text := self.run(prose)):
+                take(text)
+            self._since_mark.clear()  # the text may be long, and nobody goes back in it
+            character = yield from self.read()
+            if not character:
+                if held:
+                    take(held)
+                return ""
+            held += character
+            while held and not any(marker.startswith(held) for marker in markers):
+                take(held[0])
+                held = held[1:]
+            if held in markers:
+                return held
+
+
+@functools.cache
+def _without(characters: str) -> re.Pattern[str]:
+    return re.compile(f"[^{re.escape(characters)}]*" if characters else ".*", re.DOTALL)
+
+
+class Writer:
+    """Collects what a program says.
+
+    White space beside calls belongs to the markup: it is content only where content follows.
+    """
+
+    def __init__(self, *, include_reasoning: bool = True, parallel_calls: bool = True) -> None:
+        self.num_calls = 0
+        self._said: list[Said] = []
+        self._includes_reasoning = include_reasoning
+        self._max_calls = None if parallel_calls else 1
+        self._drops_call = False
+        self._held_content = ""
+        self._held_reasoning = ""
+
+    def content(self, text: str) -> None:
+        kept = text.rstrip()
+        if kept:
+            self._say("content", self._held_content + kept)
+            self._held_content = ""
+        self._held_content += text[len(kept) :]
+
+    def reasoning(self, text: str) -> None:
+        """Without the newlines at its end, which templates put there."""
+        kept = text.rstrip("\n")
+        if kept:
+            if self._includes_reasoning:
+                self._say("reasoning", self._held_reasoning + kept)
+            self._held_reasoning = ""
+        self._held_reasoning += text[len(kept) :]
+
+    def begin_call(self, name: str) -> None:
+        self._held_content = ""
+        self._drops_call = self.num_calls == self._max_calls
+        if not self._drops_call:
+            self.num_calls += 1
+            self._say("call", name)
+
+    def arguments(self, text: str) -> None:
+        if not self._drops_call:
+            self._say("arguments", text)
+
+    def end(self) -> None:
+        """At the end of the text."""
+        if self._held_content and not self.num_calls:
+            self._say("content", self._held_content)
+        self._held_content = ""
+
+    def take(self) -> list[Said]:
+        """What was said since the last time."""
+        said, self._said = self._said, []
+        return said
+
+    def _say(self, kind: Literal["content", "reasoning", "call", "arguments"], text: str) -> None:
+        last = self._said[-1] if self._said else None
+        if last is not None and last.kind == kind and kind != "call":
+            last.text += text
+        else:
+            self._said.append(Said(kind, text))

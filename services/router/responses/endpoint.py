@@ -1,0 +1,93 @@
+"""The routes of responses. Nothing is stored, so there is none to ask for later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cluster.errors import InvalidRequestError, NotFoundError
+from services.router.chat import ChatCompletions, ChatRequest
+from services.router.errors import excerpt
+from services.router.messages import Message
+from services.router.output.message import Reader
+from services.router.reply import Reply
+from services.router.responses.reply import ResponsesReply
+from services.router.responses.request import ResponsesChat, renamed, to_chat
+
+RESPONSES_PATH = "/v1/responses"
+
+
+class Responses(ChatCompletions):
+    request_type = ResponsesChat
+    reply_type = ResponsesReply
+
+    def routes(self) -> list[Route]:
+        one = RESPONSES_PATH + "/{response_id}"
+        return [
+            Route(RESPONSES_PATH, self.create, methods=["POST"]),
+            Route(one, self.not_stored, methods=["GET", "DELETE"]),
+            Route(one + "/cancel", self.not_stored, methods=["POST"]),
+            Route(one + "/input_items", self.not_stored, methods=["GET"]),
+        ]
+
+    async def create(self, http_request: Request) -> Response:
+        try:
+            return await super().create(http_request)
+        except InvalidRequestError as error:
+            raise renamed(error) from error
+
+    async def not_stored(self, http_request: Request) -> Response:
+        raise NotFoundError(
+            f"there is no response {excerpt(http_request.path_params['response_id'])}: responses are not stored here"
+        )
+
+    def _parse(self, fields: dict[str, Any]) -> ChatRequest:
+        return to_chat(fields)
+
+    def _encode(self, request: ChatRequest) -> list[list[int]]:
+        assert isinstance(request, ResponsesChat)
+        prompts = super()._encode(request)
+        if request.origin.truncation == "disabled":
+            return prompts
+        room = self._serving.pool.limits().max_model_len - (request.token_limit[1] or 1)
+        return prompts if len(prompts[0]) <= room else [self._truncated(request, room) or prompts[0]]
+
+    def _truncated(self, request: ResponsesChat, room: int) -> list[int]:
+        """The prompt without as many of the oldest messages as it takes for it to have `room`; [] if none suffices."""
+        cuts = _cuts(request.messages)
+        prompt: list[int] = []
+        while cuts:  # the fewest that suffice
+            middle = len(cuts) // 2
+            conversation = replace(request.conversation, messages=cuts[middle])
+            attempt = self._prompts.encode(conversation, add_special_tokens=request.add_special_tokens)
+            if len(attempt) <= room:
+                prompt, cuts = attempt, cuts[:middle]
+            else:
+                cuts = cuts[middle + 1 :]
+        return prompt
+
+    def _reply(self, request: ChatRequest, prompts: list[list[int]], **frame: Any) -> Reply:
+        assert isinstance(request, ResponsesChat)
+        return ResponsesReply(
+            request=request,
+            reader=self._reader(request, prompts[0]) or Reader(),
+            count_tokens=lambda text: len(self._serving.tokenizer.encode(text, add_special_tokens=False)),
+            **frame,
+        )
+
+
+def _cuts(messages: list[Message]) -> list[list[Message]]:
+    """`messages` without ever more of the oldest, down to what the last user said; system messages stay.
+
+    None of them begins with the result of a call that is gone.
+    """
+    cuts = []
+    for start in range(1, len(messages)):
+        if messages[start]["role"] == "user":
+            kept = [message for message in messages[:start] if message["role"] == "system"]
+            cuts.append(kept + messages[start:])
+    return cuts

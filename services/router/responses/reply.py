@@ -1,0 +1,133 @@
+"""A response: its object, and the events of it while it comes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import to_json
+
+from cluster.errors import OutriderError
+from services.router.errors import envelope
+from services.router.output.message import MessageReader, Reader
+from services.router.reply import Piece, Reply, Usage
+from services.router.responses.output import Event, OutputItems
+from services.router.responses.request import ResponsesChat
+from services.router.speculation_stats import SpeculationStats
+
+
+@dataclass
+class _Progress:
+    """What has come of the one choice of a response."""
+
+    reader: MessageReader
+    output: OutputItems = field(default_factory=OutputItems)
+    finish_reason: str | None = None
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # of events
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponsesReply(Reply):
+    id_prefix = "resp_"
+    whole_object = chunk_object = "response"
+
+    request: ResponsesChat
+    reader: Reader
+    count_tokens: Callable[[str], int]
+    progress: _Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "progress", _Progress(self.reader.start()))
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        (choice,) = choices
+        for _ in self._said(choice):
+            pass
+        return self._response(usage)
+
+    def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        if is_first:
+            yield {"type": "response.created", "response": self._response(None)}
+            yield {"type": "response.in_progress", "response": self._response(None)}
+        yield from self._said(piece)
+
+    def event(self, value: Mapping[str, Any]) -> bytes:
+        numbered = {**value, "sequence_number": next(self.progress.numbers)}
+        kind: str = value["type"]
+        return b"event: " + kind.encode() + b"\ndata: " + to_json(numbered) + b"\n\n"
+
+    def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
+        response = self._response(usage)
+        yield self.event({"type": f"response.{response['status']}", "response": response})
+
+    def failure(self, error: OutriderError) -> bytes:
+        told = envelope(error)["error"]
+        response = self._response(None) | {
+            "status": "failed",
+            "error": {"code": "server_error", "message": told["message"]},
+        }
+        return self.event({"type": "response.failed", "response": response})
+
+    def _said(self, piece: Piece) -> Iterator[Event]:
+        progress = self.progress
+        is_last = piece.finish_reason is not None
+        said = progress.reader.push(piece.text, is_last=is_last)
+        yield from progress.output.say(said, iter(progress.reader.new_call_id, None))
+        if is_last:
+            progress.finish_reason = piece.finish_reason
+            yield from progress.output.close("incomplete" if piece.finish_reason == "length" else "completed")
+
+    def _response(self, usage: Usage | None) -> dict[str, Any]:
+        request, origin, progress = self.request, self.request.origin, self.progress
+        is_cut_off = progress.finish_reason == "length"
+        has_ended = progress.finish_reason is not None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "completed_at": int(time.time()) if has_ended else None,
+            "status": ("incomplete" if is_cut_off else "completed") if has_ended else "in_progress",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
+            "instructions": origin.instructions,
+            "max_output_tokens": origin.max_output_tokens,
+            "metadata": origin.metadata,
+            "model": self.model,
+            "output": list(progress.output.items),
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": origin.reasoning.get("effort"), "summary": None},
+            "seed": self.seed,
+            "store": False,
+            "temperature": request.temperature,
+            "text": {"format": origin.text.get("format") or {"type": "text"}},
+            "tool_choice": origin.tool_choice,
+            "tools": origin.tools,
+            "top_p": request.top_p,
+            "truncation": origin.truncation,
+            "usage": None if usage is None else self._usage(usage),
+        }
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        reasoning = sum(
+            self.count_tokens(part["text"])
+            for item in self.progress.output.items
+            if item["type"] == "reasoning"
+            for part in item["content"]
+        )
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+    def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
+        raise NotImplementedError("a response has no choices")
+
+    def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError("a response has no choices")

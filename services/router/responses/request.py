@@ -1,0 +1,147 @@
+"""A request for a response, and the chat that it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
+
+from cluster.errors import InvalidRequestError
+from services.router.api_request import IGNORED_FIELDS, invalid_request, parse_request
+from services.router.chat import ChatRequest
+from services.router.errors import excerpt, warn_of_unknown
+from services.router.responses.items import to_chat_messages, with_content
+
+# Fields that mean the same in a chat: it checks them.
+PASSED_ON = (
+    "model", "stream", "temperature", "top_p", "parallel_tool_calls",
+    # vLLM's and ours
+    "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop", "seed",
+    "ignore_eos", "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "priority",
+    "cache_salt", "request_id", "vllm_xargs", "skip_special_tokens", "include_reasoning", "chat_template_kwargs",
+    "num_speculative_tokens",
+)  # fmt: skip
+
+# Fields that are refused unless they ask for nothing, and why.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "previous_response_id": ((), "nothing is stored here: send the earlier items in input"),
+    "conversation": ((), "nothing is stored here: send the earlier items in input"),
+    "prompt": ((), "no prompts are stored here: send instructions and input"),
+    "background": ((False,), "nothing is stored here: wait for the answer, or stream it"),
+    "top_logprobs": ((0,), "it is not supported yet"),
+    "context_management": (([],), "it is not supported"),
+}
+# About the caller, or about what there is nothing of here.
+IGNORED = IGNORED_FIELDS | {
+    "max_tool_calls",  # of tools that the server runs
+    "stream_options",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+}
+
+# What the chat calls them, and what they are called here.
+_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+
+
+class ResponsesRequest(BaseModel):
+    """What is not passed on to the chat as it is."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    input: Any = Field(description="a string, or a list of items")
+    instructions: str | None = Field(default=None, description="the system message")
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    text: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
+    include: list[str] = []
+    metadata: dict[str, str] = {}
+    truncation: Literal["auto", "disabled"] = "disabled"
+
+
+class ResponsesChat(ChatRequest):
+    """The chat that a request for a response asks for."""
+
+    prompt_field = "input"
+
+    origin: SkipValidation[ResponsesRequest]
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        return "max_output_tokens", self.max_completion_tokens
+
+
+def to_chat(fields: dict[str, Any]) -> ResponsesChat:
+    """The chat that the body `fields` asks for. Raises InvalidRequestError naming the field."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    others = given.keys() - ResponsesRequest.model_fields.keys() - set(PASSED_ON)
+    for name in others & REFUSED.keys():
+        harmless, reason = REFUSED[name]
+        if not any(type(given[name]) is type(value) and given[name] == value for value in harmless):
+            raise InvalidRequestError(f"{name} can't be served: {reason} (got {excerpt(given[name])})", param=name)
+    warn_of_unknown(others - REFUSED.keys() - IGNORED, "fields of a request:")
+    if "input" not in given:
+        raise InvalidRequestError("input is required", param="input")
+    try:
+        request = ResponsesRequest.model_validate(
+            {name: value for name, value in given.items() if name in ResponsesRequest.model_fields}
+        )
+    except ValidationError as error:
+        raise invalid_request(error) from error
+    if "message.output_text.logprobs" in request.include:
+        raise InvalidRequestError("include: log-probabilities are not supported yet", param="include")
+    chat = {name: given[name] for name in PASSED_ON if name in given} | _chat_fields(request)
+    try:
+        return parse_request(ResponsesChat, chat | {"origin": request})
+    except InvalidRequestError as error:
+        raise renamed(error) from error
+
+
+def renamed(error: InvalidRequestError) -> InvalidRequestError:
+    """`error` of a chat, with the name that its field has here."""
+    name = _NAMES.get(error.param or "")
+    if name is None:
+        return error
+    return type(error)(error.message.replace(error.param or "", name, 1), param=name)
+
+
+def _chat_fields(request: ResponsesRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "messages": with_content(to_chat_messages(request.instructions, request.input)),
+        "max_completion_tokens": request.max_output_tokens,
+        "tools": [_tool(tool) for tool in request.tools],
+        "tool_choice": _tool_choice(request.tool_choice),
+        "response_format": _response_format(request.text),
+    }
+    effort = request.reasoning.get("effort")
+    if effort is not None:
+        if not isinstance(effort, str):
+            raise InvalidRequestError(f"reasoning.effort should be a string (got {excerpt(effort)})", param="reasoning")
+        fields["chat_template_kwargs"] = {"reasoning_effort": effort}
+    return fields
+
+
+def _tool(tool: object) -> object:
+    """A function, which has its fields beside its type here, and in an object of their own in a chat."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool  # the chat says what is wrong with it
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(choice: str | dict[str, Any]) -> object:
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    return choice
+
+
+def _response_format(text: dict[str, Any]) -> object:
+    form = text.get("format")
+    if not isinstance(form, dict):
+        if form is None:
+            return None
+        raise InvalidRequestError(f"text.format should be an object (got {excerpt(form)})", param="text")
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}

@@ -1,0 +1,115 @@
+"""Every setting by its name, with what it can be, for pages and for `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.config import Config
+
+
+class AppendOverride(argparse.Action):
+    """`--section.key VALUE`, or an option like `--log-level VALUE`, kept as `--set section.key=VALUE` is.
+
+    `const`: the settings.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        settings: Sequence[str] = self.const
+        added = [f"{setting}={values}" for setting in settings]
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *added])
+
+
+def settings_parser() -> argparse.ArgumentParser:
+    """A parent of the parsers of programs: every setting as an option of its own."""
+    schema = Config.model_json_schema()
+    parser = argparse.ArgumentParser(add_help=False)
+    for section, described in schema["properties"].items():
+        group = parser.add_argument_group(f"settings of {section}", _help(described["description"]))
+        for name, setting in properties_of(schema, section).items():
+            key = f"{section}.{name}"
+            group.add_argument(
+                f"--{key}",
+                action=AppendOverride,
+                dest="overrides",
+                const=(key,),
+                default=[],
+                metavar="VALUE",
+                help=_help(f"{setting['description']} [{kind_of(setting)}; default {plain(setting['default'])}]"),
+            )
+    return parser
+
+
+def _help(text: str) -> str:
+    return text.replace("`", "").replace("%", "%%")
+
+
+def properties_of(schema: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """The settings of `section` in the JSON schema of the configuration, those of its parts as `part.name`."""
+    reference: str = schema["properties"][section]["$ref"]
+    return _flat(schema, schema["$defs"][reference.rpartition("/")[2]]["properties"])
+
+
+def _flat(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`properties`, with those of a part of the section as `part.name`."""
+    flat: dict[str, Any] = {}
+    for name, setting in properties.items():
+        if (reference := setting.get("$ref")) is None:
+            flat[prefix + name] = setting
+        else:
+            part = schema["$defs"][reference.rpartition("/")[2]]["properties"]
+            flat |= _flat(schema, part, f"{prefix}{name}.")
+    return flat
+
+
+def plain(value: object) -> str:
+    """A default as one writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def kind_of(schema: Mapping[str, Any]) -> str:
+    """What a value of this JSON schema can be, in words."""
+    if "anyOf" in schema:
+        return " or ".join(kind_of(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema["type"] == "array":
+        return _kind_of_list(schema)
+    names = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "`true`, `false`",
+        "null": "`null`",
+        "object": "mapping",
+    }
+    if "http" in schema.get("pattern", ""):
+        return "URL"
+    if "pattern" in schema:
+        return "`host:port`, `dns:name:port` or `file:path`" if "dns:" in schema["pattern"] else "`host:port`"
+    return f"{names.get(schema['type'], 'text')}{_bounds(schema)}"
+
+
+def _kind_of_list(schema: Mapping[str, Any]) -> str:
+    if "prefixItems" in schema:
+        return f"[{', '.join(kind_of(item) for item in schema['prefixItems'])}]"
+    items = kind_of(schema["items"])
+    return f"list of {items if items.startswith('[') else items.replace('number', 'numbers', 1)}"
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    lower, upper = schema.get("minimum"), schema.get("maximum")
+    above = schema.get("exclusiveMinimum")
+    if lower is not None and upper is not None:
+        return f" {lower} to {upper}"
+    bounds = [(above, "above"), (lower, "at least"), (upper, "at most")]
+    return " and".join(f" {word} {bound}" for bound, word in bounds if bound is not None)

@@ -1,0 +1,212 @@
+"""Grammars are compiled in a process of their own, each once, and in bounded time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.config import Config
+from cluster.constraints import Grammar
+from cluster.errors import InvalidRequestError, OutriderError, OverloadedError
+from cluster.grammars import compiler as compiling
+from cluster.grammars.compiler import GrammarCompiler
+from cluster.grammars.matcher import CompiledGrammar, Matcher
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
+
+FOLDER = resolve_model_folder(Config().target.model)
+TOKENIZER = Tokenizer(FOLDER)
+END = 0
+
+
+def run(*grammars: Grammar) -> list[CompiledGrammar | OutriderError]:
+    """What becomes of `grammars`, one after the other in one process."""
+
+    async def compile_all() -> list[CompiledGrammar | OutriderError]:
+        compiler = GrammarCompiler(FOLDER, TOKENIZER.vocab_size, [END])
+        found: list[CompiledGrammar | OutriderError] = []
+        try:
+            for grammar in grammars:
+                try:
+                    found.append(await compiler.compile(grammar))
+                except OutriderError as error:
+                    found.append(error)
+        finally:
+            await compiler.close()
+        return found
+
+    return asyncio.run(compile_all())
+
+
+def accepts(grammar: CompiledGrammar | OutriderError, text: str) -> bool:
+    """Whether `text` is one of its texts."""
+    assert isinstance(grammar, CompiledGrammar), grammar
+    matcher: Matcher = grammar.new_matcher()
+    tokens = [*TOKENIZER.encode(text, add_special_tokens=False), END]
+    return all(matcher.accept_token(token) for token in tokens) and matcher.is_terminated()
+
+
+def test_every_form() -> None:
+    schema, regex, ebnf, tag = run(
+        Grammar("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})),
+        Grammar("regex", "[0-9]{2}-x"),
+        Grammar("ebnf", 'root ::= "yes" | "no"'),
+        Grammar(
+            "structural_tag",
+            json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": "fox"}}),
+        ),
+    )
+    assert accepts(schema, '{"a": 12}')
+    assert not accepts(schema, '{"a": "12"}')
+    assert accepts(regex, "12-x")
+    assert not accepts(regex, "123-x")
+    assert accepts(ebnf, "no")
+    assert not accepts(ebnf, "maybe")
+    assert accepts(tag, "fox")
+
+
+def test_no_special_token_is_part_of_a_text() -> None:
+    (anything,) = run(Grammar("regex", ".*"))
+    assert isinstance(anything, CompiledGrammar)
+    bits = torch.full((1, -(-TOKENIZER.vocab_size // 32)), -1, dtype=torch.int32)
+    anything.new_matcher().fill_next_token_bitmask(bits, 0)
+    allowed = ((bits[0, :, None] >> torch.arange(32, dtype=torch.int32)) & 1).flatten().tolist()
+    special = [TOKENIZER.encode(text)[0] for text in ("<|im_start|>", "<|im_end|>")]
+    assert [allowed[token] for token in special] == [0, 0]
+    assert allowed[END] == 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("regex", "(unclosed"), "parenthesis"),
+        (Grammar("ebnf", "rot ::= 1"), "cannot be used"),
+        (Grammar("json_schema", '{"type": "nonsense"}'), "nonsense"),
+        (Grammar("structural_tag", "{}"), "cannot be used"),
+        (Grammar("regex", "((((a*)*)*)*)*b"), "ambiguous"),
+        (Grammar("json_schema", json.dumps({"enum": [f"value {i}" * 20 for i in range(3000)]})), "grammar"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_and_the_next_is_not(grammar: Grammar, reason: str) -> None:
+    refused, following = run(grammar, Grammar("regex", "a+"))
+    assert isinstance(refused, InvalidRequestError)
+    assert reason in refused.message
+    assert accepts(following, "aa")
+
+
+def test_a_deep_schema_ends_nobody_elses_process() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(450):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    deep, following = run(Grammar("json_schema", json.dumps(schema)), Grammar("regex", "a+"))
+    assert isinstance(deep, CompiledGrammar | InvalidRequestError)
+    assert accepts(following, "a")
+
+
+def test_one_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_COMPILE_SECONDS", 0.2)
+    slow, following = run(
+        Grammar("json_schema", json.dumps({"enum": [f"{i}" * 10 for i in range(20_000)]})), Grammar("regex", "a+")
+    )
+    assert isinstance(slow, InvalidRequestError)
+    assert "longer than" in slow.message
+    assert isinstance(following, CompiledGrammar | InvalidRequestError)
+
+
+def test_each_is_compiled_once() -> None:
+    first, second = run(Grammar("regex", "a+"), Grammar("regex", "a+"))
+    assert first is second
+
+
+def test_many_at_once() -> None:
+    async def compile_many() -> list[CompiledGrammar]:
+        compiler = GrammarCompiler(FOLDER, TOKENIZER.vocab_size, [END])
+        try:
+            jobs: list[Coroutine[Any, Any, CompiledGrammar]] = [
+                compiler.compile(Grammar("regex", "a" * (1 + i % 4))) for i in range(16)
+            ]
+            return await asyncio.gather(*jobs)
+        finally:
+            await compiler.close()
+
+    found = asyncio.run(compile_many())
+    assert len({id(grammar) for grammar in found}) == 4
+    assert accepts(found[1], "aa")
+
+
+def with_compiler(use: Callable[[GrammarCompiler], Coroutine[Any, Any, None]]) -> None:
+    async def run_it() -> None:
+        compiler = GrammarCompiler(FOLDER, TOKENIZER.vocab_size, [END])
+        try:
+            await compiler.compile(Grammar("regex", "warm"))
+            await use(compiler)
+        finally:
+            await compiler.close()
+
+    asyncio.run(run_it())
+
+
+def test_choices_with_one_grammar_wait_for_one_compilation() -> None:
+    async def use(compiler: GrammarCompiler) -> None:
+        found = await asyncio.gather(*(compiler.compile(Grammar("regex", "[a-z]+")) for _ in range(128)))
+        assert len({id(grammar) for grammar in found}) == 1
+        refused = await asyncio.gather(
+            *(compiler.compile(Grammar("regex", "(")) for _ in range(128)), return_exceptions=True
+        )
+        assert len({id(error) for error in refused}) == 1
+        assert isinstance(refused[0], InvalidRequestError)
+
+    with_compiler(use)
+
+
+def test_too_many_different_ones_are_refused_for_now() -> None:
+    async def use(compiler: GrammarCompiler) -> None:
+        jobs = [asyncio.create_task(compiler.compile(Grammar("regex", "a" * (i + 1)))) for i in range(64)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError):
+            await compiler.compile(Grammar("regex", "b"))
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        assert accepts(await compiler.compile(Grammar("regex", "b")), "b")
+
+    with_compiler(use)
+
+
+def test_who_leaves_while_a_grammar_compiles_costs_the_others_nothing() -> None:
+    async def use(compiler: GrammarCompiler) -> None:
+        slow = Grammar("json_schema", json.dumps({"enum": [f"{i}" * 10 for i in range(2_000)]}))
+        leaving = [asyncio.create_task(compiler.compile(slow)) for _ in range(3)]
+        waiting = asyncio.create_task(compiler.compile(Grammar("regex", "x+")))
+        staying = asyncio.create_task(compiler.compile(Grammar("regex", "y+")))
+        process = compiler._process
+        await asyncio.sleep(0.01)
+        for job in (*leaving, waiting):
+            job.cancel()
+        await asyncio.gather(*leaving, waiting, return_exceptions=True)
+        assert accepts(await compiler.compile(Grammar("regex", "x+")), "xx")  # which was cancelled a moment ago
+        assert accepts(await staying, "yy")
+        assert compiler._process is process, "it was not started anew"
+
+    with_compiler(use)
+
+
+def test_a_large_grammar_does_not_hold_up_the_event_loop() -> None:
+    async def use(compiler: GrammarCompiler) -> None:
+        properties = {f"p{i}": {"type": "string"} for i in range(200)}  # 17 MB as it is written
+        job = asyncio.create_task(compiler.compile(Grammar("json_schema", json.dumps({"properties": properties}))))
+        longest, last = 0.0, time.monotonic()
+        while not job.done():
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+        assert len((await job).written) > 10_000_000
+        assert longest < 0.3  # it was twice that
+
+    with_compiler(use)

