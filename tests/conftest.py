@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for package in _MISSING:
         tests = ", ".join(_OF_EXTRAS[package])
         terminalreporter.write_line(f"left out, as {package} is not installed (make setup-{_SETUP[package]}): {tests}")
+
+
+@pytest.fixture(autouse=True)
+def _end_of_log() -> Iterator[None]:
+    """A log that a test's program set up goes to what is captured of that test, and is closed with it."""
+    yield
+    for handler in logging.root.handlers[:]:
+        if type(handler) is logging.StreamHandler:
+            logging.root.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _MAX_WAITING_BYTES = 2**20  # of a link's requests that the loop has not come to; the last one may exceed it
 _REQUEST_BYTES = 1024  # that one takes however little it says
 _WAIT_SECONDS = 0.002
+_LAST_WRITE_SECONDS = 5.0
 
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
@@ -58,7 +60,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     ) -> None:
         outbox: Outbox[SpeculateReply] = Outbox()
         link = self._worker.attach(outbox.put)
-        writer = asyncio.create_task(_write(outbox, context))
+        writing, fault = asyncio.Lock(), ""
+        writer = asyncio.create_task(_write(outbox, context, writing))
         try:
             async for message in request_iterator:
                 self._worker.receive(link, decode_request(message), message.ByteSize() + _REQUEST_BYTES)
@@ -66,11 +69,16 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
                 while self._worker.num_waiting_bytes(link) > _MAX_WAITING_BYTES:  # noqa: ASYNC110  # its thread has no event
                     await asyncio.sleep(_WAIT_SECONDS)
         except (ValueError, DecodeError) as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            fault = str(error)
         finally:
             self._worker.detach(link)
-            writer.cancel()
             outbox.close()
+            # A status that is sent while a write is under way is an error to gRPC. Who doesn't read is not waited for.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(writing.acquire(), _LAST_WRITE_SECONDS)
+            writer.cancel()
+        if fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
 
     async def Describe(
         self, request: types_pb2.DescribeRequest, context: _DescribeContext
@@ -89,6 +97,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         )
 
 
-async def _write(outbox: Outbox[SpeculateReply], context: _Context) -> None:
+async def _write(outbox: Outbox[SpeculateReply], context: _Context, writing: asyncio.Lock) -> None:
     while True:
-        await context.write(encode_reply(await outbox.take()))
+        reply = encode_reply(await outbox.take())
+        async with writing:
+            await context.write(reply)

@@ -135,7 +135,8 @@ def test_rejection_leaves_greedy_requests_as_they_are(
     target, _ = new_target("rejection")
     greedy = SamplingParams(temperature=0.0)
     with_drafts, without = (request(0, greedy, max_tokens=60, k=k, prefix=f"k={k}") for k in (4, 0))
-    assert len({tuple(answer) for answer in target.generate([with_drafts, without])}) == 1
+    # One after the other: while another request goes on without drafts, those of this one are not waited for.
+    assert target.generate([with_drafts]) == target.generate([without])
     assert acceptance_of(target, [with_drafts]) > 0
 
 
@@ -147,7 +148,8 @@ def test_a_copy_without_room_falls_back_on_the_targets_own_choices(
     with_drafts, without = (
         replace(r, token_ids=[*PROMPT, *PROMPT], num_prompt_tokens=8) for r in (with_drafts, without)
     )
-    assert len({tuple(answer) for answer in target.generate([with_drafts, without])}) == 1
+    # One after the other: while another request goes on without drafts, those of this one are not waited for.
+    assert target.generate([with_drafts]) == target.generate([without])
 
 
 def test_aborted_and_preempted_sequences_free_the_copys_blocks(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from services.launch.local import free_ports
 from tests.certificates import Certs
 from tests.system.ray.launched import SIMULATED, end_and_check, launched
+from tests.waiting import eventually
 
 KEY = "sk-alice-0123456789abcdef"
 BODY = {"prompt": "x", "seed": 5, "max_tokens": 20}
@@ -34,9 +36,13 @@ def test_a_cluster_with_certificates_and_keys(folder: Path, tmp_path: Path) -> N
         headers = {"authorization": f"Bearer {KEY}"}
         url = launcher.url.replace("http://", "https://")
         with httpx.Client(verify=certs.context(), headers=headers, timeout=60) as client:
-            (target,) = client.get(f"{url}/health").json()["targets"]
-            assert target["problem"] is None
-            assert target["num_draft_links"] == 1
+
+            def target() -> dict[str, Any]:
+                (entry,) = client.get(f"{url}/health").json()["targets"]
+                return dict(entry)
+
+            assert target()["problem"] is None
+            assert eventually(lambda: target()["num_draft_links"] == 1)  # the router asks once a second
             direct = client.post(f"{url}/v1/completions", json=BODY)
             proxied = client.post(f"http://127.0.0.1:{proxy_port}/v1/completions", json=BODY)
             assert direct.json()["choices"] == proxied.json()["choices"]
