@@ -65,3 +65,17 @@ def test_what_was_tried_before_the_first_request_counts() -> None:
     pace = PromptPace(0.05, 512)
     pace.know([(1, 0.01), (2, 0.01), (4, 0.01), (8, 0.01), (16, 0.02), (32, 0.035), (64, 0.06), (128, 0.11)])
     assert pace.num_tokens(0, 512) == pytest.approx(64, rel=0.2)
+
+
+def test_a_long_prompt_whose_tokens_take_ever_longer_adds_the_set_time_to_every_step() -> None:
+    pace = PromptPace(0.05, 8192)
+    pace.know((num_rows, 0.004) for num_rows in (1, 2, 4, 8, 16, 32, 64))
+    for _ in range(3):  # the second begins anew after the first
+        added, num_done = [], 0
+        while num_done < 30_000:
+            num_tokens = min(pace.num_tokens(4, 8188), 30_000 - num_done)
+            added.append((8e-6 + 2e-9 * (num_done + num_tokens / 2)) * num_tokens)
+            pace.observe(4 + num_tokens, num_tokens, 0.004 + added[-1])
+            num_done += num_tokens
+        assert max(added) < 0.08
+        assert sum(added) / len(added) > 0.04
