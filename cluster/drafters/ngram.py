@@ -22,6 +22,7 @@ class NgramDrafter(Drafter):
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
         self._max_num_seqs = limits.max_num_seqs
+        self._max_new_tokens = limits.max_num_batched_tokens  # in a step, for which all others wait
         self._lengths = range(longest, shortest - 1, -1)
         self._indices: dict[DraftSequence, _Index] = {}
 
@@ -36,9 +37,14 @@ class NgramDrafter(Drafter):
         return True
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        for sequence in sequences:
+        budget = self._max_new_tokens
+        for sequence in sorted(sequences, key=self._num_new_tokens):
             index = self._indices[sequence]
-            index.extend(sequence.token_ids, sequence.num_committed)
+            num_new = self._num_new_tokens(sequence)
+            index.extend(sequence.token_ids, sequence.num_committed - max(0, num_new - budget))
+            budget = max(0, budget - num_new)
+            if index.num_tokens < sequence.num_committed:
+                continue
             end = min(sequence.num_committed + sequence.window, self.max_model_len)
             start = index.find(sequence.token_ids)
             if start is None:
@@ -48,6 +54,9 @@ class NgramDrafter(Drafter):
                 for offset in range(end - len(sequence.token_ids)):
                     sequence.append(sequence.token_ids[start + offset])
         return []
+
+    def _num_new_tokens(self, sequence: DraftSequence) -> int:
+        return sequence.num_committed - self._indices[sequence].num_tokens
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         """Only committed tokens are in the index."""
@@ -62,15 +71,15 @@ class _Index:
     def __init__(self, lengths: range) -> None:
         self._lengths = lengths
         self._next: dict[tuple[int, ...], int] = {}  # a run → the index of what follows it
-        self._num_indexed = 0
+        self.num_tokens = 0  # that were taken in
 
-    def extend(self, token_ids: Sequence[int], num_committed: int) -> None:
-        """Takes in the tokens committed since; the last can have nothing after it yet."""
-        for end in range(max(1, self._num_indexed), num_committed):
+    def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Takes in tokens up to the first `num_tokens`; the last can have nothing after it yet."""
+        for end in range(max(1, self.num_tokens), num_tokens):
             for length in self._lengths:
                 if length <= end:
                     self._next[tuple(token_ids[end - length : end])] = end
-        self._num_indexed = max(self._num_indexed, num_committed)
+        self.num_tokens = max(self.num_tokens, num_tokens)
 
     def find(self, token_ids: Sequence[int]) -> int | None:
         """The index of what followed the longest known run that `token_ids` end with."""

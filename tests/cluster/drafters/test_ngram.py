@@ -56,6 +56,16 @@ def test_is_exhausted_where_nothing_is_known(token_ids: list[int]) -> None:
     assert not sequence.is_exhausted
 
 
+def test_a_long_prompt_is_taken_in_over_several_steps_and_a_short_one_does_not_wait_for_it() -> None:
+    drafter = new_drafter(max_model_len=10_000, shortest=1, longest=3)  # 512 tokens a step
+    long, short = admitted(drafter, [*range(600), *range(600)]), admitted(drafter, [1, 2, 1])
+    for _ in range(2):
+        drafter.draft([long, short])
+        assert (short.draft_token_ids, long.draft_token_ids) == ([2, 1, 2, 1], [])
+    drafter.draft([long, short])
+    assert long.draft_token_ids == [0, 1, 2, 3]
+
+
 def test_learns_from_what_was_committed_only() -> None:
     drafter = new_drafter(max_model_len=100, shortest=1, longest=2)
     sequence = admitted(drafter, [1, 2, 3, 1])
