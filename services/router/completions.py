@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
 from pydantic import Field, PlainValidator, model_validator
@@ -77,15 +78,18 @@ class CompletionRequest(ApiRequest):
         return max(self.logprobs, self.prompt_logprobs or 0)
 
 
+@dataclass(frozen=True)
 class CompletionReply(Reply):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
+
+    _text_offsets: dict[int, int] = field(default_factory=dict, init=False)  # by choice: what its tokens have so far
 
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
         value = {
             "index": index,
             "text": choice.text,
-            "logprobs": self._logprobs(choice),
+            "logprobs": self._logprobs(index, choice),
             "finish_reason": choice.finish_reason,
             **self._stop(choice),
         }
@@ -94,21 +98,24 @@ class CompletionReply(Reply):
             value["prompt_logprobs"] = prompt_logprobs
         return self._with_extras(value, choice.token_ids, choice.speculation)
 
-    def _logprobs(self, choice: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, choice: Piece) -> dict[str, Any] | None:
         if self.logprobs is None or choice.logprobs is None:
             return None
-        form, scores, offset = self.logprobs, choice.logprobs, choice.text_offset
-        prompt = choice.prompt
-        if not self.has_echo or prompt is None:
-            return form.completion(choice.token_ids, scores, has_first=True, text_offset=offset)
-        both = TokenLogprobs(self.num_logprobs)
-        if prompt.logprobs is not None:
-            both.extend(prompt.logprobs.part(0, len(prompt.logprobs), self.num_logprobs))
-        both.extend(scores)
-        return form.completion([*prompt.token_ids, *choice.token_ids], both, has_first=False, text_offset=0)
+        prompt = choice.prompt if self.has_echo else None
+        token_ids, scores = choice.token_ids, choice.logprobs
+        if prompt is not None:
+            token_ids, scores = [*prompt.token_ids, *token_ids], TokenLogprobs(self.num_logprobs)
+            if prompt.logprobs is not None:
+                scores.extend(prompt.logprobs.part(0, len(prompt.logprobs), self.num_logprobs))
+            scores.extend(choice.logprobs)
+        value, self._text_offsets[index] = self.logprobs.completion(
+            token_ids, scores, has_first=prompt is None, text_offset=self._text_offsets.get(index, 0)
+        )
+        return value
 
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        if piece.text or piece.finish_reason or self.has_token_ids:
+        tells_of_tokens = self.has_token_ids or (self.logprobs is not None and piece.token_ids)
+        if piece.text or piece.finish_reason or tells_of_tokens:
             yield self._choice(index, piece)
 
 

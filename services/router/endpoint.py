@@ -226,8 +226,6 @@ async def _echoed(prompt: str, pieces: AsyncGenerator[Piece, None]) -> AsyncGene
     text = prompt
     async with contextlib.aclosing(pieces):
         async for piece in pieces:
-            if not text:
-                piece.text_offset += len(prompt)
             piece.text, text = text + piece.text, ""
             yield piece
 

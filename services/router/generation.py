@@ -166,7 +166,6 @@ class _Writer:
             form.tokenizer, skip_special_tokens=form.skip_special_tokens, shown=form.shown_special_tokens
         )
         self._matcher = StopMatcher(form.stop_strings) if form.stop_strings else None
-        self._num_characters = 0
 
     def write(self, token_ids: Sequence[int], finish_reason: str | None, logprobs: TokenLogprobs | None) -> Piece:
         """The piece that `token_ids` add, without those after the stop string; `finish_reason`: they are the last."""
@@ -183,8 +182,6 @@ class _Writer:
                 piece.stop_reason = piece.stop_reason or token_ids[-1]
         if logprobs is not None:
             piece.logprobs = logprobs.part(0, len(piece.token_ids))
-        piece.text_offset = self._num_characters
-        self._num_characters += len(piece.text)
         self.num_tokens += len(piece.token_ids)
         return piece
 

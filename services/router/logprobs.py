@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from cluster.logprobs import TokenLogprobs
@@ -21,16 +22,14 @@ class LogprobsFormat:
 
     def completion(
         self, token_ids: Sequence[int], scores: TokenLogprobs, *, has_first: bool, text_offset: int
-    ) -> dict[str, Any]:
-        """Of a completion's choice, whose tokens begin at the character `text_offset` of its text.
+    ) -> tuple[dict[str, Any], int]:
+        """Of a completion's choice, of whose tokens earlier ones have `text_offset` characters; how many with these.
 
         Without `has_first` nothing is known of the first token, which is a prompt's, and `scores` begin after it.
         """
         texts = [self._text(token) for token in token_ids]
         tokens = [self._name(token) for token in token_ids] if self.as_token_ids else texts
-        offsets = [text_offset]
-        for text in texts[:-1]:
-            offsets.append(offsets[-1] + len(text))
+        *offsets, end = accumulate(map(len, texts), initial=text_offset)
         missing = 0 if has_first else 1
         own = [None] * missing + [_finite(value) for value in scores.logprobs]
         top: list[dict[str, float] | None] = [None] * missing
@@ -39,7 +38,7 @@ class LogprobsFormat:
             named = {self._name(token): _finite(value) for token, value in scores.top(index)}
             named.setdefault(tokens[index + missing], _finite(scores.logprobs[index]))
             top.append(named)
-        return {"text_offset": offsets[: len(tokens)], "token_logprobs": own, "tokens": tokens, "top_logprobs": top}
+        return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}, end
 
     def chat(self, token_ids: Sequence[int], scores: TokenLogprobs) -> dict[str, Any]:
         """Of a chat's choice."""

@@ -34,7 +34,6 @@ class Piece:
     stop_reason: int | str | None = None  # on the last piece: the stop token or string that the request named
     logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
     prompt: Prompt | None = None  # on the first piece with tokens, where it was asked for
-    text_offset: int = 0  # characters of the choice before `text`
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:

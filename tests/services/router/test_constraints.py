@@ -139,20 +139,25 @@ def test_a_token_has_its_bytes_and_the_likeliest_their_names(tokenizer: Tokenize
     form = LogprobsFormat(tokenizer)
     chat = form.chat(token_ids, scores)["content"]
     assert bytes(byte for entry in chat for byte in entry["bytes"]) == "fox 🦊".encode()
-    completion = form.completion(token_ids, scores, has_first=True, text_offset=0)
+    completion, _ = form.completion(token_ids, scores, has_first=True, text_offset=0)
     assert {len(completion[key]) for key in completion} == {len(token_ids)}
-    named = LogprobsFormat(tokenizer, as_token_ids=True).completion(token_ids, scores, has_first=True, text_offset=0)
+    named, _ = LogprobsFormat(tokenizer, as_token_ids=True).completion(token_ids, scores, has_first=True, text_offset=0)
     assert named["tokens"] == [f"token_id:{token}" for token in token_ids]
 
 
-def test_streams_and_whole_answers_tell_the_same_scores(router: Router) -> None:
-    fields = {"prompt": [70, 71, 72], "max_tokens": 5, "logprobs": 2, "seed": 1}
-    whole = router.complete(**fields).json()["choices"][0]["logprobs"]
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"logit_bias": {"0": 100}, "ignore_eos": True}])
+def test_streams_and_whole_completions_tell_the_same_scores(router: Router, more: dict[str, object]) -> None:
+    fields = {"prompt": [70, 71, 72], "max_tokens": 5, "logprobs": 2, "seed": 1, **more}
+    (choice,) = router.complete(**fields).json()["choices"]
+    whole = choice["logprobs"]
+    fields["stop"] = [choice["text"][-4:-1] + "never"]  # some text is kept back for a while
     events = router.stream(**fields)
     pieces = [event["choices"][0]["logprobs"] for event in events if isinstance(event, dict) and event["choices"]]
     assert {key: [value for piece in pieces for value in piece[key]] for key in whole} == whole
-    assert len(whole["tokens"]) == 5
+    assert len(whole["tokens"]) == (8 if "echo" in more else 5)
 
+
+def test_streams_and_whole_chats_tell_the_same_scores(router: Router) -> None:
     messages = [{"role": "user", "content": "fox"}]
     chat = {"messages": messages, "max_tokens": 5, "logprobs": True, "top_logprobs": 2, "seed": 1}
     content = router.chat(**chat).json()["choices"][0]["logprobs"]["content"]
