@@ -89,8 +89,10 @@ class GrammarCompiler:
         return compiled
 
     async def close(self) -> None:
-        for work in self._work.values():
-            work.result.cancel()
+        results = [work.result for work in self._work.values()]
+        for result in results:
+            result.cancel()
+        await asyncio.gather(*results, return_exceptions=True)
         if self._process is not None:
             await self._end(self._process)
 
@@ -165,6 +167,9 @@ class GrammarCompiler:
         self._process = None
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+        assert process.stdout is not None
+        # Its pipes end with it, but asyncio does not see that, and waits for ever, while what it wrote last is unread.
+        await process.stdout.read()
         await process.wait()
 
 

@@ -119,6 +119,24 @@ def test_one_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(following, CompiledGrammar | InvalidRequestError)
 
 
+def test_one_whose_answer_is_not_read_to_its_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, num_answers = compiling._read, 0
+
+    async def read_two(process: asyncio.subprocess.Process) -> bytes:
+        nonlocal num_answers
+        num_answers += 1
+        if num_answers == 3:  # after the vocabulary and the large one's header comes what is large
+            await asyncio.sleep(60)
+        return await read(process)
+
+    monkeypatch.setattr(compiling, "_COMPILE_SECONDS", 3.0)
+    monkeypatch.setattr(compiling, "_read", read_two)
+    properties = {f"p{i}": {"type": "string"} for i in range(100)}
+    large, following = run(Grammar("json_schema", json.dumps({"properties": properties})), Grammar("regex", "a+"))
+    assert isinstance(large, InvalidRequestError)
+    assert accepts(following, "a")
+
+
 def test_each_is_compiled_once() -> None:
     first, second = run(Grammar("regex", "a+"), Grammar("regex", "a+"))
     assert first is second
