@@ -36,6 +36,7 @@ _SETTINGS = (
     "target.engine=simulated",
     "draft.drafter=simulated",
     "target.max_model_len=131072",
+    "target.max_waiting_tokens=8388608",
     "target.kv_cache_bytes=34359738368",
     "target.enable_prefix_caching=false",
     "target.max_num_batched_tokens=8192",

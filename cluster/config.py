@@ -79,7 +79,8 @@ class WorkerConfig(Section):
     max_prefill_ms: PositiveFloat | None = Field(
         50.0,
         description="milliseconds that prompts may add to a step: a long one is computed in so many steps, between "
-        "which others get their tokens, and begin; null: as many of their tokens as a step takes",
+        "which others get their tokens, and begin (a prompt that is alone in the engine: four times as many; null: as "
+        "many of their tokens as a step takes)",
     )
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share the model; more than 1: with vLLM only")
     engine_args: dict[str, Any] = Field(

@@ -11,7 +11,7 @@ import torch
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
-from cluster.engine.prompt_pace import PromptPace, share
+from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.token_counts import TokenCounts
@@ -90,20 +90,23 @@ class ModelDrafter(Drafter):
             else:
                 others.append(sequence)
         budget = self._limits.max_num_batched_tokens
-        lengths = [self._num_uncomputed(sequence) for sequence in prompts]
-        for_others = budget - min(sum(lengths), budget // 2)
+        left = [PromptPart(self._num_uncomputed(s), self._caches[s].num_computed_tokens) for s in prompts]
+        for_others = budget - min(sum(part.num_tokens for part in left), budget // 2)
         step = _Step()
         for sequence in others:
             self._add(step, sequence, for_others - step.num_rows)
-        chunks = share(lengths, self._pace.num_tokens(step.num_rows, budget - step.num_rows) if prompts else 0)
-        for sequence, chunk in zip(prompts, chunks, strict=True):
-            self._add(step, sequence, chunk)
+        shares = self._pace.share(left, budget - step.num_rows, self._pace.budget(is_alone=False))
+        for sequence, num_tokens in zip(prompts, shares, strict=True):
+            self._add(step, sequence, num_tokens)
+        chunks = [
+            PromptPart(num_tokens, part.num_before) for num_tokens, part in zip(shares, left, strict=True) if num_tokens
+        ]
         if step.segments:
             logits = self._runner.run(step.segments)
             self._extend(step.extended, logits)
             if not step.extended:
                 self._runner.wait()  # else the next step would be taken to be as long as both
-            self._pace.observe(step.num_rows, sum(chunks), time.perf_counter() - started_at)
+            self._pace.observe(step.num_rows, chunks, time.perf_counter() - started_at)
         return without_room
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:

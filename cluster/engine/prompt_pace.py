@@ -2,63 +2,133 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from cluster.speculation.costs import LearnedCurve
 
 _LEAST_TOKENS = 16  # in a step, however slow: prompts have to get on
 _FIRST_TOKENS = 64  # before anything was measured; from then on at most twice as many as in the step before
+_ALONE_FACTOR = 4  # of the set time: longer steps take less for a token, and only who comes meanwhile waits for one
 _TELLING_SHARE = 0.2  # of the set time: where prompts add less, half of it is what a chunk costs however short it is
+_KEPT_SHARE = 0.99  # of what steps before have told of the growth, with each further one
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Tokens of one prompt, and how many are before them."""
+
+    num_tokens: int
+    num_before: int
 
 
 class PromptPace:
-    """Learns what prompt tokens add to a step, and so how many of them add a set time to it.
-
-    What a token takes grows with the tokens before it, by a few per cent from one step of a long prompt to the next:
-    the newest step with prompts is the measure of the next. (A curve over all steps was 30 to 300 % behind.)
-    """
+    """Learns what prompt tokens add to a step, and so how many of them add a set time to it."""
 
     def __init__(self, max_seconds: float | None, max_rows: int) -> None:
         """`max_seconds`: what prompts may add to a step; None: whatever they take. `max_rows`: of a step."""
         self._max_seconds = max_seconds
         self._plain = LearnedCurve(max_rows)  # of steps without prompts
-        self._token_seconds: float | None = None  # that a prompt token adds
+        self._cost = _TokenCost()
         self._most_tokens = _FIRST_TOKENS
 
     def know(self, times: Iterable[tuple[int, float]]) -> None:
         """Steps of so many rows were tried, and took so many seconds."""
         for num_rows, seconds in times:
             self._plain.observe(num_rows, seconds)
-            self._learn(num_rows, seconds)
+            self._learn([PromptPart(num_rows, 0)], seconds)
 
-    def observe(self, num_rows: int, num_prompt_tokens: int, seconds: float) -> None:
-        """A step of `num_rows` rows, so many of them of prompts, took `seconds`."""
-        if num_prompt_tokens:
-            self._learn(num_prompt_tokens, seconds - self._plain_seconds(num_rows - num_prompt_tokens))
+    def observe(self, num_rows: int, parts: Sequence[PromptPart], seconds: float) -> None:
+        """A step of `num_rows` rows, those of `parts` among them, took `seconds`."""
+        if parts:
+            num_others = num_rows - sum(part.num_tokens for part in parts)
+            plain = self._plain.seconds(num_others) if num_others and self._plain.is_known else 0.0
+            self._learn(parts, max(seconds - plain, 0.0))
         else:
             self._plain.observe(num_rows, seconds)
 
-    def _learn(self, num_tokens: int, added_seconds: float) -> None:
+    def _learn(self, parts: Sequence[PromptPart], added_seconds: float) -> None:
         if self._max_seconds is None:
             return
+        num_tokens = sum(part.num_tokens for part in parts)
+        before = sum(part.num_tokens * (part.num_before + part.num_tokens / 2) for part in parts) / num_tokens
         self._most_tokens = max(2 * num_tokens, _FIRST_TOKENS)
-        seconds = max(added_seconds, 0.0) / num_tokens
-        if self._token_seconds is None or added_seconds > _TELLING_SHARE * self._max_seconds:
-            self._token_seconds = seconds
-        else:
-            self._token_seconds = min(self._token_seconds, seconds)
+        is_telling = added_seconds > _TELLING_SHARE * self._max_seconds
+        self._cost.observe(before, added_seconds / num_tokens, is_telling=is_telling)
 
-    def num_tokens(self, num_rows: int, budget: int) -> int:
-        """Prompt tokens, `budget` at most, for a step that has `num_rows` rows already."""
+    def budget(self, *, is_alone: bool) -> float:
+        """Seconds that prompts may add to a step; `is_alone`: one prompt does, and nothing else is in the step."""
         if self._max_seconds is None:
-            return budget
-        most = min(budget, self._most_tokens)
-        if self._token_seconds is not None and most * self._token_seconds > self._max_seconds:
-            most = int(self._max_seconds / self._token_seconds)
-        return min(budget, max(most, _LEAST_TOKENS))
+            return math.inf
+        return self._max_seconds * (_ALONE_FACTOR if is_alone else 1)
 
-    def _plain_seconds(self, num_rows: int) -> float:
-        return self._plain.seconds(num_rows) if num_rows and self._plain.is_known else 0.0
+    def share(self, prompts: Sequence[PromptPart], num_tokens: int, seconds: float) -> list[int]:
+        """How many tokens of each of `prompts`, of which so many are left, a step computes; the oldest comes first.
+
+        They are `num_tokens` at most, and add `seconds`, which the prompts share by `share`.
+        """
+        lengths = [prompt.num_tokens for prompt in prompts]
+        if math.isinf(seconds) or not prompts:
+            return share(lengths, num_tokens)
+        if seconds <= 0:
+            return [0] * len(prompts)
+        if self._cost.is_known:
+            costs = [max(1e6 * self._cost.seconds(prompt.num_before), 1e-3) for prompt in prompts]  # microseconds
+            whole = [math.ceil(length * cost) for length, cost in zip(lengths, costs, strict=True)]
+            parts = share(whole, math.floor(1e6 * seconds))
+            lengths = [min(length, int(part / cost)) for length, part, cost in zip(lengths, parts, costs, strict=True)]
+            lengths[0] = max(lengths[0], min(prompts[0].num_tokens, _LEAST_TOKENS))
+        return share(lengths, min(num_tokens, self._most_tokens))
+
+    def seconds(self, parts: Sequence[PromptPart]) -> float:
+        """What `parts` are taken to add to a step."""
+        if not self._cost.is_known:
+            return 0.0
+        return sum(part.num_tokens * self._cost.seconds(part.num_before) for part in parts)
+
+
+class _TokenCost:
+    """Seconds that a prompt token adds to a step, by the number of tokens before it.
+
+    They grow with it in a straight line, whose slope is fitted to steps with prompts, the newer the more. Its height
+    is the newest such step's. (A curve over the rows of all steps was 30 to 300 % behind as a long prompt got on.)
+    """
+
+    def __init__(self) -> None:
+        self._before, self._seconds = 0.0, 0.0  # of the newest step
+        self._growth = 0.0  # of the cost with each token before, over that of a token with none
+        self._weight = 0.0  # of all that was observed; means and moments of it
+        self._mean_before = self._mean_seconds = self._variance = self._covariance = 0.0
+        self.is_known = False
+
+    def seconds(self, before: float) -> float:
+        return self._seconds * (1.0 + self._growth * before) / (1.0 + self._growth * self._before)
+
+    def observe(self, before: float, seconds: float, *, is_telling: bool) -> None:
+        """Tokens with `before` others before them, on average, added `seconds` each; more than they cost where that
+        is not telling."""
+        if is_telling:
+            self._fit(before, seconds)
+        elif self.is_known and seconds >= self.seconds(before):
+            return
+        self._before, self._seconds = before, seconds
+        self.is_known = True
+
+    def _fit(self, before: float, seconds: float) -> None:
+        """Least squares with weights that fade."""
+        self._weight = _KEPT_SHARE * self._weight + 1.0
+        share = 1.0 / self._weight
+        off_before, off_seconds = before - self._mean_before, seconds - self._mean_seconds
+        self._mean_before += share * off_before
+        self._mean_seconds += share * off_seconds
+        self._variance = (1.0 - share) * (self._variance + share * off_before * off_before)
+        self._covariance = (1.0 - share) * (self._covariance + share * off_before * off_seconds)
+        if self._variance > 0.0:
+            slope = max(self._covariance / self._variance, 0.0)
+            # No token is free: where the line would say so, noise does.
+            at_start = max(self._mean_seconds - slope * self._mean_before, 0.05 * self._mean_seconds)
+            self._growth = slope / at_start
 
 
 def share(lengths: Sequence[int], budget: int) -> list[int]:

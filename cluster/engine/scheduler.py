@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from cluster.engine.batch import Segment
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
-from cluster.engine.prompt_pace import PromptPace, share
+from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.engine.sequence import Sequence
 from cluster.speculation.drafts import Drafts
 from cluster.telemetry.metrics import Reading
@@ -175,12 +175,15 @@ class Scheduler(Generic[SequenceT]):
             draft_budget -= len(drafts)
             budget -= len(drafts)
             step.append(ScheduledSequence(sequence, 1, drafts))
-        if prefilling:
-            budget = self.pace.num_tokens(self._limits.max_num_batched_tokens - budget, budget)
+        seconds = self.pace.budget(is_alone=len(prefilling) == 1 and not step)
         for _, group in itertools.groupby(prefilling, key=_priority):
             sequences = list(group)
-            chunks = share([self._longest_chunk(sequence) for sequence in sequences], budget)
+            prompts = [PromptPart(self._longest_chunk(s), s.num_computed_tokens) for s in sequences]
+            chunks = self.pace.share(prompts, budget, seconds)
             budget -= sum(chunks)
+            seconds -= self.pace.seconds(
+                [PromptPart(chunk, prompt.num_before) for chunk, prompt in zip(chunks, prompts, strict=True)]
+            )
             step += [ScheduledSequence(s, chunk) for s, chunk in zip(sequences, chunks, strict=True) if chunk]
         return step
 

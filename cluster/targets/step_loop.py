@@ -14,6 +14,7 @@ from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
+from cluster.engine.prompt_pace import PromptPart
 from cluster.engine.scheduler import Scheduler
 from cluster.errors import InvalidRequestError, NotFoundError
 from cluster.logprobs import TokenLogprobs
@@ -208,9 +209,14 @@ class StepLoop(Target):
         timing = None
         if step:
             started_at = self._clock()
+            prompts = [
+                PromptPart(scheduled.num_new_tokens, scheduled.sequence.num_computed_tokens)
+                for scheduled in step
+                if scheduled.num_new_tokens > 1
+            ]
             choices = self._choose(step)
             rounds, outputs = self._commit(step, choices)
-            timing = self._time(step, len(choices), self._clock() - started_at)
+            timing = self._time(step, prompts, len(choices), self._clock() - started_at)
         # Before the drafters are told: they hear of what is admitted in the same message, and so draft its prompt
         # beside the target's prefill.
         self._take_commands(publish)
@@ -221,15 +227,20 @@ class StepLoop(Target):
     def _joining(self) -> list[SpeculativeSequence]:
         return [generation.speculative for generation in self._scheduler.running if generation.is_prefilling]
 
-    def _time(self, step: Sequence[Scheduled], num_rows: int, seconds: float) -> StepTiming:
+    def _time(
+        self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
+    ) -> StepTiming:
         """Counts a step that took `seconds`, of which `num_rows` rows yielded a choice."""
         kind = _kind(step)
         self._step_times[kind].add(seconds)
-        chunks = [scheduled.num_new_tokens for scheduled in step if scheduled.num_new_tokens > 1]
         num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
-        self._scheduler.pace.observe(num_step_rows, sum(chunks), seconds)
+        self._scheduler.pace.observe(num_step_rows, prompts, seconds)
         return StepTiming(
-            num_rows, seconds, is_pure=kind != "prefill", num_prompts=len(chunks), num_prompt_tokens=sum(chunks)
+            num_rows,
+            seconds,
+            is_pure=kind != "prefill",
+            num_prompts=len(prompts),
+            num_prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
         )
 
     def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from cluster.engine.prompt_pace import PromptPace, share
+from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.logprobs import TokenLogprobs
 
 
@@ -53,11 +53,11 @@ class EngineStep:
     rounds: Sequence[CommittedRound]
     num_rows: int  # that yielded a choice
     seconds: float
-    prompt_chunks: Sequence[int]  # tokens of each prompt that was computed beside
+    prompts: Sequence[PromptPart]  # that were computed beside
 
     @property
     def has_prefill(self) -> bool:
-        return bool(self.prompt_chunks)
+        return bool(self.prompts)
 
 
 class Rounds(Protocol):
@@ -171,13 +171,13 @@ class RoundScheduler(Scheduler):
             rounds,
             num_rows=sum(1 + len(committed.draft_token_ids) for committed in rounds),
             seconds=seconds,
-            prompt_chunks=[
-                num_tokens
+            prompts=[
+                PromptPart(num_tokens, request.num_computed_tokens - num_tokens)
                 for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
-                if num_tokens > 1 + len(drafts_of.get(request_id, ()))
+                if num_tokens > 1 + len(drafts_of.get(request_id, ())) and (request := requests[request_id]) is not None
             ],
         )
-        self.pace.observe(scheduler_output.total_num_scheduled_tokens, sum(step.prompt_chunks), seconds)
+        self.pace.observe(scheduler_output.total_num_scheduled_tokens, step.prompts, seconds)
         if self.rounds is not None:
             self.rounds.end(step)
         self.on_step(step)
@@ -229,9 +229,13 @@ class RoundScheduler(Scheduler):
             return
         decoding = [r for r in self.running if not r.is_prefill_chunk and r.request_id not in held_back]
         num_rows = sum(1 + len(request.spec_token_ids) for request in decoding)
-        num_prompt_tokens = self.pace.num_tokens(num_rows, max(0, budget - num_rows))
         lengths = [request.num_tokens - request.num_computed_tokens for request in [*prompts, *waiting]]
-        shares = share(lengths, num_prompt_tokens)
+        # As vLLM has one limit for all of them, all are taken to cost what the one that is furthest does.
+        furthest = max(request.num_computed_tokens for request in [*prompts, *waiting])
+        seconds = self.pace.budget(is_alone=len(lengths) == 1 and not num_rows)
+        shares = self.pace.share(
+            [PromptPart(length, furthest) for length in lengths], max(0, budget - num_rows), seconds
+        )
         # vLLM preempts the youngest of those that it schedules: when blocks could be short all are among them.
         num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if num_blocks > len(self.running) + budget // self.block_size:
@@ -243,7 +247,7 @@ class RoundScheduler(Scheduler):
                 if tokens < at_least
             }
         most = max(*shares, 1 + self.max_drafts)
-        self.max_num_scheduled_tokens = min(budget, num_rows + num_prompt_tokens)
+        self.max_num_scheduled_tokens = min(budget, num_rows + sum(shares))
         self.scheduler_config.long_prefill_token_threshold = min(most, threshold) if threshold else most
         try:
             yield held_back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -90,10 +90,10 @@ class NotedSend:
         self.status: int | None = None  # None: the answer has not begun
         self._send = send
 
-    async def __call__(self, message: Message) -> None:
+    def __call__(self, message: Message) -> Awaitable[None]:  # no coroutine of its own, for every chunk
         if message["type"] == "http.response.start":
             self.status = message["status"]
-        await self._send(message)
+        return self._send(message)
 
 
 def note_outcome(scope: Scope, code: int) -> None:

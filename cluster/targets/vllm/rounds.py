@@ -181,9 +181,12 @@ class CoordinatedRounds:
 
 
 def _timing(step: EngineStep) -> StepTiming:
-    chunks = step.prompt_chunks
     return StepTiming(
-        step.num_rows, step.seconds, is_pure=not chunks, num_prompts=len(chunks), num_prompt_tokens=sum(chunks)
+        step.num_rows,
+        step.seconds,
+        is_pure=not step.prompts,
+        num_prompts=len(step.prompts),
+        num_prompt_tokens=sum(prompt.num_tokens for prompt in step.prompts),
     )
 
 

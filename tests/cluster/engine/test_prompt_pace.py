@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.prompt_pace import PromptPace, share
+from cluster.engine.prompt_pace import PromptPace, PromptPart, share
 
 
 @pytest.mark.parametrize(
@@ -25,19 +25,30 @@ def test_the_oldest_has_half_and_the_shortest_go_first(lengths: list[int], budge
     assert share(lengths, budget) == shares
 
 
+def tokens(pace: PromptPace, num_left: int, budget: int = 4096, *, is_alone: bool = False) -> int:
+    """Of one prompt in the next step."""
+    return pace.share([PromptPart(num_left, 0)], budget, pace.budget(is_alone=is_alone))[0]
+
+
 def settle(pace: PromptPace, seconds_of: dict[str, float], num_rows: int, budget: int = 4096) -> int:
     """The prompt tokens a step has after some on a machine that takes `base` a step and `token` more for each."""
     for _ in range(300):
-        num_tokens = pace.num_tokens(num_rows, budget)
+        num_tokens = tokens(pace, 10_000, budget)
         rows = num_rows + num_tokens
-        pace.observe(rows, num_tokens, seconds_of["base"] + seconds_of["token"] * rows)
-        pace.observe(num_rows, 0, seconds_of["base"] + seconds_of["token"] * num_rows)
-    return pace.num_tokens(num_rows, budget)
+        pace.observe(rows, [PromptPart(num_tokens, 0)], seconds_of["base"] + seconds_of["token"] * rows)
+        pace.observe(num_rows, [], seconds_of["base"] + seconds_of["token"] * num_rows)
+    return tokens(pace, 10_000, budget)
 
 
 def test_prompts_add_the_set_time_to_a_step_whatever_the_step_takes_itself() -> None:
     for base in (0.001, 0.2):
         assert settle(PromptPace(0.05, 4096), {"base": base, "token": 2e-4}, 8) == pytest.approx(250, rel=0.3)
+
+
+def test_a_prompt_that_nobody_waits_for_adds_four_times_as_much() -> None:
+    pace = PromptPace(0.05, 4096)
+    settle(pace, {"base": 0.01, "token": 2e-4}, 8)
+    assert tokens(pace, 10_000, is_alone=True) == pytest.approx(min(1000, 2 * tokens(pace, 10_000)), rel=0.3)
 
 
 def test_a_machine_that_is_fast_takes_all_there_is_room_for() -> None:
@@ -47,35 +58,61 @@ def test_a_machine_that_is_fast_takes_all_there_is_room_for() -> None:
 def test_a_machine_that_is_slow_gets_on() -> None:
     pace = PromptPace(0.05, 4096)
     assert settle(pace, {"base": 0.01, "token": 1.0}, 8) == 16
-    assert pace.num_tokens(8, 3) == 3
+    assert tokens(pace, 10_000, 3) == 3
 
 
 def test_before_anything_is_known_a_step_is_short_and_then_at_most_twice_what_was_seen() -> None:
     pace = PromptPace(0.05, 4096)
-    assert pace.num_tokens(0, 4096) == 64
-    pace.observe(64, 64, 0.001)
-    assert pace.num_tokens(0, 4096) == 128
+    assert tokens(pace, 10_000) == 64
+    pace.observe(64, [PromptPart(64, 0)], 0.001)
+    assert tokens(pace, 10_000) == 128
 
 
 def test_without_a_limit_a_step_is_filled() -> None:
-    assert PromptPace(None, 4096).num_tokens(10, 4000) == 4000
+    assert tokens(PromptPace(None, 4096), 10_000, 4000) == 4000
 
 
 def test_what_was_tried_before_the_first_request_counts() -> None:
     pace = PromptPace(0.05, 512)
     pace.know([(1, 0.01), (2, 0.01), (4, 0.01), (8, 0.01), (16, 0.02), (32, 0.035), (64, 0.06), (128, 0.11)])
-    assert pace.num_tokens(0, 512) == pytest.approx(64, rel=0.2)
+    assert tokens(pace, 10_000, 512) == pytest.approx(64, rel=0.2)
+
+
+def run_long_prompt(pace: PromptPace, num_short: int = 0) -> tuple[list[float], list[int]]:
+    """What its 30,000 tokens add to each step, on a machine where a token's cost grows from 8 to 68 us; and in how many
+    steps short ones are done, each of which comes when the last is."""
+    added, num_done, steps_of_short = [], 0, [0]
+    left = num_short
+    while num_done < 30_000:
+        prompts = [PromptPart(30_000 - num_done, num_done)] + (
+            [PromptPart(left, num_short - left)] if num_short else []
+        )
+        chunks = pace.share(prompts, 8188, pace.budget(is_alone=False))
+        parts = [PromptPart(n, prompt.num_before) for n, prompt in zip(chunks, prompts, strict=True) if n]
+        added.append(sum((8e-6 + 2e-9 * (part.num_before + part.num_tokens / 2)) * part.num_tokens for part in parts))
+        pace.observe(4 + sum(chunks), parts, 0.004 + added[-1])
+        num_done += chunks[0]
+        if num_short:
+            left -= chunks[1]
+            steps_of_short[-1] += 1
+            if not left:
+                left = num_short
+                steps_of_short.append(0)
+    return added, steps_of_short[:-1]
 
 
 def test_a_long_prompt_whose_tokens_take_ever_longer_adds_the_set_time_to_every_step() -> None:
     pace = PromptPace(0.05, 8192)
     pace.know((num_rows, 0.004) for num_rows in (1, 2, 4, 8, 16, 32, 64))
     for _ in range(3):  # the second begins anew after the first
-        added, num_done = [], 0
-        while num_done < 30_000:
-            num_tokens = min(pace.num_tokens(4, 8188), 30_000 - num_done)
-            added.append((8e-6 + 2e-9 * (num_done + num_tokens / 2)) * num_tokens)
-            pace.observe(4 + num_tokens, num_tokens, 0.004 + added[-1])
-            num_done += num_tokens
+        added, _ = run_long_prompt(pace)
         assert max(added) < 0.08
         assert sum(added) / len(added) > 0.04
+
+
+def test_a_short_prompt_is_done_at_once_beside_a_long_one_whose_tokens_cost_more() -> None:
+    pace = PromptPace(0.05, 8192)
+    run_long_prompt(pace)
+    added, steps = run_long_prompt(pace, num_short=1000)  # 9 ms, where of the long one's tokens 370 take the 25 left
+    assert max(steps[len(steps) // 2 :]) == 1
+    assert max(added) < 0.08

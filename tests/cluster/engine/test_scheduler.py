@@ -230,8 +230,11 @@ class TestSteps:
         scheduler.pace.know([(rows, 1e-3 * rows) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)])
         scheduler.add(new_sequence(400))
         scheduler.admit()
-        (scheduled,) = scheduler.schedule(no_drafts)
-        assert scheduled.num_new_tokens == pytest.approx(50, abs=5)
+        (alone,) = scheduler.schedule(no_drafts)
+        assert alone.num_new_tokens == pytest.approx(200, abs=20)
+        scheduler.add(new_sequence(20))
+        scheduler.admit()
+        assert [s.num_new_tokens for s in scheduler.schedule(no_drafts)] == pytest.approx([30, 20], abs=5)
 
     def test_a_full_house_of_decoding_sequences_cannot_stop_a_prompt(self) -> None:
         scheduler = new_scheduler(max_num_seqs=4, max_num_batched_tokens=4)

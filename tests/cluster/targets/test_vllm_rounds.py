@@ -82,7 +82,7 @@ def request(name: str = "a", k: int | None = None, *, coupled: bool = True) -> R
 
 def step(*committed: Committed, seconds: float = 0.02) -> SimpleNamespace:
     num_rows = sum(1 + len(one.draft_token_ids) for one in committed)
-    return SimpleNamespace(rounds=committed, num_rows=num_rows, seconds=seconds, prompt_chunks=())
+    return SimpleNamespace(rounds=committed, num_rows=num_rows, seconds=seconds, prompts=())
 
 
 def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink) -> None:
