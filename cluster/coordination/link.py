@@ -23,7 +23,7 @@ from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
 
-_RECONNECT_SECONDS = 1.0  # at most, to a worker that cannot be reached: it may be back any time
+_RECONNECT_SECONDS = 0.5  # at most, to a worker that cannot be reached: it may be back any time
 _REPAIR_SECONDS = 30.0  # at most, to one that cannot be used, or whose stream ends as soon as it is up
 _STABLE_SECONDS = 5.0  # a stream that has lived so long was not ended by what was sent first
 _MAX_OPEN_TOKENS = 2**18  # in one message, of at most 5 bytes each, but for a longer sequence: workers take 16 MiB
@@ -34,7 +34,7 @@ _DESCRIBE_TIMEOUT_SECONDS = 5.0
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 300),  # `_RECONNECT_SECONDS` comes on top
     ("grpc.max_receive_message_length", 16 * 2**20),
     # A worker that has gone silent is noticed in four seconds. Without the last option a ping may stay unanswered for a
     # minute, and without the one before a link that has nothing to say would stop asking.
