@@ -18,6 +18,8 @@
    that an engine that waits leaves its cores to others. About 50 ns each. */
 #define SPINS_BEFORE_SLEEP 5000
 #define SPINS_BEFORE_YIELD 20000
+/* A handful of rows is done before another thread would wake up. */
+#define MIN_FLOATS_TO_SHARE 65536
 
 /*
  * The ticket says which job is open and which of its items is next: (generation << 32) | item. Claiming an item
@@ -103,4 +105,8 @@ void parallel_for(Task task, const void *job, int64_t count, int num_threads) {
     }
     atomic_store(&ticket, (generation << 32) | CLOSED);
     pthread_mutex_unlock(&in_use);
+}
+
+int useful_threads(int64_t num_rows, int64_t row_size, int num_threads) {
+    return num_rows * row_size < MIN_FLOATS_TO_SHARE ? 1 : num_threads;
 }
