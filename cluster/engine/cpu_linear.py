@@ -13,9 +13,9 @@ from cluster.engine.quantization import QuantizedWeight
 class KernelLinear:
     """Float32 rows times a weight, which is laid out once in the order it is read.
 
-    `using` says by which instructions: the best there are for the weight's dtype, unless given. All but AVX512 round the
-    rows to bfloat16, and take no weight in float32. `weight` is a Weight of kernels.h, as numbers; it holds as long as
-    this object lives.
+    `using` says by which instructions: the best there are for the weight's dtype, unless given. All but AVX512 round
+    the rows to bfloat16, and take no weight in float32. `weight` is a Weight of kernels.h, as numbers; it holds as long
+    as this object lives.
     """
 
     def __init__(
@@ -25,6 +25,8 @@ class KernelLinear:
         using: InstructionSet | None = None,
     ) -> None:
         using = instruction_set(weight.dtype) if using is None else using
+        if not using.is_supported:  # asking is also what gets the process its permission for tiles
+            raise ValueError(f"{using.name} is not supported here")
         if isinstance(weight, QuantizedWeight):
             weight_format = Format.INT8 if weight.bits == 8 else Format.INT4
             values, group_size = weight.values, weight.group_size

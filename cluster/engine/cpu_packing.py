@@ -102,7 +102,7 @@ def _fill_blocks_of_nibbles(panels: torch.Tensor, weight: torch.Tensor) -> None:
     num_panels, num_blocks, _ = panels.shape
     nibbles = _in_blocks((weight & 0xF).view(torch.uint8), panels)
     # [panels, blocks, tile, four pairs, output, input of the pair, pair of the four], two pairs a byte
-    fours = nibbles.unflatten(3, (4, 4)).permute(0, 1, 2, 3, 5, 6, 4)
+    fours = nibbles.view(num_panels, num_blocks, 2, 4, 4, LANES, 2).permute(0, 1, 2, 3, 5, 6, 4)
     panels.view(num_panels, num_blocks, 2, 4, LANES, 2, 2).copy_(fours[..., 0::2] | fours[..., 1::2] << 4)
 
 
