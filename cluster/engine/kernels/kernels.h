@@ -9,6 +9,7 @@
 #define OUTRIDER_KERNELS_H
 
 #include <immintrin.h>
+#include <stdatomic.h>
 #include <stdint.h>
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
@@ -18,6 +19,17 @@
 /* parallel.c: task(job, i) for every i below count, on up to num_threads threads, the caller's included. */
 typedef void (*Task)(const void *job, int64_t item);
 void parallel_for(Task task, const void *job, int64_t count, int num_threads);
+/*
+ * Items that threads take one by one, each beginning with neighbouring ones of its own, and ending by helping others with
+ * theirs. Threads that write neighbours would wait for each other's cache lines.
+ */
+#define MAX_SHARES 64
+typedef struct {
+    int64_t count, num_shares;
+    _Atomic int64_t next[MAX_SHARES];
+} Shares;
+void divide(Shares *shares, int64_t count, int num_threads);
+int64_t next_of(Shares *shares, int64_t share); /* an item, or -1 when none is left */
 /* As many threads as are worth waking for that much; num_threads or 1. */
 int useful_threads(int64_t num_rows, int64_t row_size, int num_threads);
 

@@ -4,8 +4,6 @@
  *
  * Compiled a second time by linear_amx_emulated.c.
  */
-#include <stdatomic.h>
-
 #include "blocks.h"
 #include "linear.h"
 
@@ -35,7 +33,7 @@ typedef struct { /* as the processor reads it */
 #define BOTTOM 5
 #define LEFT 6
 #define RIGHT 7
-/* How far ahead weights are asked for: the processor's own prefetching leaves memory idle. */
+/* How far ahead weights are asked for, at least: the processor's own prefetching leaves memory idle. */
 #define PREFETCH_BYTES 8192
 #define WIDENED_BLOCKS 4 /* of integers, at a time */
 
@@ -43,8 +41,33 @@ typedef struct {
     const Linear *linear;
     Rows rows;
     Blocks blocks;
-    _Atomic int64_t *next_panel;
+    Shares *panels;
 } Job;
+
+/*
+ * What is asked for while a panel is in use. A panel is read once for every two tiles of rows, and only the first
+ * reading waits for memory: so that memory is never idle, every reading asks for its share of what comes next. Ahead
+ * of the first reading is then as much as it reads beyond its share.
+ */
+typedef struct {
+    const char *position;
+    int64_t step; /* bytes asked for with every block */
+} Ahead;
+
+INLINE Ahead ahead_of(const char *panel, int64_t panel_bytes, int64_t block, int64_t readings) {
+    return (Ahead){panel + panel_bytes - panel_bytes / readings + PREFETCH_BYTES, (block / readings + 63) / 64 * 64};
+}
+
+/* Into the first cache, or where more than that holds is ahead, into the second. */
+INLINE void ask_ahead(Ahead *a, const int is_only, const Format format) {
+    if (is_only) {
+#pragma GCC unroll 32
+        for (int64_t byte = 0; byte < block_bytes(format); byte += 64) _mm_prefetch(a->position + byte, _MM_HINT_T0);
+    } else {
+        for (int64_t byte = 0; byte < a->step; byte += 64) _mm_prefetch(a->position + byte, _MM_HINT_T1);
+    }
+    a->position += a->step;
+}
 
 /* Sums of up to two tiles of rows and two of outputs. */
 typedef struct {
@@ -93,9 +116,9 @@ INLINE void add_scaled(const Sums *group, const float *scales, const int is_pair
     }
 }
 
-/* One tile of rows, or two, times a panel. is_pair, is_first and format are constants after inlining. */
+/* One tile of rows, or two, times a panel. is_pair, is_only and format are constants after inlining. */
 INLINE TILE_TARGET void multiply(
-    const Job *j, int64_t panel, int64_t tile, const int is_pair, const int is_first, const Format format) {
+    const Job *j, int64_t panel, int64_t tile, Ahead *ahead, const int is_pair, const int is_only, const Format format) {
     const Weight *w = j->linear->weight;
     const Blocks *b = &j->blocks;
     const int64_t height = j->rows.height;
@@ -112,10 +135,7 @@ INLINE TILE_TARGET void multiply(
         zero_sums(is_pair);
         for (int64_t i = 0; i < b->blocks_per_group; i++) {
             const uint16_t *weights = (const uint16_t *)kept;
-            if (is_first) /* whoever comes after finds them in the cache */
-#pragma GCC unroll 32
-                for (int byte = 0; byte < block_bytes(format); byte += 64)
-                    _mm_prefetch(kept + PREFETCH_BYTES + byte, _MM_HINT_T0);
+            ask_ahead(ahead, is_only, format);
             if (format >= INT8) {
                 uint16_t *block = widened_blocks[i % WIDENED_BLOCKS];
                 widen_block(kept, format, block);
@@ -139,14 +159,17 @@ INLINE TILE_TARGET void multiply(
 
 /* All rows of a panel. */
 INLINE TILE_TARGET void multiply_panel(const Job *j, int64_t panel, const Format format) {
-    const int64_t num_tiles = j->rows.num_tiles;
+    const int64_t num_tiles = j->rows.num_tiles, panel_bytes = j->blocks.num_blocks * block_bytes(format);
+    const char *kept = (const char *)j->linear->weight->panels + panel * panel_bytes;
+    Ahead ahead = ahead_of(kept, panel_bytes, block_bytes(format), (num_tiles + 1) / 2);
     if (num_tiles == 1) {
-        multiply(j, panel, 0, 0, 1, format);
-        return;
+        multiply(j, panel, 0, &ahead, 0, 1, format);
+    } else if (num_tiles == 2) {
+        multiply(j, panel, 0, &ahead, 1, 1, format);
+    } else {
+        for (int64_t tile = 0; tile + 1 < num_tiles; tile += 2) multiply(j, panel, tile, &ahead, 1, 0, format);
+        if (num_tiles % 2 == 1) multiply(j, panel, num_tiles - 1, &ahead, 0, 0, format);
     }
-    multiply(j, panel, 0, 1, 1, format);
-    for (int64_t tile = 2; tile + 1 < num_tiles; tile += 2) multiply(j, panel, tile, 1, 0, format);
-    if (num_tiles % 2 == 1) multiply(j, panel, num_tiles - 1, 0, 0, format);
 }
 
 static TileShapes shapes_of(int64_t height) {
@@ -158,29 +181,25 @@ static TileShapes shapes_of(int64_t height) {
     return shapes;
 }
 
-/* A thread's share: tiles are configured once, then it takes panels until none is left. */
-TILE_TARGET static void share(const void *job, int64_t item) {
-    (void)item;
+TILE_TARGET static void share_task(const void *job, int64_t share) {
     const Job *j = job;
-    int64_t panel = atomic_fetch_add_explicit(j->next_panel, 1, memory_order_relaxed);
-    if (panel >= j->blocks.num_panels) return;
     const TileShapes shapes = shapes_of(j->rows.height);
-    tile_configure(&shapes);
-    for (; panel < j->blocks.num_panels; panel = atomic_fetch_add_explicit(j->next_panel, 1, memory_order_relaxed))
-        switch ((Format)j->linear->weight->format) {
-            case BFLOAT16: multiply_panel(j, panel, BFLOAT16); break;
-            case INT8: multiply_panel(j, panel, INT8); break;
-            case INT4: multiply_panel(j, panel, INT4); break;
-            case FLOAT32: break; /* never laid out for tiles */
-        }
+    tile_configure(&shapes); /* once a call */
+    for (int64_t panel; (panel = next_of(j->panels, share)) >= 0;) switch ((Format)j->linear->weight->format) {
+        case BFLOAT16: multiply_panel(j, panel, BFLOAT16); break;
+        case INT8: multiply_panel(j, panel, INT8); break;
+        case INT4: multiply_panel(j, panel, INT4); break;
+        case FLOAT32: break; /* never laid out for tiles */
+    }
     tile_release(); /* else the system would save the tiles at every switch between threads */
 }
 
 void LINEAR(const Linear *l, int num_threads) {
     if (l->num_rows == 0) return;
-    _Atomic int64_t next_panel = 0;
-    const Job job = {l, round_rows(l, MAX_HEIGHT, num_threads), blocks_of(l->weight), &next_panel};
-    parallel_for(share, &job, num_threads, num_threads);
+    Shares panels;
+    const Job job = {l, round_rows(l, MAX_HEIGHT, num_threads), blocks_of(l->weight), &panels};
+    divide(&panels, job.blocks.num_panels, num_threads);
+    parallel_for(share_task, &job, panels.num_shares, num_threads);
 }
 
 #endif

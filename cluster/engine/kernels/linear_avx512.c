@@ -125,9 +125,15 @@ INLINE void panel(const Linear *l, int64_t out, const Format format) {
         }
 }
 
-TARGET static void panel_task(const void *job, int64_t item) {
-    const Linear *l = job;
-    switch ((Format)l->weight->format) {
+typedef struct {
+    const Linear *linear;
+    Shares *panels;
+} Job;
+
+TARGET static void share_task(const void *job, int64_t share) {
+    const Job *j = job;
+    const Linear *l = j->linear;
+    for (int64_t item; (item = next_of(j->panels, share)) >= 0;) switch ((Format)l->weight->format) {
         case FLOAT32: panel(l, item * PANEL, FLOAT32); break;
         case BFLOAT16: panel(l, item * PANEL, BFLOAT16); break;
         case INT8: panel(l, item * PANEL, INT8); break;
@@ -136,5 +142,8 @@ TARGET static void panel_task(const void *job, int64_t item) {
 }
 
 void linear_avx512(const Linear *l, int num_threads) {
-    parallel_for(panel_task, l, (l->weight->out_features + PANEL - 1) / PANEL, num_threads);
+    Shares panels;
+    const Job job = {l, &panels};
+    divide(&panels, (l->weight->out_features + PANEL - 1) / PANEL, num_threads);
+    parallel_for(share_task, &job, panels.num_shares, num_threads);
 }

@@ -17,6 +17,7 @@ typedef struct {
     const Linear *linear;
     Rows rows;
     Blocks blocks;
+    Shares *panels;
 } Job;
 
 /* `height` rows times `width` tiles of a panel, from the panel's tile `first`. height, width and format are constants
@@ -102,9 +103,9 @@ INLINE BF16_TARGET void multiply_panel(const Job *j, int64_t panel, const Format
     }
 }
 
-BF16_TARGET static void panel_task(const void *job, int64_t panel) {
+BF16_TARGET static void share_task(const void *job, int64_t share) {
     const Job *j = job;
-    switch ((Format)j->linear->weight->format) {
+    for (int64_t panel; (panel = next_of(j->panels, share)) >= 0;) switch ((Format)j->linear->weight->format) {
         case BFLOAT16: multiply_panel(j, panel, BFLOAT16); break;
         case INT8: multiply_panel(j, panel, INT8); break;
         case INT4: multiply_panel(j, panel, INT4); break;
@@ -113,8 +114,11 @@ BF16_TARGET static void panel_task(const void *job, int64_t panel) {
 }
 
 void linear_bf16(const Linear *l, int num_threads) {
-    const Job job = {l, round_rows(l, MAX_HEIGHT, num_threads), blocks_of(l->weight)};
-    parallel_for(panel_task, &job, l->num_rows > 0 ? job.blocks.num_panels : 0, num_threads);
+    if (l->num_rows == 0) return;
+    Shares panels;
+    const Job job = {l, round_rows(l, MAX_HEIGHT, num_threads), blocks_of(l->weight), &panels};
+    divide(&panels, job.blocks.num_panels, num_threads);
+    parallel_for(share_task, &job, panels.num_shares, num_threads);
 }
 
 #endif
