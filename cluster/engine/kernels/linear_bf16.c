@@ -11,7 +11,7 @@
 #define MAX_HEIGHT 24     /* of a tile of rows; its sums stay in registers */
 #define MAX_WIDE_HEIGHT 12 /* up to here for both tiles of a block, else for one after the other */
 #define PREFETCH_BYTES 8192
-#define WIDENED_BLOCKS 4
+#define WIDENED_BLOCKS 4 /* so that the next can be begun while this one is in use */
 
 typedef struct {
     const Linear *linear;
