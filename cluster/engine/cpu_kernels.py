@@ -27,7 +27,7 @@ class InstructionSet(enum.IntEnum):
     AVX512_BF16 = 1
     AMX = 2
     AMX_EMULATED = 3
-    """The kernels for tiles where there are none, for tests: to the bit, and a thousand times slower."""
+    """The kernels for tiles where there are none: the same bits, too slow for anything but tests."""
 
     @property
     def is_supported(self) -> bool:
