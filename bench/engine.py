@@ -3,13 +3,14 @@
 A step is packing, the forward pass and sampling at T = 1. Its bandwidth counts the weights once; a context of 200
 tokens is attended to by every row. A tree of 16 nodes is compared with a chain of as many, which should take as long;
 then follow sampling and the target's loop, apart. What is compared is interleaved; figures are medians with their
-quartiles.
+quartiles. `--instruction-sets amx,avx512_bf16,avx512` compares what the CPU kernels can be made of.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import time
@@ -31,6 +32,8 @@ from bench.step_parts import (
 )
 from cluster.config import Config, QuantizationName
 from cluster.engine.batch import Segment
+from cluster.engine.cpu_kernels import VARIABLE, instruction_set
+from cluster.engine.cpu_model import CpuModel
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -47,6 +50,7 @@ class TreeTime:
     """A verify step of one sequence, as a tree and as a chain of as many tokens."""
 
     weights: str
+    instructions: str | None
     num_nodes: int
     chain: Milliseconds
     tree: Milliseconds
@@ -56,6 +60,7 @@ class TreeTime:
 @dataclass(frozen=True, slots=True)
 class Measured:
     weights: str  # bfloat16, int8, ...
+    instructions: str | None  # that the CPU kernels' products are made of
     num_sequences: int
     num_tokens: int  # of each
     milliseconds: float
@@ -65,14 +70,20 @@ class Measured:
 
 
 class Engine:
-    """One model with sequences in its cache."""
+    """One model with sequences in its cache; `instructions` as in `OUTRIDER_CPU_ISA`, which decides without it."""
 
-    def __init__(self, model: str, dtype: str, quantization: QuantizationName | None) -> None:
+    def __init__(
+        self, model: str, dtype: str, quantization: QuantizationName | None, instructions: str | None = None
+    ) -> None:
+        if instructions is not None:
+            os.environ[VARIABLE] = instructions
         settings = {"model": model, "dtype": dtype, "quantization": quantization, "kv_cache_bytes": 2**30}
         config = Config().target.model_copy(update=settings)
         self.weights = quantization or dtype
         self.runner = ModelRunner.from_config(config, dtype_on_cpu=torch.bfloat16)
-        self._sampler = Sampler(self.runner.model.device)
+        loaded = self.runner.model
+        self.instructions = instruction_set(loaded.dtype).name.lower() if isinstance(loaded, CpuModel) else None
+        self._sampler = Sampler(loaded.device)
         num_blocks = self.runner.blocks.num_blocks_for(CONTEXT_LEN)
         tables = [self.runner.blocks.allocate(num_blocks) for _ in range(max(n for n, _ in SHAPES))]
         self._tables = [table for table in tables if table is not None]
@@ -120,6 +131,7 @@ def measure(engines: Sequence[Engine], shape: tuple[int, int], repeats: int) -> 
         results.append(
             Measured(
                 weights=engine.weights,
+                instructions=engine.instructions,
                 num_sequences=shape[0],
                 num_tokens=shape[1],
                 milliseconds=1e3 * median,
@@ -141,14 +153,17 @@ def measure_tree(engine: Engine, repeats: int) -> TreeTime:
         chains.append(chain_at - started_at)
         trees.append(time.perf_counter() - chain_at)
     chain, tree = Milliseconds.of(chains[WARM_UP:]), Milliseconds.of(trees[WARM_UP:])
-    return TreeTime(engine.weights, len(TREE), chain, tree, tree.median / chain.median)
+    return TreeTime(engine.weights, engine.instructions, len(TREE), chain, tree, tree.median / chain.median)
 
 
 def print_trees(results: Sequence[TreeTime]) -> None:
-    print("\n| weights | nodes | chain, ms | tree, ms | tree / chain |")
-    print("| --- | --- | --- | --- | --- |")
+    print("\n| weights | instructions | nodes | chain, ms | tree, ms | tree / chain |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for r in results:
-        print(f"| {r.weights} | {r.num_nodes} | {r.chain} | {r.tree} | {r.tree_over_chain:.2f} |")
+        print(
+            f"| {r.weights} | {r.instructions or '-'} | {r.num_nodes} | {r.chain} | {r.tree} "
+            f"| {r.tree_over_chain:.2f} |"
+        )
 
 
 def read_bandwidth(repeats: int = 9) -> float:
@@ -167,26 +182,31 @@ def main() -> None:
     parser.add_argument("--model", default=Config().target.model)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantizations", default="int8,int4", help="measured beside the dtype; empty for none")
+    parser.add_argument("--instruction-sets", default="", help=f"of the CPU kernels, as in {VARIABLE}; empty: the best")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path("bench/results/engine.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     names = [None, *(name for name in arguments.quantizations.split(",") if name)]
-    engines = [Engine(arguments.model, arguments.dtype, name) for name in names]
-    before = read_bandwidth()
-    print(f"{arguments.model}, {arguments.threads} threads, medians of {arguments.repeats} (quartiles)\n")
-    print("| weights | sequences x tokens | ms | GB/s | against 1 x 1 | ms outside kernels |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    sets = arguments.instruction_sets.split(",") if arguments.instruction_sets else [None]
+    engines = [Engine(arguments.model, arguments.dtype, name, instructions) for name in names for instructions in sets]
+    before, machine = read_bandwidth(), describe_machine()
+    print(f"{arguments.model}, {arguments.threads} threads, medians of {arguments.repeats} (quartiles)")
+    print(f"{machine['processor']}\n")
+    print("| weights | instructions | sequences x tokens | ms | GB/s | against 1 x 1 | ms outside kernels |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     results: list[Measured] = []
-    first: dict[str, float] = {}
+    first: dict[tuple[str, str | None], float] = {}
     for shape in SHAPES:
         for result in measure(engines, shape, arguments.repeats):
             results.append(result)
-            ratio = result.milliseconds / first.setdefault(result.weights, result.milliseconds)
+            kind = result.weights, result.instructions
+            ratio = result.milliseconds / first.setdefault(kind, result.milliseconds)
+            low, high = result.quartiles
             print(
-                f"| {result.weights} | {result.num_sequences} x {result.num_tokens} | {result.milliseconds:.2f} "
-                f"({result.quartiles[0]:.2f}-{result.quartiles[1]:.2f}) | {result.gigabytes_per_second:.1f} "
+                f"| {result.weights} | {result.instructions or '-'} | {result.num_sequences} x {result.num_tokens} "
+                f"| {result.milliseconds:.2f} ({low:.2f}-{high:.2f}) | {result.gigabytes_per_second:.1f} "
                 f"| {ratio:.2f} | {result.outside_kernels_ms:.2f} |",
                 flush=True,
             )
@@ -202,7 +222,7 @@ def main() -> None:
     document = {
         "model": arguments.model,
         "threads": arguments.threads,
-        "machine": describe_machine(),
+        "machine": machine,
         "read_bandwidth": bandwidth,
         "steps": [asdict(result) for result in results],
         "trees": [asdict(result) for result in trees],

@@ -1,7 +1,10 @@
 """AVX-512 kernels (`kernels/`). Tensors are given by address: contiguous, of the dtypes named in `kernels.h`."""
 
-def linear(x: int, weight: int, y: int, num_rows: int, num_threads: int, /) -> None:
+def linear(x: int, weight: int, y: int, scratch: int, num_rows: int, num_threads: int, /) -> None:
     """`y = x @ weight.T + bias`, where `weight` is a Weight."""
+
+def linear_scratch_size(weight: int, /) -> int:
+    """Floats of scratch that `linear` needs for a row."""
 
 def decode(
     model: int,
@@ -29,5 +32,5 @@ def decode(
 def scratch_size(model: int, /) -> int:
     """Floats of scratch that `decode` needs for a row."""
 
-def is_supported() -> bool:
-    """Whether this processor has the instructions the kernels need."""
+def is_supported(instruction_set: int, /) -> bool:
+    """Whether this processor has an InstructionSet, and the kernels were built for it."""

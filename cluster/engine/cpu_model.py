@@ -1,8 +1,8 @@
 """The decoder on a CPU with AVX-512: a forward pass is one call of the kernels (`kernels/decoder.c`).
 
 They compute what `TorchModel` does, layer by layer in the same order. Activations stay in float32 whatever the dtype of
-weights and KV: such a CPU computes in float32 anyway, and rounding in between would only cost. A row's result does not
-depend on the other rows of the step.
+weights and KV, as rounding in between would only cost; only a product that has units for bfloat16 rounds what goes into
+it. A row's result does not depend on the other rows of the step.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ class QuantizedWeight:
     values: torch.Tensor  # int8 [out_features, in_features]; in 4 bits -8 to 7
     scales: torch.Tensor  # float32 [out_features, num_groups]
     bits: Literal[8, 4]
+    dtype: torch.dtype  # of the weight that it was made from, and of the model's activations
 
     @property
     def group_size(self) -> int:
@@ -61,4 +62,4 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
         weight.float(), MappingType.SYMMETRIC, (1, group_size), torch.int8, *bounds, scale_dtype=torch.float32
     )
     values = quantize_affine(weight.float(), (1, group_size), scales, zero_points, torch.int8, *bounds)
-    return QuantizedWeight(values, scales.view(weight.shape[0], -1), quantization.bits)
+    return QuantizedWeight(values, scales.view(weight.shape[0], -1), quantization.bits, weight.dtype)

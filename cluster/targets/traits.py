@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 
 from cluster.config import Config
+from cluster.engine.cpu_kernels import instruction_set
+from cluster.engine.cpu_model import CpuModel
 from cluster.engine.fingerprint import architecture_fingerprint, weights_fingerprint
 from cluster.engine.loader import fastest_form, resolve_device
 from cluster.engine.model_config import ModelConfig
@@ -21,7 +23,7 @@ from cluster.speculation.noise import NOISE_VERSION
 from cluster.targets.base import TargetModel
 from cluster.vllm.lora import LoraLimits
 
-ENGINE_VERSION = 1
+ENGINE_VERSION = 2
 """Counted up with every change after which the same model gives other logits, be it in the last bit."""
 
 _OF_THE_DRAFT = ("rejection", "engine")  # with these the draft decides with the target
@@ -78,7 +80,8 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
     return {
         "engine": f"torch {torch.__version__}, {ENGINE_VERSION}",
         "tensor_parallel_size": "1",
-        "kernels": form.__name__,
+        # Products round differently by the instructions that they are made of.
+        "kernels": f"CpuModel, {instruction_set(dtype).name.lower()}" if form is CpuModel else form.__name__,
     }
 
 

@@ -5,13 +5,28 @@
 
 static int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
 
-int64_t scratch_size(const Model *m) {
-    /* hidden, normed and delta; queries, keys, values and what was attended to; gate and up, and their product */
-    return 3 * m->hidden_size + qkv_size(m) + m->num_heads * m->head_dim + 3 * m->intermediate_size;
+/* What the widest of the products needs. */
+static int64_t product_scratch_size(const Model *m) {
+    int64_t most = linear_scratch_size(&m->head);
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        const Weight *weights[] = {&m->layers[i].qkv, &m->layers[i].output, &m->layers[i].gate_up, &m->layers[i].down};
+        for (int w = 0; w < 4; w++) {
+            const int64_t size = linear_scratch_size(weights[w]);
+            if (size > most) most = size;
+        }
+    }
+    return most;
 }
 
-static void project(const Weight *weight, const float *x, float *y, int64_t num_rows, int num_threads) {
-    const Linear job = {x, weight, y, num_rows};
+int64_t scratch_size(const Model *m) {
+    /* the products' own; hidden, normed and delta; queries, keys, values and what was attended to; gate and up, and
+       their product */
+    return product_scratch_size(m) + 3 * m->hidden_size + qkv_size(m) + m->num_heads * m->head_dim + 3 * m->intermediate_size;
+}
+
+/* A step's products; their scratch is where its own begins. */
+static void project(const Step *s, const Weight *weight, const float *x, float *y, int64_t num_rows, int num_threads) {
+    const Linear job = {x, weight, y, s->scratch, num_rows};
     linear(&job, num_threads);
 }
 
@@ -27,15 +42,15 @@ TARGET static void embed(const Model *m, const Step *s, float *hidden) {
 
 int decode(const Model *m, const Step *s, int num_threads) {
     const int64_t n = s->num_rows, size = m->hidden_size;
-    float *hidden = s->scratch, *normed = hidden + n * size, *delta = normed + n * size, *qkv = delta + n * size;
-    float *attended = qkv + n * qkv_size(m), *gate_up = attended + n * m->num_heads * m->head_dim;
+    float *hidden = s->scratch + n * product_scratch_size(m), *normed = hidden + n * size, *delta = normed + n * size;
+    float *qkv = delta + n * size, *attended = qkv + n * qkv_size(m), *gate_up = attended + n * m->num_heads * m->head_dim;
     float *product = gate_up + n * 2 * m->intermediate_size;
     embed(m, s, hidden);
     for (int64_t i = 0; i < m->num_layers; i++) {
         const Layer *l = &m->layers[i];
         const Norm input_norm = {hidden, i > 0 ? delta : NULL, l->input_norm, normed, size, s->eps};
         add_rms_norm(&input_norm, n, num_threads);
-        project(&l->qkv, normed, qkv, n, num_threads);
+        project(s, &l->qkv, normed, qkv, n, num_threads);
         const Rotary rotary = {
             .qkv = qkv, .norm = l->qk_norm, .cos = m->cos, .sin = m->sin, .positions = s->positions, .slots = s->slots,
             .keys = l->keys, .values = l->values, .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads,
@@ -50,13 +65,13 @@ int decode(const Model *m, const Step *s, int num_threads) {
             .head_dim = m->head_dim, .span = l->span, .is_bfloat16 = (int)m->is_bfloat16,
         };
         if (attention(&attend, num_threads) < 0) return -1;
-        project(&l->output, attended, delta, n, num_threads);
+        project(s, &l->output, attended, delta, n, num_threads);
         const Norm post_attention_norm = {hidden, delta, l->post_attention_norm, normed, size, s->eps};
         add_rms_norm(&post_attention_norm, n, num_threads);
-        project(&l->gate_up, normed, gate_up, n, num_threads);
+        project(s, &l->gate_up, normed, gate_up, n, num_threads);
         const Gate gate = {gate_up, product, m->intermediate_size};
         silu_and_mul(&gate, n, num_threads);
-        project(&l->down, product, delta, n, num_threads);
+        project(s, &l->down, product, delta, n, num_threads);
     }
     /* The rows whose logits are wanted close ranks; they are in ascending order. */
     for (int64_t i = 0; i < s->num_logit_rows; i++) {
@@ -65,6 +80,6 @@ int decode(const Model *m, const Step *s, int num_threads) {
     }
     const Norm norm = {hidden, m->num_layers > 0 ? delta : NULL, m->norm, normed, size, s->eps};
     add_rms_norm(&norm, s->num_logit_rows, num_threads);
-    project(&m->head, normed, s->logits, s->num_logit_rows, num_threads);
+    project(s, &m->head, normed, s->logits, s->num_logit_rows, num_threads);
     return 0;
 }

@@ -3,14 +3,6 @@
 
 #include "kernels.h"
 
-
-/* A handful of rows is done before another thread would wake up. */
-#define MIN_FLOATS_TO_SHARE 65536
-
-static int useful_threads(int64_t num_rows, int64_t size, int num_threads) {
-    return num_rows * size < MIN_FLOATS_TO_SHARE ? 1 : num_threads;
-}
-
 /* Root mean square norm (Zhang, Sennrich, arXiv 1910.07467, equation 4); y may be x. */
 INLINE void rms_norm(const float *x, const float *weight, int64_t size, float eps, float *y) {
     __m512 squares = _mm512_setzero_ps();

@@ -1,6 +1,6 @@
 /*
  * The CPU engine's kernels: AVX-512, float32 arithmetic; weights in float32, bfloat16 or integers, KV in float32
- * or bfloat16.
+ * or bfloat16. Products with weights that are not in float32 use the units for bfloat16 where there are any.
  *
  * A row's result has the same bits whatever the other rows of a step, the number of threads and the way a prompt
  * is cut into chunks: every sum runs in an order that is fixed by the model's shape and the row's position.
@@ -9,32 +9,52 @@
 #define OUTRIDER_KERNELS_H
 
 #include <immintrin.h>
+#include <stdatomic.h>
 #include <stdint.h>
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define LANES 16
-#define PANEL 64 /* outputs whose weights lie together */
 
 /* parallel.c: task(job, i) for every i below count, on up to num_threads threads, the caller's included. */
 typedef void (*Task)(const void *job, int64_t item);
 void parallel_for(Task task, const void *job, int64_t count, int num_threads);
+/*
+ * Items that threads take one by one, each beginning with neighbouring ones of its own, and ending by helping others with
+ * theirs. Threads that write neighbours would wait for each other's cache lines.
+ */
+#define MAX_SHARES 64
+typedef struct {
+    int64_t count, num_shares;
+    _Atomic int64_t next[MAX_SHARES];
+} Shares;
+void divide(Shares *shares, int64_t count, int num_threads);
+int64_t next_of(Shares *shares, int64_t share); /* an item, or -1 when none is left */
+/* As many threads as are worth waking for that much; num_threads or 1. */
+int useful_threads(int64_t num_rows, int64_t row_size, int num_threads);
+
+/* instruction_sets.c */
+typedef enum { AVX512, AVX512_BF16, AMX, AMX_EMULATED } InstructionSet; /* of products; the last one for tests */
+int is_supported(InstructionSet set); /* here: by compiler, processor and system */
 
 /* linear.c */
-typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } Format; /* of weights; linear.c says how they lie */
+typedef enum { FLOAT32, BFLOAT16, INT8, INT4 } Format; /* of weights */
 typedef struct {
-    const void *panels;  /* [out_features / PANEL, in_features, PANEL] */
-    const float *scales; /* integers only: [out_features / PANEL, in_features / group_size, PANEL] */
+    const void *panels;  /* for AVX512 as linear_avx512.c says, else as blocks.h does */
+    const float *scales; /* integers only: [panels, in_features / group_size, outputs of a panel] */
     const float *bias;   /* [out_features] or NULL */
     int64_t in_features, out_features, group_size;
-    int64_t format; /* a Format */
+    int64_t format;          /* a Format */
+    int64_t instruction_set; /* an InstructionSet; of weights in FLOAT32 always AVX512 */
 } Weight;
 typedef struct {
     const float *x; /* [num_rows, in_features] */
     const Weight *weight;
-    float *y; /* [num_rows, out_features] */
+    float *y;       /* [num_rows, out_features] */
+    float *scratch; /* [num_rows, linear_scratch_size(weight)], on a boundary of 64 bytes */
     int64_t num_rows;
 } Linear;
+int64_t linear_scratch_size(const Weight *weight);
 void linear(const Linear *linear, int num_threads);
 
 /* attention.c */

@@ -27,10 +27,10 @@ static int read_arguments(
 static PyObject *linear_(PyObject *module, PyObject *const *args, Py_ssize_t given) {
     (void)module;
     int64_t v[MAX_ARGUMENTS];
-    if (read_arguments("linear", args, given, 5, v, NULL) < 0) return NULL;
-    const Linear job = {(const float *)v[0], (const Weight *)v[1], (float *)v[2], v[3]};
+    if (read_arguments("linear", args, given, 6, v, NULL) < 0) return NULL;
+    const Linear job = {(const float *)v[0], (const Weight *)v[1], (float *)v[2], (float *)v[3], v[4]};
     Py_BEGIN_ALLOW_THREADS
-    linear(&job, (int)v[4]);
+    linear(&job, (int)v[5]);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -62,19 +62,24 @@ static PyObject *scratch_size_(PyObject *module, PyObject *const *args, Py_ssize
     return PyLong_FromLongLong(scratch_size((const Model *)model));
 }
 
-static PyObject *is_supported(PyObject *module, PyObject *unused) {
+static PyObject *linear_scratch_size_(PyObject *module, PyObject *const *args, Py_ssize_t given) {
     (void)module;
-    (void)unused;
-    return PyBool_FromLong(
-        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"));
+    int64_t weight;
+    if (read_arguments("linear_scratch_size", args, given, 1, &weight, NULL) < 0) return NULL;
+    return PyLong_FromLongLong(linear_scratch_size((const Weight *)weight));
+}
+
+static PyObject *is_supported_(PyObject *module, PyObject *const *args, Py_ssize_t given) {
+    (void)module;
+    int64_t set;
+    if (read_arguments("is_supported", args, given, 1, &set, NULL) < 0) return NULL;
+    return PyBool_FromLong(is_supported((InstructionSet)set));
 }
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name##_, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
-    METHOD(linear), METHOD(decode), METHOD(scratch_size),
-    {"is_supported", is_supported, METH_NOARGS, NULL},
+    METHOD(linear), METHOD(linear_scratch_size), METHOD(decode), METHOD(scratch_size), METHOD(is_supported),
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,7 +7,6 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <stdatomic.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -18,6 +17,8 @@
    that an engine that waits leaves its cores to others. About 50 ns each. */
 #define SPINS_BEFORE_SLEEP 5000
 #define SPINS_BEFORE_YIELD 20000
+/* A handful of rows is done before another thread would wake up. */
+#define MIN_FLOATS_TO_SHARE 65536
 
 /*
  * The ticket says which job is open and which of its items is next: (generation << 32) | item. Claiming an item
@@ -103,4 +104,26 @@ void parallel_for(Task task, const void *job, int64_t count, int num_threads) {
     }
     atomic_store(&ticket, (generation << 32) | CLOSED);
     pthread_mutex_unlock(&in_use);
+}
+
+int useful_threads(int64_t num_rows, int64_t row_size, int num_threads) {
+    return num_rows * row_size < MIN_FLOATS_TO_SHARE ? 1 : num_threads;
+}
+
+static int64_t first_of(const Shares *s, int64_t share) { return s->count * share / s->num_shares; }
+
+void divide(Shares *s, int64_t count, int num_threads) {
+    const int64_t most = count < MAX_SHARES ? count : MAX_SHARES;
+    s->count = count;
+    s->num_shares = num_threads < 1 ? 1 : num_threads < most ? num_threads : most;
+    for (int64_t share = 0; share < s->num_shares; share++) atomic_init(&s->next[share], first_of(s, share));
+}
+
+int64_t next_of(Shares *s, int64_t share) {
+    for (int64_t i = 0; i < s->num_shares; i++) {
+        const int64_t of = (share + i) % s->num_shares;
+        const int64_t item = atomic_fetch_add_explicit(&s->next[of], 1, memory_order_relaxed);
+        if (item < first_of(s, of + 1)) return item;
+    }
+    return -1;
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.engine.batch import Batch
-from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.cpu_kernels import InstructionSet, has_kernels
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.invariance import check_invariance
 from cluster.engine.loader import load_model
@@ -17,6 +17,8 @@ from cluster.engine.model import Model, TorchModel
 from cluster.engine.quantization import Quantization
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
+
+from .instruction_sets import INSTRUCTION_SETS, form_using
 
 CPU = torch.device("cpu")
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
@@ -26,10 +28,12 @@ def runner(folder: Path, form: type[Model] | None = None, quantization: Quantiza
     return ModelRunner(load_model(folder, torch.bfloat16, CPU, form=form, quantization=quantization), 4, 32)
 
 
-@needs_kernels
+@pytest.mark.parametrize("using", INSTRUCTION_SETS)
 @pytest.mark.parametrize("quantization", [None, Quantization(8, None), Quantization(4, 32)])
-def test_the_kernels_pass(tiny_llama: Callable[..., Path], quantization: Quantization | None) -> None:
-    checked = runner(tiny_llama(), quantization=quantization)
+def test_the_kernels_pass(
+    tiny_llama: Callable[..., Path], quantization: Quantization | None, using: InstructionSet
+) -> None:
+    checked = runner(tiny_llama(), form_using(using), quantization)
     check_invariance(checked)
     assert checked.blocks.num_used_blocks == 0
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from cluster.engine.batch import Batch, Segment, pack
-from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.cpu_kernels import InstructionSet, has_kernels
 from cluster.engine.cpu_linear import KernelLinear
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear, PackedLinear, PlainLinear, QuantizedLinear
-from cluster.engine.loader import load_model
+from cluster.engine.loader import LoadedModel, load_model
 from cluster.engine.model import Model, TorchModel
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.quantization import Quantization, quantize
@@ -27,6 +27,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.engine.weights import LayerWeights, ModelWeights, WeightFormat
 
 from .checkpoints import CHECKPOINTS
+from .instruction_sets import INSTRUCTION_SETS, form_using
 
 needs_kernels = pytest.mark.skipif(not has_kernels(), reason="not built, or no AVX-512")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -77,8 +78,8 @@ class TestLinear:
         weight = randn(1, out_features, in_features).to(dtype)
         linear = kernel(weight)
         for num_rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 40):
-            x = randn(num_rows, num_rows, in_features)
-            x = x if kernel is KernelLinear else x.to(dtype)
+            x = randn(num_rows, num_rows, in_features).to(dtype)
+            x = x.float() if kernel is KernelLinear else x
             tolerance = 0.05 if x.dtype == torch.bfloat16 else 1e-4
             torch.testing.assert_close(
                 linear(x).double(), x.double() @ weight.double().T, rtol=tolerance, atol=tolerance
@@ -116,14 +117,6 @@ class TestLinear:
             torch.testing.assert_close(linear(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
             if kernel is KernelLinear:
                 assert torch.equal(linear(x)[-1:], linear(x[-1:]))
-
-    @needs_kernels
-    def test_special_values_pass_through(self) -> None:
-        weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [3e38, 3e38]], dtype=torch.bfloat16)
-        y = KernelLinear(weight)(torch.tensor([[torch.nan, 1.0], [torch.inf, 2.0], [1.0, 1.0]]))
-        assert y[0].isnan().all()
-        assert y[1, 0] == torch.inf
-        assert y[2].tolist() == [1.0, 1.0, torch.inf]
 
     @needs_kernels
     def test_rows_need_not_be_contiguous(self) -> None:
@@ -249,17 +242,30 @@ class TestModel:
     TOKENS = tuple(random.Random(1).choices(range(512), k=70))
 
     @needs_kernels
-    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
         "checkpoint",
         ["llama 3", "mistral with a window", "qwen2 with a window in one layer", "qwen3 with biases, yarn"],
     )
-    def test_same_bits_however_the_work_is_cut(
-        self, checkpoint: str, dtype: torch.dtype, tiny_folder: Callable[..., Path], num_threads: int
+    def test_same_bits_however_the_work_is_cut_in_float32(
+        self, checkpoint: str, tiny_folder: Callable[..., Path], num_threads: int
     ) -> None:
+        self.check_cuts(load_model(tiny_folder(**CHECKPOINTS[checkpoint]), torch.float32, CPU))
+
+    @pytest.mark.parametrize("using", INSTRUCTION_SETS)
+    @pytest.mark.parametrize("quantization", [None, Quantization(8, None), Quantization(4, 32)])
+    def test_same_bits_however_the_work_is_cut_by_every_set_of_instructions(
+        self,
+        using: InstructionSet,
+        quantization: Quantization | None,
+        tiny_folder: Callable[..., Path],
+        num_threads: int,
+    ) -> None:
+        folder = tiny_folder(**CHECKPOINTS["qwen3 with biases, yarn"])
+        self.check_cuts(load_model(folder, torch.bfloat16, CPU, quantization=quantization, form=form_using(using)))
+
+    def check_cuts(self, model: LoadedModel) -> None:
         """In one step, one token a step, in uneven chunks, and with other sequences in between."""
-        folder = tiny_folder(**CHECKPOINTS[checkpoint])
-        runner = ModelRunner(load_model(folder, dtype, CPU), BLOCK_SIZE, NUM_BLOCKS)
+        runner = ModelRunner(model, BLOCK_SIZE, NUM_BLOCKS)
         tokens, table, other = list(self.TOKENS), list(range(18)), list(range(20, 40))
         whole = runner.run([Segment(tokens, 0, table, num_logits=70)])
         for chunks in ([1] * 70, [5, 1, 17, 47], [33, 33, 4]):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cluster.config_file import load_config
+from cluster.engine.cpu_kernels import InstructionSet, has_kernels
 from cluster.targets import traits
 from cluster.targets.base import TargetModel
 from cluster.targets.traits import traits_of
@@ -65,6 +66,18 @@ def test_what_changes_no_answer_does_not_count(override: str):
 
 def test_the_engine_says_its_version():
     assert torch.__version__ in of()["engine"]
+
+
+@pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators would run")
+def test_kernels_of_other_instructions_round_otherwise_except_in_float32(monkeypatch: pytest.MonkeyPatch):
+    in_float32 = TargetModel("outrider-target-12m", "float32", 4096, (0, 2))
+    best, exact = of(), of(model=in_float32)
+    monkeypatch.setattr(InstructionSet, "is_supported", True)  # of every set
+    for name in ("avx512", "avx512_bf16", "amx"):
+        monkeypatch.setenv("OUTRIDER_CPU_ISA", name)
+        assert of()["kernels"] == f"CpuModel, {name}"
+        assert differing(of(), best) <= {"kernels"}
+        assert of(model=in_float32) == exact
 
 
 def test_simulated_targets_differ_by_their_vocabulary_alone():

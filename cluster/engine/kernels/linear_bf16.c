@@ -1,0 +1,124 @@
+/*
+ * Products by dot products of pairs of bfloat16 numbers (AVX512-BF16): a lane is an output, as in linear_avx512.c, and
+ * takes two inputs at once.
+ */
+#include "blocks.h"
+#include "linear.h"
+
+#if KNOWS_AVX512_BF16
+
+#define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define MAX_HEIGHT 24     /* of a tile of rows; its sums stay in registers */
+#define MAX_WIDE_HEIGHT 12 /* up to here for both tiles of a block, else for one after the other */
+#define PREFETCH_BYTES 8192
+#define WIDENED_BLOCKS 4 /* so that the next can be begun while this one is in use */
+
+typedef struct {
+    const Linear *linear;
+    Rows rows;
+    Blocks blocks;
+    Shares *panels;
+} Job;
+
+/* `height` rows times `width` tiles of a panel, from the panel's tile `first`. height, width and format are constants
+   after inlining. */
+INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, const int first, const int height,
+                                 const int width, const Format format) {
+    const Weight *w = j->linear->weight;
+    const Blocks *b = &j->blocks;
+    const char *kept = (const char *)w->panels + panel * b->num_blocks * block_bytes(format);
+    const float *scales = w->scales + (format >= INT8 ? panel * b->num_groups * BLOCK + first * LANES : 0);
+    const uint16_t *rows = rows_of_block(&j->rows, b->num_blocks, tile, 0);
+    _Alignas(64) uint16_t widened_blocks[WIDENED_BLOCKS][BLOCK_VALUES];
+    __m512 sums[MAX_HEIGHT][2], of_groups[MAX_HEIGHT][2];
+#pragma GCC unroll 24
+    for (int r = 0; r < height; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < width; v++) sums[r][v] = of_groups[r][v] = _mm512_setzero_ps();
+    for (int64_t group = 0; group < b->num_groups; group++) {
+        for (int64_t i = 0; i < b->blocks_per_group; i++) {
+            const uint16_t *weights = (const uint16_t *)kept;
+            if (format >= INT8) {
+                for (int byte = 0; byte < block_bytes(format); byte += 64)
+                    _mm_prefetch(kept + PREFETCH_BYTES + byte, _MM_HINT_T0);
+                uint16_t *block = widened_blocks[i % WIDENED_BLOCKS];
+                widen_block(kept, format, block);
+                weights = block;
+            }
+            for (int pair = 0; pair < LANES; pair++) {
+                __m512bh pairs[2];
+#pragma GCC unroll 2
+                for (int v = 0; v < width; v++) {
+                    const uint16_t *of_tile = weights + (first + v) * TILE_VALUES + pair * BLOCK;
+                    if (format == BFLOAT16) _mm_prefetch((const char *)of_tile + PREFETCH_BYTES, _MM_HINT_T0);
+                    pairs[v] = (__m512bh)_mm512_loadu_si512(of_tile);
+                }
+#pragma GCC unroll 24
+                for (int r = 0; r < height; r++) {
+                    int32_t inputs;
+                    __builtin_memcpy(&inputs, rows + r * BLOCK + 2 * pair, sizeof inputs);
+#pragma GCC unroll 2
+                    for (int v = 0; v < width; v++)
+                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], pairs[v], (__m512bh)_mm512_set1_epi32(inputs));
+                }
+            }
+            kept += block_bytes(format);
+            rows += height * BLOCK;
+        }
+        if (format < INT8) break; /* one group, without scales */
+#pragma GCC unroll 24
+        for (int r = 0; r < height; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < width; v++) {
+                __m512 scale = _mm512_loadu_ps(scales + group * BLOCK + v * LANES);
+                of_groups[r][v] = _mm512_fmadd_ps(sums[r][v], scale, of_groups[r][v]);
+                sums[r][v] = _mm512_setzero_ps();
+            }
+    }
+#pragma GCC unroll 24
+    for (int r = 0; r < height; r++) {
+        const int64_t row = tile * height + r;
+        if (row >= j->linear->num_rows) break;
+#pragma GCC unroll 2
+        for (int v = 0; v < width; v++)
+            store_sums(j->linear, row, panel * BLOCK + (first + v) * LANES, format >= INT8 ? of_groups[r][v] : sums[r][v]);
+    }
+}
+
+/* All rows of a panel. */
+INLINE BF16_TARGET void multiply_panel(const Job *j, int64_t panel, const Format format) {
+    for (int64_t tile = 0; tile < j->rows.num_tiles; tile++) switch (j->rows.height) {
+#define WIDE(height) \
+        case height: multiply(j, panel, tile, 0, height, 2, format); break;
+#define NARROW(height) \
+        case height: \
+            multiply(j, panel, tile, 0, height, 1, format); \
+            multiply(j, panel, tile, 1, height, 1, format); \
+            break;
+        WIDE(1) WIDE(2) WIDE(3) WIDE(4) WIDE(5) WIDE(6) WIDE(7) WIDE(8) WIDE(9) WIDE(10) WIDE(11) WIDE(12)
+        NARROW(13) NARROW(14) NARROW(15) NARROW(16) NARROW(17) NARROW(18) NARROW(19) NARROW(20) NARROW(21) NARROW(22)
+        NARROW(23) NARROW(24)
+#undef WIDE
+#undef NARROW
+    }
+}
+
+BF16_TARGET static void share_task(const void *job, int64_t share) {
+    const Job *j = job;
+    for (int64_t panel; (panel = next_of(j->panels, share)) >= 0;) switch ((Format)j->linear->weight->format) {
+        case BFLOAT16: multiply_panel(j, panel, BFLOAT16); break;
+        case INT8: multiply_panel(j, panel, INT8); break;
+        case INT4: multiply_panel(j, panel, INT4); break;
+        case FLOAT32: break; /* never laid out in blocks */
+    }
+}
+
+void linear_bf16(const Linear *l, int num_threads) {
+    if (l->num_rows == 0) return;
+    Shares panels;
+    const Job job = {l, round_rows(l, MAX_HEIGHT, num_threads), blocks_of(l->weight), &panels};
+    divide(&panels, job.blocks.num_panels, num_threads);
+    parallel_for(share_task, &job, panels.num_shares, num_threads);
+}
+
+#endif

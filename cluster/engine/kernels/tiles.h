@@ -1,0 +1,24 @@
+/*
+ * The few instructions for tiles that the kernels use, t being numbers of tiles that are constants.
+ *
+ * Not the compiler's intrinsics: those of GCC 12 say neither that a load reads what was stored before it nor that a
+ * configuration has more than 8 bytes.
+ */
+#define TILE_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16")))
+
+INLINE void tile_configure(const TileShapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
+
+INLINE void tile_release(void) { __asm__ volatile("tilerelease"); }
+
+#define tile_zero(t) __asm__ volatile("tilezero %%tmm%c0" ::"i"(t))
+
+/* Rows of 64 bytes, one after the other. */
+#define tile_load(t, from) \
+    __asm__ volatile( \
+        "tileloadd (%1,%2,1), %%tmm%c0" ::"i"(t), "r"((const void *)(from)), "r"((int64_t)64) : "memory")
+#define tile_store(t, to) \
+    __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(t), "r"((void *)(to)), "r"((int64_t)64) : "memory")
+
+/* sums[row][output] += the products of 32 inputs. */
+#define tile_dot(sums, rows, weights) \
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(rows), "i"(weights))
