@@ -77,6 +77,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(writing.acquire(), _LAST_WRITE_SECONDS)
             writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)  # what it could not send to a peer that has gone
         if fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
 
