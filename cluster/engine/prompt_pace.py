@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.speculation.costs import LearnedCurve
 
 _LEAST_TOKENS = 16  # in a step, however slow: prompts have to get on
-_FIRST_TOKENS = 64  # before anything was measured; from then on at most twice as many as in the step before
+_FIRST_TOKENS = 64  # before anything was measured; from then on at most twice of what was
 _ALONE_FACTOR = 4  # of the set time: longer steps take less for a token, and only who comes meanwhile waits for one
 _TELLING_SHARE = 0.2  # of the set time: where prompts add less, half of it is what a chunk costs however short it is
 _KEPT_SHARE = 0.99  # of what steps before have told of the growth, with each further one
@@ -53,7 +53,7 @@ class PromptPace:
             return
         num_tokens = sum(part.num_tokens for part in parts)
         before = sum(part.num_tokens * (part.num_before + part.num_tokens / 2) for part in parts) / num_tokens
-        self._most_tokens = max(2 * num_tokens, _FIRST_TOKENS)
+        self._most_tokens = max(2 * num_tokens, self._most_tokens)
         is_telling = added_seconds > _TELLING_SHARE * self._max_seconds
         self._cost.observe(before, added_seconds / num_tokens, is_telling=is_telling)
 
@@ -74,18 +74,15 @@ class PromptPace:
         if seconds <= 0:
             return [0] * len(prompts)
         if self._cost.is_known:
-            costs = [max(1e6 * self._cost.seconds(prompt.num_before), 1e-3) for prompt in prompts]  # microseconds
-            whole = [math.ceil(length * cost) for length, cost in zip(lengths, costs, strict=True)]
+            whole = [math.ceil(1e6 * self._cost.of(prompt)) for prompt in prompts]  # microseconds
             parts = share(whole, math.floor(1e6 * seconds))
-            lengths = [min(length, int(part / cost)) for length, part, cost in zip(lengths, parts, costs, strict=True)]
+            lengths = [self._cost.num_tokens(prompt, part / 1e6) for prompt, part in zip(prompts, parts, strict=True)]
             lengths[0] = max(lengths[0], min(prompts[0].num_tokens, _LEAST_TOKENS))
         return share(lengths, min(num_tokens, self._most_tokens))
 
     def seconds(self, parts: Sequence[PromptPart]) -> float:
         """What `parts` are taken to add to a step."""
-        if not self._cost.is_known:
-            return 0.0
-        return sum(part.num_tokens * self._cost.seconds(part.num_before) for part in parts)
+        return sum(map(self._cost.of, parts)) if self._cost.is_known else 0.0
 
 
 class _TokenCost:
@@ -102,7 +99,20 @@ class _TokenCost:
         self._mean_before = self._mean_seconds = self._variance = self._covariance = 0.0
         self.is_known = False
 
-    def seconds(self, before: float) -> float:
+    def of(self, part: PromptPart) -> float:
+        """Seconds that `part` adds."""
+        return part.num_tokens * self._of_one(part.num_before + part.num_tokens / 2)
+
+    def num_tokens(self, part: PromptPart, seconds: float) -> int:
+        """How many of the first tokens of `part` add `seconds` at most."""
+        if self.of(part) <= seconds:
+            return part.num_tokens
+        # first n + slope n^2 / 2 = seconds
+        first = self._of_one(part.num_before)
+        slope = self._of_one(part.num_before + 1) - first
+        return min(part.num_tokens, int(2 * seconds / (first + math.sqrt(first * first + 2 * slope * seconds))))
+
+    def _of_one(self, before: float) -> float:
         return self._seconds * (1.0 + self._growth * before) / (1.0 + self._growth * self._before)
 
     def observe(self, before: float, seconds: float, *, is_telling: bool) -> None:
@@ -110,7 +120,7 @@ class _TokenCost:
         is not telling."""
         if is_telling:
             self._fit(before, seconds)
-        elif self.is_known and seconds >= self.seconds(before):
+        elif self.is_known and seconds >= self._of_one(before):
             return
         self._before, self._seconds = before, seconds
         self.is_known = True
