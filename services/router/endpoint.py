@@ -35,7 +35,7 @@ from services.router.streaming import (
 )
 from services.router.switch import SpeculationSwitch
 from services.router.tracing import AnswerTrace, span_of
-from services.router.wire_requests import build_choice_requests
+from services.router.wire_requests import build_choice_requests, check_prompt
 
 R = TypeVar("R", bound=ApiRequest)
 
@@ -124,9 +124,9 @@ class Endpoint(abc.ABC, Generic[R]):
         prompts = await done_beside(len(body), lambda: self._encode(request))
         self._serving.budget.take(scope, sum(map(len, prompts)), request.prompt_field)
         await self._serving.pool.wait_out_change()
-        max_model_len = self._serving.pool.limits().max_model_len
-        prompts = [request.truncate(prompt, max_model_len) for prompt in prompts]
-        echoes = await done_beside(len(body), lambda: self._echoes(request, prompts))
+        limits = self._serving.pool.limits()
+        prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
+        echoes = await done_beside(len(body), lambda: self._echoes(request, prompts, limits.vocab_size))
         answer = self._start(request, prompts, echoes, request_id_of(scope), record, trace, adapter)
         headers = {"x-outrider-seed": str(answer.reply.seed)}
         if request.stream:
@@ -134,10 +134,12 @@ class Endpoint(abc.ABC, Generic[R]):
         whole = await until_disconnected(http_request.receive, _whole(answer))
         return JSONResponse(whole, headers=headers)
 
-    def _echoes(self, request: R, prompts: list[list[int]]) -> list[str]:
-        """What the choices begin with, of each prompt."""
+    def _echoes(self, request: R, prompts: list[list[int]], vocab_size: int) -> list[str]:
+        """What the choices begin with, of each prompt. Raises InvalidRequestError for tokens that spell nothing."""
         if not request.has_echo:
             return []
+        for prompt in prompts:
+            check_prompt(prompt, vocab_size, request.prompt_field)
         decode = self._serving.tokenizer.decode
         return [decode(prompt, skip_special_tokens=request.skip_special_tokens) for prompt in prompts]
 

@@ -96,7 +96,7 @@ def build_choice_requests(
         template.num_speculative_tokens = 0
     choices: list[ChoiceRequest] = []
     for prompt_token_ids in prompts:
-        _check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
+        check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
         max_tokens = _max_tokens(request, len(prompt_token_ids), limits.max_model_len)
         max_tokens = max(1, max_tokens)  # where it is 0 the one is dropped
         indices = range(len(choices), len(choices) + request.n)
@@ -144,7 +144,8 @@ def _check_version(request: target_pb2.GenerateRequest, version: int) -> None:
         raise UnavailableError("targets of an older version do not know stop_token_ids or cache_salt yet; retry later")
 
 
-def _check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequestError unless there are tokens, and all are in the vocabulary."""
     if not prompt_token_ids:
         raise InvalidRequestError(f"{param} has no tokens", param=param)
     _checked(prompt_token_ids, vocab_size, param)

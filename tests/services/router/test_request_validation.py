@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from .conftest import MAX_MODEL_LEN, MAX_SPECULATIVE_TOKENS
+from .conftest import MAX_MODEL_LEN, MAX_SPECULATIVE_TOKENS, Router
 
 BAD_SCHEMAS = [
     5,
@@ -389,3 +389,10 @@ def test_a_nan_from_a_careless_client_is_refused(shared_router):
     body = json.dumps({"prompt": "fox", "top_p": math.nan}).encode()
     response = shared_router.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert_error(response, 400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("token_id", [-1, 4096, 2**40])
+def test_token_ids_that_there_are_none_of_are_not_echoed(router: Router, token_id: int) -> None:
+    response = router.complete(prompt=[[5, token_id], [7]], echo=True)
+    assert response.status_code == 400
+    assert f"the token ID {token_id}" in response.json()["error"]["message"]
