@@ -34,6 +34,7 @@ from services.launch.child import Child
 from services.launch.local import LocalCluster
 from tests.system.client import assert_nothing_in_use
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.system.fuzzing import programs
 from tests.waiting import eventually
 
 # What a fuzzer makes big without need: a cluster on two cores has to answer some thousand requests.
@@ -305,10 +306,6 @@ class Resources:
     def of(cls, child: Child) -> Resources:
         process = Path(f"/proc/{child.pid}")
         return cls(len(list((process / "fd").iterdir())), len(list((process / "task").iterdir())))
-
-
-def programs(cluster: LocalCluster) -> list[Child]:
-    return [cluster.router, *cluster.targets, *cluster.drafts]
 
 
 def warm_up(url: str) -> None:

@@ -9,7 +9,8 @@ from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 
 pytest.importorskip("schemathesis", reason="`make setup-clients` installs schemathesis")
 
-from tests.system.fuzz_api import Resources, assert_nothing_kept, fuzz, programs, warm_up
+from tests.system.fuzz_api import Resources, assert_nothing_kept, fuzz, warm_up
+from tests.system.fuzzing import programs
 
 SECONDS = 20.0
 
