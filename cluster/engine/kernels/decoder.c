@@ -63,6 +63,7 @@ int decode(const Model *m, const Step *s, int num_threads) {
             .paths = s->paths, .path_len = s->path_len, .num_segments = s->num_segments, .table_len = s->table_len,
             .block_size = m->block_size, .num_heads = m->num_heads, .num_kv_heads = m->num_kv_heads,
             .head_dim = m->head_dim, .span = l->span, .is_bfloat16 = (int)m->is_bfloat16,
+            .instruction_set = l->qkv.instruction_set,
         };
         if (attention(&attend, num_threads) < 0) return -1;
         project(s, &l->output, attended, delta, n, num_threads);

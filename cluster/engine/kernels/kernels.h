@@ -71,6 +71,7 @@ typedef struct {
     int64_t path_len, num_segments, table_len, block_size, num_heads, num_kv_heads, head_dim;
     int64_t span; /* positions that a row sees at most, itself included */
     int is_bfloat16;
+    int64_t instruction_set; /* an InstructionSet; for tiles keys and values have to be in bfloat16 */
 } Attention;
 int attention(const Attention *attention, int num_threads); /* 0, or -1 without memory */
 

@@ -6,20 +6,13 @@
  */
 #include "blocks.h"
 #include "linear.h"
+#include "tiles.h"
 
 #if KNOWS_AMX || defined(EMULATE_TILES)
 
-typedef struct { /* as the processor reads it */
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileShapes;
-
 #ifdef EMULATE_TILES
-#include "tiles_emulated.h"
 #define LINEAR linear_amx_emulated
 #else
-#include "tiles.h"
 #define LINEAR linear_amx
 #endif
 

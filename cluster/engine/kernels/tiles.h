@@ -1,9 +1,24 @@
 /*
- * The few instructions for tiles that the kernels use, t being numbers of tiles that are constants.
- *
- * Not the compiler's intrinsics: those of GCC 12 say neither that a load reads what was stored before it nor that a
- * configuration has more than 8 bytes.
+ * The few instructions for tiles that the kernels use, t being numbers of tiles that are constants; with EMULATE_TILES
+ * what does the same in plain C.
  */
+#ifndef OUTRIDER_TILES_H
+#define OUTRIDER_TILES_H
+
+#include "kernels.h"
+
+typedef struct { /* as the processor reads it */
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileShapes;
+
+#ifdef EMULATE_TILES
+#include "tiles_emulated.h"
+#else
+
+/* Not the compiler's intrinsics: those of GCC 12 say neither that a load reads what was stored before it nor that a
+   configuration has more than 8 bytes. */
 #define TILE_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16")))
 
 INLINE void tile_configure(const TileShapes *shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(*shapes)); }
@@ -22,3 +37,6 @@ INLINE void tile_release(void) { __asm__ volatile("tilerelease"); }
 /* sums[row][output] += the products of 32 inputs. */
 #define tile_dot(sums, rows, weights) \
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(rows), "i"(weights))
+
+#endif
+#endif

@@ -175,6 +175,37 @@ class TestDecode:
         config = replace(CONFIG, intermediate_size=intermediate_size)
         assert_same_logits(config, block_size=16, has_bias=True, gate_scale=300.0)
 
+    @pytest.mark.parametrize(
+        "using", [using for using in INSTRUCTION_SETS if using.values[0] is not InstructionSet.AVX512]
+    )
+    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (40, 1)])
+    @pytest.mark.parametrize(
+        ("head_dim", "block_size", "window"), [(16, 1, None), (48, 24, None), (64, 16, 40), (80, 4, 17)]
+    )
+    def test_in_bfloat16(
+        self,
+        using: InstructionSet,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        window: int | None,
+        num_threads: int,
+    ) -> None:
+        config = replace(CONFIG, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        if window is not None:
+            config = replace(config, sliding_windows=(window,) * config.num_layers)
+        for result, expected in zip(
+            *decoded((form_using(using), TorchModel), config, block_size, torch.bfloat16), strict=True
+        ):
+            assert (result - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
+
+    @pytest.mark.skipif(not InstructionSet.AMX.is_supported, reason="not built, or the processor lacks tiles")
+    def test_the_emulation_of_tiles_gives_their_bits(self) -> None:
+        forms = form_using(InstructionSet.AMX), form_using(InstructionSet.AMX_EMULATED)
+        for by_tiles, emulated in zip(*decoded(forms, CONFIG, 16, torch.bfloat16), strict=True):
+            assert torch.equal(by_tiles, emulated)
+
 
 def assert_same_logits(
     config: ModelConfig,
@@ -184,34 +215,61 @@ def assert_same_logits(
     has_bias: bool = False,
     gate_scale: float = 1.0,
 ) -> None:
-    num_blocks = 400 // block_size + 8
-    batch = _batch([(0, 1), (0, 40), (15, 1), (16, 5), (100, 21), (199, 1)], block_size, num_blocks)
-    embedding = randn(5, config.vocab_size, config.hidden_size)
-    results = []
-    forms: tuple[type[Model], ...] = (CpuModel, TorchModel)
-    for form in forms:
-        prepare = form.weight_format
-        layers = [random_layer(config, prepare, index, has_qk_norm, has_bias, gate_scale) for index in range(2)]
-        norm = prepare.make_norm_weight(randn(8, config.hidden_size))
-        weights = ModelWeights(embedding, tuple(layers), norm, prepare.make_linear(embedding))
-        cache = KVCache(config, num_blocks, block_size, torch.float32, CPU)
-        cache.keys.copy_(randn(6, *cache.keys.shape))
-        cache.values.copy_(randn(7, *cache.values.shape))
-        results.append((form(config, weights, cache).forward(batch), cache.keys, cache.values))
+    results = decoded((CpuModel, TorchModel), config, block_size, torch.float32, has_qk_norm, has_bias, gate_scale)
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
+def decoded(
+    forms: tuple[type[Model], ...],
+    config: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    has_qk_norm: bool = False,
+    has_bias: bool = False,
+    gate_scale: float = 1.0,
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Logits, keys and values, by each form; PyTorch's operators in float32, with the same weights and cache."""
+    num_blocks = 400 // block_size + 8
+    batch = _batch([(0, 1), (0, 40), (15, 1), (16, 5), (100, 21), (199, 1)], block_size, num_blocks)
+    embedding = randn(5, config.vocab_size, config.hidden_size).to(dtype)
+    results = []
+    for form in forms:
+        prepare, own = form.weight_format, torch.float32 if form is TorchModel else dtype
+        layers = [
+            random_layer(config, prepare, index, has_qk_norm, has_bias, gate_scale, dtype, own) for index in range(2)
+        ]
+        norm = prepare.make_norm_weight(randn(8, config.hidden_size).to(dtype).to(own))
+        weights = ModelWeights(embedding.to(own), tuple(layers), norm, prepare.make_linear(embedding.to(own)))
+        cache = KVCache(config, num_blocks, block_size, own, CPU)
+        cache.keys.copy_(randn(6, *cache.keys.shape).to(dtype))
+        cache.values.copy_(randn(7, *cache.values.shape).to(dtype))
+        logits = form(config, weights, cache).forward(batch)
+        results.append((logits, cache.keys.float(), cache.values.float()))
+    return results
+
+
 def random_layer(
-    config: ModelConfig, prepare: WeightFormat, seed: int, has_qk_norm: bool, has_bias: bool, gate_scale: float
+    config: ModelConfig,
+    prepare: WeightFormat,
+    seed: int,
+    has_qk_norm: bool,
+    has_bias: bool,
+    gate_scale: float,
+    dtype: torch.dtype,
+    own: torch.dtype,
 ) -> LayerWeights:
-    """Every product keeps the size of what goes in; attention is far from even."""
+    """Numbers of `dtype`, as `own`. Every product keeps the size of what goes in; attention is far from even."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).to(own)
 
     def linear(kind: int, out_features: int, in_features: int, scale: float = 1.0) -> Linear:
         weight = scale * randn(10 * seed + kind, out_features, in_features) / in_features**0.5
-        return prepare.make_linear(weight, randn(10 * seed + kind + 5, out_features) if has_bias else None)
+        bias = rounded(randn(10 * seed + kind + 5, out_features)) if has_bias else None
+        return prepare.make_linear(rounded(weight), bias)
 
     def norm(kind: int, *shape: int) -> torch.Tensor:
-        return prepare.make_norm_weight(1 + 0.3 * randn(10 * seed + kind, *shape))
+        return prepare.make_norm_weight(rounded(1 + 0.3 * randn(10 * seed + kind, *shape)))
 
     return LayerWeights(
         input_norm=norm(0, config.hidden_size),

@@ -1,0 +1,283 @@
+/*
+ * Attention by tiles: 32 positions of a context for up to 32 queries at once, their KV cache being in bfloat16.
+ *
+ * Scores are made turned round, keys times queries, so that a lane holds one query: keys go into tiles as the cache has
+ * them, and the softmax of 16 queries is made without sums across lanes. Queries and the softmax's weights are rounded
+ * to bfloat16, and the rounded weights are what a sum of values is divided by. A query's bits depend on no other's.
+ *
+ * Compiled a second time by attention_amx_emulated.c.
+ */
+#include "attention.h"
+#include "tiles.h"
+#include "transpose.h"
+
+#include <math.h>
+#include <string.h>
+
+#if KNOWS_AMX || defined(EMULATE_TILES)
+
+#ifdef EMULATE_TILES
+#define ATTENTION attention_amx_emulated
+#else
+#define ATTENTION attention_amx
+#endif
+
+#define CHUNK 32              /* positions: the inputs of a product of tiles */
+#define INPUTS 32             /* of a product of tiles */
+#define TILE (16 * INPUTS)    /* numbers in a tile of bfloat16 */
+/* Numbers of tiles. The first ones have 16 rows, keys or pairs of inputs; the last ones have a row a query. */
+#define SCORES 0
+#define MORE_SCORES 1
+#define KEYS 2
+#define MORE_KEYS 3
+#define QUERIES 4
+#define VALUES 2
+#define MORE_VALUES 3
+#define WEIGHTS 5
+#define SUMS 6
+#define MORE_SUMS 7
+
+/* What a part's queries have seen so far. There are `num_columns` columns of 16 queries for each of the part's heads. */
+typedef struct {
+    const Attention *attention;
+    const Part *part;
+    int64_t num_queries, num_columns, max_position;
+    int64_t size;             /* head_dim, in whole tiles */
+    const int32_t *positions; /* [num_columns * 16], of each query */
+    const uint16_t *queries;  /* [heads, num_columns, size / 32] tiles: pairs of inputs, queries */
+    uint16_t *keys;           /* [size / 32, 2] tiles: positions, inputs */
+    uint16_t *values;         /* [size / 16] tiles: pairs of positions, dimensions */
+    float *sums;              /* [heads, num_columns * 16, size] */
+    float *largest, *totals;  /* [heads, num_columns * 16]: of the scores, and of their exponentials */
+} Progress;
+
+/* Rounded to bfloat16, in the upper halves. */
+INLINE __m512i rounded(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    return _mm512_and_si512(up, _mm512_set1_epi32((int)0xffff0000));
+}
+
+/* 16 numbers in upper halves, paired with 16 others. */
+INLINE __m512i paired(__m512i even, __m512i odd) { return _mm512_or_si512(_mm512_srli_epi32(even, 16), odd); }
+
+/* Into tiles of pairs of inputs by queries: what is multiplied from the right. */
+INLINE void lay_out_queries(const Attention *a, const Part *p, int64_t head, int64_t num_queries, int64_t size,
+                            uint16_t *tiles) {
+    for (int64_t q = 0; q < num_queries; q++) {
+        const float *query = query_of(a, p, head, q);
+        uint16_t *column = tiles + q / 16 * 16 * size;
+        for (int64_t d = 0; d < a->head_dim; d += LANES) {
+            uint16_t halves[LANES];
+            store(halves, 0, 0xffff, _mm512_loadu_ps(query + d), 1);
+            uint16_t *pairs = column + d / INPUTS * TILE + d % INPUTS / 2 * 32 + q % 16 * 2;
+            for (int i = 0; i < LANES; i += 2) memcpy(pairs + 16 * i, halves + i, 2 * sizeof(uint16_t));
+        }
+    }
+}
+
+/* Keys and values of the part's head number `head` at `count` indices; nought beyond. */
+INLINE void gather(const Progress *p, int64_t head, const int64_t *indices, int64_t count) {
+    const Attention *a = p->attention;
+    const uint16_t *keys = (const uint16_t *)a->keys + head * a->head_dim;
+    const uint16_t *values = (const uint16_t *)a->values + head * a->head_dim;
+    for (int64_t i = 0; i < CHUNK; i += 2) {
+        const __mmask32 has_even = i < count ? 0xffffffff : 0, has_odd = i + 1 < count ? 0xffffffff : 0;
+        const int64_t even = has_even ? indices[i] : 0, odd = has_odd ? indices[i + 1] : 0;
+        for (int64_t d = 0; d < p->size; d += INPUTS) {
+            const __mmask32 inside = a->head_dim - d >= INPUTS ? 0xffffffff : 0xffff;
+            uint16_t *to = p->keys + d / INPUTS * 2 * TILE + i * INPUTS;
+            _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(has_even & inside, keys + even + d));
+            _mm512_storeu_si512(to + INPUTS, _mm512_maskz_loadu_epi16(has_odd & inside, keys + odd + d));
+        }
+        for (int64_t d = 0; d < a->head_dim; d += LANES) {
+            const __m256i lower = _mm256_maskz_loadu_epi16((__mmask16)has_even, values + even + d);
+            const __m256i upper = _mm256_maskz_loadu_epi16((__mmask16)has_odd, values + odd + d);
+            const __m512i pair = _mm512_or_si512(_mm512_cvtepu16_epi32(lower),
+                                                 _mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16));
+            _mm512_storeu_si512(p->values + d / LANES * TILE + i / 2 * 32, pair);
+        }
+    }
+}
+
+/* scores = the chunk's keys times a column of queries: [CHUNK, 16]. */
+INLINE TILE_TARGET void score(const Progress *p, int64_t column, float *scores) {
+    const uint16_t *queries = p->queries + column * 16 * p->size;
+    tile_zero(SCORES);
+    tile_zero(MORE_SCORES);
+    for (int64_t block = 0; block < p->size / INPUTS; block++) {
+        tile_load(QUERIES, queries + block * TILE);
+        tile_load(KEYS, p->keys + 2 * block * TILE);
+        tile_load(MORE_KEYS, p->keys + (2 * block + 1) * TILE);
+        tile_dot(SCORES, KEYS, QUERIES);
+        tile_dot(MORE_SCORES, MORE_KEYS, QUERIES);
+    }
+    tile_store(SCORES, scores);
+    tile_store(MORE_SCORES, scores + 16 * LANES);
+}
+
+/* Keys that each query sees of the chunk at `start`. */
+INLINE void see(const Progress *p, int64_t start, __m512i positions, __mmask16 active, __mmask16 *visible) {
+    const int64_t span = p->attention->span <= p->max_position ? p->attention->span : p->max_position + 1;
+    const __m512i first = _mm512_sub_epi32(positions, _mm512_set1_epi32((int)span));
+    for (int k = 0; k < CHUNK; k++) {
+        const __m512i key = _mm512_set1_epi32((int)start + k);
+        visible[k] = _mm512_mask_cmple_epi32_mask(_mm512_mask_cmpgt_epi32_mask(active, key, first), key, positions);
+    }
+}
+
+/*
+ * The softmax's weights for a column of queries, as far as is known by now: a tile of queries by positions. Returns
+ * by how much what was summed before has to be multiplied.
+ */
+INLINE __m512 weigh(const Progress *p, int64_t column, const float *scores, const __mmask16 *visible, float *weights) {
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)p->attention->head_dim));
+    const __m512 before = _mm512_loadu_ps(p->largest + column * LANES);
+    __m512 largest = before, total = _mm512_setzero_ps(), scaled[CHUNK];
+#pragma GCC unroll 32
+    for (int k = 0; k < CHUNK; k++) {
+        scaled[k] = _mm512_mul_ps(_mm512_loadu_ps(scores + k * LANES), scale);
+        largest = _mm512_mask_max_ps(largest, visible[k], largest, scaled[k]);
+    }
+    _Alignas(64) __m512i pairs[CHUNK / 2];
+#pragma GCC unroll 16
+    for (int k = 0; k < CHUNK; k += 2) {
+        const __m512 even = _mm512_maskz_mov_ps(visible[k], exp_ps(_mm512_sub_ps(scaled[k], largest)));
+        const __m512 odd = _mm512_maskz_mov_ps(visible[k + 1], exp_ps(_mm512_sub_ps(scaled[k + 1], largest)));
+        const __m512i lower = rounded(even), upper = rounded(odd);
+        total = _mm512_add_ps(_mm512_add_ps(total, _mm512_castsi512_ps(lower)), _mm512_castsi512_ps(upper));
+        pairs[k / 2] = paired(lower, upper);
+    }
+    transpose((const float *)pairs, LANES, weights);
+    const __m512 rescale = exp_ps(_mm512_sub_ps(before, largest)); /* of -inf - -inf, no score yet: not nought, times nought */
+    _mm512_storeu_ps(p->largest + column * LANES, largest);
+    const __m512 totals = _mm512_loadu_ps(p->totals + column * LANES);
+    _mm512_storeu_ps(p->totals + column * LANES, _mm512_fmadd_ps(totals, rescale, total));
+    return rescale;
+}
+
+/* sums = sums * rescale + weights . values. */
+INLINE TILE_TARGET void accumulate(const Progress *p, int64_t column, int64_t left, const float *weights,
+                                   const float *rescale) {
+    const int64_t count = left < 16 ? left : 16;
+    float *sums = p->sums + column * 16 * p->size;
+    _Alignas(64) float products[2][16 * LANES];
+    tile_load(WEIGHTS, weights);
+    for (int64_t d = 0; d < p->size; d += 2 * LANES) {
+        tile_zero(SUMS);
+        tile_zero(MORE_SUMS);
+        tile_load(VALUES, p->values + d / LANES * TILE);
+        tile_load(MORE_VALUES, p->values + (d / LANES + 1) * TILE);
+        tile_dot(SUMS, WEIGHTS, VALUES);
+        tile_dot(MORE_SUMS, WEIGHTS, MORE_VALUES);
+        tile_store(SUMS, products[0]);
+        tile_store(MORE_SUMS, products[1]);
+        for (int64_t q = 0; q < count; q++) {
+            const __m512 factor = _mm512_set1_ps(rescale[q]);
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; v++) {
+                float *sum = sums + q * p->size + d + v * LANES;
+                const __m512 product = _mm512_load_ps(products[v] + q * LANES);
+                _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_loadu_ps(sum), factor, product));
+            }
+        }
+    }
+}
+
+/* Asks for the keys and values of the part's heads at `count` indices. */
+INLINE void ask_ahead(const Progress *p, const int64_t *indices, int64_t count) {
+    const Attention *a = p->attention;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t d = 0; d < p->part->num_heads * a->head_dim; d += 32) {
+            _mm_prefetch((const char *)((const uint16_t *)a->keys + indices[i] + d), _MM_HINT_T1);
+            _mm_prefetch((const char *)((const uint16_t *)a->values + indices[i] + d), _MM_HINT_T1);
+        }
+}
+
+TILE_TARGET static void visit(void *progress, int64_t start, const int64_t *path, int64_t first, int64_t end) {
+    const Progress *p = progress;
+    const int64_t group = group_of(p->attention), row = first_row_of(p->attention, p->part);
+    const int64_t *positions = p->attention->positions + row;
+    const int64_t last = start + CHUNK - 1, after = p->max_position - last, seen = positions[(end - 1) / group] + 1 - start;
+    const int64_t count = seen < CHUNK ? seen : CHUNK;
+    int64_t indices[CHUNK];
+    if (path == NULL && after > 0) {
+        find(p->attention, p->part, start + CHUNK, after < CHUNK ? after : CHUNK, NULL, indices);
+        ask_ahead(p, indices, after < CHUNK ? after : CHUNK);
+    }
+    find(p->attention, p->part, start, count, path, indices);
+    /* Whether all see all of it: in the order of positions the first query reaches least far. */
+    const int is_whole = path == NULL && last <= positions[first / group] && start > p->max_position - p->attention->span;
+    for (int64_t head = 0; head < p->part->num_heads; head++) {
+        gather(p, head, indices, count);
+        for (int64_t column = first / 16; column * 16 < end; column++) {
+            _Alignas(64) float scores[CHUNK * LANES], weights[16 * LANES], rescale[LANES];
+            __mmask16 visible[CHUNK];
+            const int64_t of_head = head * p->num_columns + column, before = first - column * 16;
+            const __mmask16 active = first_lanes(end - column * 16) & ~first_lanes(before > 0 ? before : 0);
+            if (is_whole) memset(visible, 0xff, sizeof visible);
+            else see(p, start, _mm512_loadu_si512(p->positions + column * 16), active, visible);
+            score(p, of_head, scores);
+            _mm512_store_ps(rescale, weigh(p, of_head, scores, visible, weights));
+            accumulate(p, of_head, end - column * 16, weights, rescale);
+        }
+    }
+}
+
+INLINE TILE_TARGET void attend(const Attention *a, const Part *part) {
+    const int64_t num_queries = part->num_rows * group_of(a), num_columns = (num_queries + 15) / 16;
+    const int64_t of_heads = part->num_heads * num_columns * 16, *row_positions = a->positions + first_row_of(a, part);
+    const int64_t size = (a->head_dim + INPUTS - 1) / INPUTS * INPUTS;
+    _Alignas(64) uint16_t queries[of_heads * size], keys[CHUNK * size], values[CHUNK * size];
+    float sums[of_heads * size], largest[of_heads], totals[of_heads];
+    int32_t positions[num_columns * 16];
+    int64_t max_position = 0;
+    for (int64_t q = 0; q < num_columns * 16; q++) {
+        const int64_t position = q < num_queries ? row_positions[q / group_of(a)] : 0;
+        positions[q] = (int32_t)position;
+        if (position > max_position) max_position = position;
+    }
+    for (int64_t i = 0; i < of_heads; i++) largest[i] = -INFINITY, totals[i] = 0;
+    memset(sums, 0, sizeof sums);
+    memset(queries, 0, sizeof queries);
+    if (a->head_dim < size) memset(values, 0, sizeof values);
+    for (int64_t head = 0; head < part->num_heads; head++)
+        lay_out_queries(a, part, part->first_head + head, num_queries, size, queries + head * num_columns * 16 * size);
+    Progress progress = {a, part, num_queries, num_columns, max_position, size,
+                         positions, queries, keys, values, sums, largest, totals};
+    walk(a, part, CHUNK, visit, &progress);
+    for (int64_t head = 0; head < part->num_heads; head++)
+        for (int64_t q = 0; q < num_queries; q++) {
+            float *y = answer_of(a, part, part->first_head + head, q);
+            const int64_t from = head * num_columns * 16 + q;
+            const __m512 total = _mm512_set1_ps(totals[from]);
+            for (int64_t d = 0; d < a->head_dim; d += LANES)
+                _mm512_storeu_ps(y + d, _mm512_div_ps(_mm512_loadu_ps(sums + from * size + d), total));
+        }
+}
+
+typedef struct {
+    const Parts *parts;
+    Shares *shares;
+} Job;
+
+TILE_TARGET static void share_task(const void *job, int64_t share) {
+    const Job *j = job;
+    TileShapes shapes = {.palette = 1};
+    for (int t = 0; t < 8; t++) {
+        shapes.row_bytes[t] = 64;
+        shapes.rows[t] = t < WEIGHTS || j->parts->max_queries >= 16 ? 16 : (uint8_t)j->parts->max_queries;
+    }
+    tile_configure(&shapes); /* once a call */
+    for (int64_t part; (part = next_of(j->shares, share)) >= 0;) attend(j->parts->attention, &j->parts->parts[part]);
+    tile_release(); /* else the system would save the tiles at every switch between threads */
+}
+
+void ATTENTION(const Parts *parts, int num_threads) {
+    Shares shares;
+    const Job job = {parts, &shares};
+    divide(&shares, parts->count, num_threads);
+    parallel_for(share_task, &job, shares.num_shares, num_threads);
+}
+
+#endif
