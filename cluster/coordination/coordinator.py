@@ -104,7 +104,7 @@ class Coordinator:
         for sequence in chain(joining, decoding):
             self._openings.add(sequence)
         self._openings.rearrange()
-        self._plan(decoding, len(decoding) + len(joining))
+        self._plan(decoding, joining)
         self._openings.assign()
         self._send()
         put_off_until = time.thread_time()
@@ -158,11 +158,12 @@ class Coordinator:
     def _learn(self) -> None:
         """From the steps that have ended, and their drafts."""
         self.stats.depths.update([sequence.depth for sequence in self._begun])
-        self._begun = ()
+        begun, self._begun = self._begun, ()
         ended, self._ended = self._ended, []
         for step in ended:
             is_pure = step.timing is None or step.timing.is_pure
-            self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure)
+            is_whole = len(step.rounds) == len(begun)
+            self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure, is_whole=is_whole)
             if step.timing is None:
                 continue
             if is_pure:
@@ -170,10 +171,11 @@ class Coordinator:
             num_committed = sum([len(ended.chosen) for ended in step.rounds])
             self.planner.prompts.observe(step.timing.num_prompt_tokens, step.timing.num_prompts, num_committed)
 
-    def _plan(self, decoding: Sequence[SpeculativeSequence], num_rows: int) -> None:
+    def _plan(self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence]) -> None:
+        num_rows = len(decoding) + len(joining)
         if self.planner.begin_step(num_rows):
             now = self._clock()
-            planned = [sequence for sequence in decoding if self._openings.may_be_drafted_for(sequence, now)]
+            planned = [s for s in chain(decoding, joining) if self._openings.may_be_drafted_for(s, now)]
             best = self._balancer.best(planned[0].params.temperature, now) if planned else None
             self.planner.plan(planned, best, num_rows)
             num_draftable = sum(map(self._openings.would_be_drafted_for, decoding))

@@ -11,6 +11,7 @@ from cluster.coordination.probing import Probing
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
 from cluster.coordination.shadows import SHADOW_DEPTH, Shadows
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
+from cluster.speculation.calibration import Promise
 from cluster.speculation.costs import LearnedCurve
 from cluster.speculation.depth import Candidate, NextStep, make_controller
 from cluster.speculation.drafts import is_chain
@@ -20,6 +21,7 @@ from cluster.speculation.tree import RoundTime, Shape, num_levels
 from cluster.speculation.tree_policy import Template, TreePolicy
 
 _STEPS_A_PLAN = 16  # depths change slowly, and choosing them takes as long as some hundred other lines
+_PLANS_A_STEP_MORE = 2  # of what is new all is learned in its first rounds: plans begin at every step and grow rarer
 _PLAN_SECONDS = 1.0  # where steps are slow, what a plan takes is little beside them
 _SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
 
@@ -34,6 +36,9 @@ class DepthPlanner:
         self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens, clock)
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._opening_template: Template | None = None
+        self._opening_tokens: float | None = (
+            None  # that its rounds are expected to commit; None: nothing was planned yet
+        )
         self._config = config
         self._clock = clock
         self._max_depth = config.max_speculative_tokens
@@ -49,6 +54,7 @@ class DepthPlanner:
         self.probing = Probing(clock, is_wanted=self.needs.probing)
         self._rates: dict[tuple[str, float], PositionRates] = {}  # by draft model and temperature
         self._num_steps_to_plan = 0.0
+        self._num_plans = 0  # since something new came: another draft model, another temperature
         self._plan_at = clock()
         self._num_planned_rows = 0
 
@@ -58,11 +64,13 @@ class DepthPlanner:
         acceptance = SequenceAcceptance(self.rates("", sequence.params.temperature))
         sequence.joined(acceptance, self._config.window(asked or self._max_depth))
         if asked is None:
-            sequence.planned(self.opening_depth, self._opening_template)
+            expected = self._opening_tokens or 1.0 + sum(acceptance.survival()[: self.opening_depth])
+            sequence.planned(self.opening_depth, self._opening_template, expected)
             # One among few is planned for at once, as nothing that was chosen for others is its own.
             self._num_steps_to_plan -= _STEPS_A_PLAN / max(1, self._num_planned_rows)
         else:
-            sequence.planned(min(asked, self._max_depth), None)
+            depth = min(asked, self._max_depth)
+            sequence.planned(depth, None, 1.0 + sum(acceptance.survival()[:depth]))
 
     def rates(self, model: str, temperature: float) -> PositionRates:
         """How often drafts of `model` are accepted at such a temperature, as learned from all sequences."""
@@ -70,6 +78,7 @@ class DepthPlanner:
         known = self._rates.get(kind)
         if known is None:
             known = self._rates[kind] = PositionRates(self._max_depth)
+            self._num_plans = 0
         return known
 
     def survival(self, model: str, temperature: float) -> FloatArray:
@@ -111,7 +120,10 @@ class DepthPlanner:
         """
         if not decoding or (self.needs.measurements and not self.step_seconds.is_known):
             return
-        self._num_steps_to_plan = max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP)
+        self._num_plans += 1
+        self._num_steps_to_plan = min(
+            max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP), 1 + self._num_plans // _PLANS_A_STEP_MORE
+        )
         self._plan_at = self._clock() + _PLAN_SECONDS
         self._num_planned_rows = num_rows
         candidates = []
@@ -125,15 +137,16 @@ class DepthPlanner:
         step = NextStep(candidates, num_rows, self.trees.templates(), self.probing.min_gain)
         choice = self._controller.choose(step)
         has_drafts = any(choice.num_drafts)
-        self.probing.planned(has_drafts=has_drafts, rate=choice.rate, num_rows=num_rows)
+        self.probing.planned(has_drafts=has_drafts)
         chosen = []
         for sequence, depth, tokens in zip(decoding, choice.num_drafts, choice.expected_tokens, strict=True):
             is_free = sequence.num_speculative_tokens is None
             sequence.planned(depth, choice.template if is_free else None, tokens)
             if is_free:
-                chosen.append(depth)
+                chosen.append((depth, tokens))
         if chosen:
-            self.opening_depth, self._opening_template = sorted(chosen)[len(chosen) // 2], choice.template
+            self.opening_depth, self._opening_tokens = sorted(chosen)[len(chosen) // 2]
+            self._opening_template = choice.template
         if has_drafts:
             self.shadows.dismiss_all()
         elif self.needs.probing:
@@ -175,8 +188,10 @@ class DepthPlanner:
             return SHADOW_DEPTH if self.probing.is_probing else 0
         return 0 if self.probing.is_probing else sequence.depth
 
-    def observe_rounds(self, rounds: Sequence[Round], ended_at: float, *, is_pure: bool) -> None:
-        """A step verified and committed these, some perhaps without drafts; `is_pure` without a prefill beside."""
+    def observe_rounds(self, rounds: Sequence[Round], ended_at: float, *, is_pure: bool, is_whole: bool) -> None:
+        """A step verified and committed these, some perhaps without drafts; `is_pure` without a prefill beside,
+        `is_whole` when they are all that it had."""
+        promise = self._promise(rounds) if rounds and is_pure and is_whole and self.needs.measurements else None
         num_tokens, has_trees = 0, self.trees.may_branch
         outcomes = []
         for sequence, drafts, chosen in rounds:
@@ -192,6 +207,24 @@ class DepthPlanner:
             sequence.acceptance.observe(num_drafts, num_accepted)
             outcomes.append((num_drafts, num_accepted))
         self._controller.observe(outcomes)
-        self.probing.end_step(num_tokens, ended_at, is_pure=is_pure)
+        self.probing.end_step(promise, num_tokens, ended_at)
         if self.shadows and self.shadows.judge(rounds):
             self.probing.done()
+
+    def _promise(self, rounds: Sequence[Round]) -> Promise | None:
+        """What a step of the sequences of `rounds` is to bring by the plan; None while too little is known."""
+        num_rows, num_tokens = 0, 0.0
+        links: dict[ActiveLink, tuple[int, int]] = {}  # depth and batch
+        for sequence, _, _ in rounds:
+            num_rows += 1
+            if sequence.link is None or sequence.depth == 0 or sequence.is_shadow:
+                num_tokens += 1.0
+                continue
+            num_rows += sequence.depth
+            num_tokens += sequence.expected_tokens
+            depth, batch = links.get(sequence.link, (0, 0))
+            links[sequence.link] = max(depth, self.planned_levels(sequence)), batch + 1
+        if not self.step_seconds.is_known or not all(link.costs.is_known for link in links):
+            return None
+        wait = max((link.costs.expected_wait(*asked) for link, asked in links.items()), default=0.0)
+        return Promise(bool(links), num_tokens, self.step_seconds.seconds(num_rows) + wait)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.speculation.calibration import Calibration
+from cluster.speculation.calibration import Calibration, Promise
 
 _PROBE_SECONDS = 3.0  # between two steps of the other kind
 _DOUBT = 1.04  # while speculation is off it must promise so much more: estimates are not better than that
@@ -25,6 +25,7 @@ class Probing:
         self._calibration = Calibration()
         self._probe_at = clock() + _PROBE_SECONDS
         self._is_on = True  # somebody gets drafts
+        self._step_began_at = clock()  # its waits are a part of it
 
     @property
     def handicap(self) -> float:
@@ -36,27 +37,24 @@ class Probing:
         """What a plan with drafts must promise, over one without."""
         return (1.0 if self._is_on else _DOUBT) * self.handicap
 
-    def planned(self, *, has_drafts: bool, rate: float, num_rows: int) -> None:
-        """A plan for `num_rows` sequences promises `rate` tokens a second, and holds until the next."""
+    def planned(self, *, has_drafts: bool) -> None:
+        """A plan holds until the next."""
         self._is_on = has_drafts
-        self._calibration.begin(has_drafts=has_drafts, rate=rate, num_rows=num_rows, now=self._clock())
 
     def begin_step(self, *, awaits_shadow: bool) -> None:
         """Decides of what kind the step is. With `awaits_shadow` a probe goes on until a shadow's drafts were verified
         (`done`)."""
         now = self._clock()
-        self._calibration.begin_step(now)
+        self._step_began_at = now
         self.is_probing = self._is_wanted and now >= self._probe_at
-        if self.is_probing:
-            self._calibration.skip_step()
-            if not awaits_shadow:
-                self._probe_at = now + _PROBE_SECONDS
+        if self.is_probing and not awaits_shadow:
+            self._probe_at = now + _PROBE_SECONDS
 
-    def end_step(self, num_tokens: int, now: float, *, is_pure: bool) -> None:
-        """It committed `num_tokens` until `now`; one that did something else beside, such as prefill, says nothing."""
-        if not is_pure:
-            self._calibration.skip_step()
-        self._calibration.end_step(num_tokens, now)
+    def end_step(self, promise: Promise | None, num_tokens: int, now: float) -> None:
+        """It committed `num_tokens` until `now`. One that did something else beside, such as prefill, was promised
+        nothing."""
+        if promise is not None and not self.is_probing:
+            self._calibration.observe(promise, num_tokens, now - self._step_began_at)
 
     def done(self) -> None:
         self._probe_at = self._clock() + _PROBE_SECONDS

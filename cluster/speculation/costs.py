@@ -201,8 +201,12 @@ class LinkCosts:
                 share = min(waited_seconds / expected, _CLIP)
                 self._waited_share += _LINK_LEARNING_RATE * (share - self._waited_share)
 
+    def expected_wait(self, depth: int, batch: int) -> float:
+        """How long a step waits for proposals so deep, of so many sequences."""
+        return self._waited_share * self.proposal_seconds(depth, batch)
+
     def wait_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
-        """How long a step waits for proposals so deep, of so many sequences; nought at depth 0."""
+        """`expected_wait` of many at once; nought at depth 0."""
         proposal_seconds = self._proposal_seconds(depths, batches)  # what was observed is taken in first
         seconds: FloatArray = np.where(depths > 0, self._waited_share * proposal_seconds, 0.0)
         return seconds

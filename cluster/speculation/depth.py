@@ -58,8 +58,7 @@ class Choice:
     num_drafts: list[int]
     expected_tokens: list[float]  # that a round of each commits
     template: Template | None = None  # from which trees of those numbers of nodes are cut; None: chains
-    # Tokens a second that this promises in steps without prompts; 0 where it was not all the controller's choice.
-    rate: float = 0.0
+    rate: float = 0.0  # tokens a second that this promises in steps without prompts
 
 
 class DepthController(Protocol):
@@ -165,9 +164,7 @@ class GoodputController:
                 best = trees
         for index, number, tokens in zip(free, best.num_drafts, best.expected_tokens, strict=True):
             num_drafts[index], expected[index] = number, tokens
-        choice.template = best.template
-        if len(free) == len(candidates):
-            choice.rate = best.rate
+        choice.template, choice.rate = best.template, best.rate
         return choice
 
     def _choose(

@@ -17,6 +17,9 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _DECAY = 0.99  # of what was counted, a step: about the last hundred count
+_LEAST_ANSWER = (
+    16  # tokens that an answer is taken to have at least: prompts come first, and would seem to be all there is
+)
 
 
 class PromptLoad:
@@ -37,7 +40,8 @@ class PromptLoad:
 
     def beside(self, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Of steps that commit `tokens`: the share that has prompts, and how many tokens of prompts these have."""
-        mean = tokens * (self._num_prompt_tokens / self._num_committed)
+        num_committed = max(self._num_committed, _LEAST_ANSWER * self._num_prompts)
+        mean = tokens * (self._num_prompt_tokens / num_committed)
         share = -np.expm1(-mean * (self._num_prompts / self._num_prompt_tokens))
         return share, mean / np.maximum(share, 1e-9)
 

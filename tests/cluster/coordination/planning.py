@@ -42,7 +42,7 @@ class Engine:
             self.observe([verified(sequence, 4, num_accepted) for sequence in self.sequences])
 
     def observe(self, rounds: list[Round]) -> None:
-        self.planner.observe_rounds(rounds, self.clock.now, is_pure=True)
+        self.planner.observe_rounds(rounds, self.clock.now, is_pure=True, is_whole=True)
 
     def wanted(self, sequence: SpeculativeSequence) -> int:
         """How many draft tokens are asked for when it has committed."""

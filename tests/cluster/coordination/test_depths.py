@@ -7,7 +7,7 @@ import pytest
 from cluster.coordination.sequence import Round
 from cluster.speculation.drafts import Drafts
 
-from .planning import Engine
+from .planning import Engine, verified
 from .scripted import new_sequence
 
 
@@ -45,8 +45,36 @@ def test_new_sequences_begin_where_the_others_are(off: Engine) -> None:
 def test_another_load_is_planned_for_at_once(num_rows: int, is_due: bool) -> None:
     engine = Engine(num_sequences=4)
     engine.rows_cost(0.001)
-    engine.step()
+    engine.steps(400)
+    while not engine.planner.begin_step(4):
+        pass
+    engine.planner.plan(engine.sequences, None, 4)
     assert engine.planner.begin_step(num_rows) == is_due
+
+
+def test_of_what_is_new_every_round_counts_at_once() -> None:
+    """A dear draft whose drafts are never accepted has few rounds, not those of sixteen steps."""
+    engine = Engine(num_sequences=1)
+    engine.rows_cost(0.0)
+    engine.wanted(engine.sequences[0])
+    for _ in range(40):
+        engine.costs.observe_reply(0.011, 0.0105, 0.010, 1)  # half of a step of the target for each token
+    num_rounds = 0
+    while engine.depths[0] > 0:
+        engine.observe([verified(engine.sequences[0], engine.depths[0], 0)])
+        engine.step()
+        num_rounds += 1
+    assert num_rounds <= 5
+
+
+def test_those_that_join_are_planned_for_with_the_others() -> None:
+    engine = Engine(num_sequences=4)
+    engine.rows_cost(0.0001)
+    engine.accepts(4)
+    newcomer = new_sequence(None)
+    engine.planner.join(newcomer)
+    engine.planner.plan([*engine.sequences, newcomer], None, 5)
+    assert newcomer.depth == engine.depths[0] > 4
 
 
 class TestTrees:
