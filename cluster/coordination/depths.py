@@ -159,6 +159,9 @@ class DepthPlanner:
         depth = sequence.depth
         if depth >= sequence.max_len - len(sequence.token_ids):
             depth = sequence.useful_depth
+        is_free = sequence.num_speculative_tokens is None and self.needs.measurements
+        if is_free and sequence.link is not None and not sequence.link.has_proposed:
+            depth = min(depth, 1)  # says what drafts cost, and costs least where they are dear
         return depth, self.shape(sequence, depth) if self.trees.may_branch else None
 
     def shape(self, sequence: SpeculativeSequence, num_drafts: int) -> Shape | None:

@@ -203,6 +203,7 @@ class ActiveLink:
     expected_round_trip: float | None = None  # seconds, by its place; None: nobody knows
     sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
+    has_proposed: bool = False  # drafts of anything
     credit: int | None = None  # tokens of new sequences there is room for, as far as is known
     late_since: float | None = None  # when a proposal was late, and nothing has come since
     num_owed: int = 0  # proposals that were asked for and no step has had yet, shadows' and first ones apart
@@ -245,6 +246,7 @@ class ActiveLink:
     def heard(self, reply: SpeculateReply, answer_seconds: float) -> None:
         """`reply` came, so long after the last message was sent; its proposals and refusals are the caller's."""
         self.late_since, self.credit = None, reply.credit
+        self.has_proposed = self.has_proposed or bool(reply.proposals)
         if reply.timing is not None:
             timing = reply.timing
             self.costs.observe_reply(answer_seconds, timing.held_seconds, timing.step_seconds, timing.batch)

@@ -44,10 +44,11 @@ class Engine:
     def observe(self, rounds: list[Round]) -> None:
         self.planner.observe_rounds(rounds, self.clock.now, is_pure=True, is_whole=True)
 
-    def wanted(self, sequence: SpeculativeSequence) -> int:
+    def wanted(self, sequence: SpeculativeSequence, *, has_proposed: bool = True) -> int:
         """How many draft tokens are asked for when it has committed."""
         if sequence.link is None:
-            sequence.opened(ActiveLink(DraftLink("a", "fingerprint", lambda _: None), self.costs), 1)
+            link = DraftLink("a", "fingerprint", lambda _: None)
+            sequence.opened(ActiveLink(link, self.costs, has_proposed=has_proposed), 1)
         return self.planner.wanted(sequence, self.clock.now)[0]
 
     def shape(self, sequence: SpeculativeSequence) -> Shape | None:

@@ -67,6 +67,19 @@ def test_of_what_is_new_every_round_counts_at_once() -> None:
     assert num_rounds <= 5
 
 
+def test_the_first_draft_of_a_worker_is_one_token() -> None:
+    """It says what drafts take: with a dear draft many of them would be what the first tokens wait for."""
+    engine = Engine(num_speculative_tokens=4)
+    assert [engine.wanted(sequence, has_proposed=False) for sequence in engine.sequences] == [1, 1]
+
+
+def test_what_was_asked_for_is_drafted_from_the_first() -> None:
+    engine = Engine()
+    sequence = new_sequence(3)
+    engine.planner.join(sequence)
+    assert engine.wanted(sequence, has_proposed=False) == 3
+
+
 def test_those_that_join_are_planned_for_with_the_others() -> None:
     engine = Engine(num_sequences=4)
     engine.rows_cost(0.0001)
