@@ -23,6 +23,7 @@
 #endif
 
 #define CHUNK 32              /* positions: the inputs of a product of tiles */
+#define FEW 4                 /* queries, up to which each is weighed apart: 16 together take as long as six */
 #define INPUTS 32             /* of a product of tiles */
 #define TILE (16 * INPUTS)    /* numbers in a tile of bfloat16 */
 /* Numbers of tiles. The first ones have 16 rows, keys or pairs of inputs; the last ones have a row a query. */
@@ -117,7 +118,8 @@ INLINE TILE_TARGET void score(const Progress *p, int64_t column, float *scores) 
 }
 
 /* Keys that each query sees of the chunk at `start`. */
-INLINE void see(const Progress *p, int64_t start, __m512i positions, __mmask16 active, __mmask16 *visible) {
+INLINE void see(const Progress *p, int64_t start, int64_t column, __mmask16 active, __mmask16 *visible) {
+    const __m512i positions = _mm512_loadu_si512(p->positions + column * 16);
     const int64_t span = p->attention->span <= p->max_position ? p->attention->span : p->max_position + 1;
     const __m512i first = _mm512_sub_epi32(positions, _mm512_set1_epi32((int)span));
     for (int k = 0; k < CHUNK; k++) {
@@ -126,14 +128,23 @@ INLINE void see(const Progress *p, int64_t start, __m512i positions, __mmask16 a
     }
 }
 
+/* The sum of 16 lanes, by halves. */
+INLINE float sum_of_lanes(__m512 x) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+INLINE __m512 scale_of(const Progress *p) { return _mm512_set1_ps(1.0f / sqrtf((float)p->attention->head_dim)); }
+
 /*
  * The softmax's weights for a column of queries, as far as is known by now: a tile of queries by positions. Returns
- * by how much what was summed before has to be multiplied.
+ * by how much what was summed before has to be multiplied. Sums of weights are made by halves, as in weigh_one.
  */
 INLINE __m512 weigh(const Progress *p, int64_t column, const float *scores, const __mmask16 *visible, float *weights) {
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)p->attention->head_dim));
-    const __m512 before = _mm512_loadu_ps(p->largest + column * LANES);
-    __m512 largest = before, total = _mm512_setzero_ps(), scaled[CHUNK];
+    const __m512 scale = scale_of(p), before = _mm512_loadu_ps(p->largest + column * LANES);
+    __m512 largest = before, scaled[CHUNK];
 #pragma GCC unroll 32
     for (int k = 0; k < CHUNK; k++) {
         scaled[k] = _mm512_mul_ps(_mm512_loadu_ps(scores + k * LANES), scale);
@@ -142,24 +153,56 @@ INLINE __m512 weigh(const Progress *p, int64_t column, const float *scores, cons
     _Alignas(64) __m512i pairs[CHUNK / 2];
 #pragma GCC unroll 16
     for (int k = 0; k < CHUNK; k += 2) {
-        const __m512 even = _mm512_maskz_mov_ps(visible[k], exp_ps(_mm512_sub_ps(scaled[k], largest)));
-        const __m512 odd = _mm512_maskz_mov_ps(visible[k + 1], exp_ps(_mm512_sub_ps(scaled[k + 1], largest)));
-        const __m512i lower = rounded(even), upper = rounded(odd);
-        total = _mm512_add_ps(_mm512_add_ps(total, _mm512_castsi512_ps(lower)), _mm512_castsi512_ps(upper));
-        pairs[k / 2] = paired(lower, upper);
+        const __m512i even = rounded(_mm512_maskz_mov_ps(visible[k], exp_ps(_mm512_sub_ps(scaled[k], largest))));
+        const __m512i odd = rounded(_mm512_maskz_mov_ps(visible[k + 1], exp_ps(_mm512_sub_ps(scaled[k + 1], largest))));
+        scaled[k] = _mm512_castsi512_ps(even);
+        scaled[k + 1] = _mm512_castsi512_ps(odd);
+        pairs[k / 2] = paired(even, odd);
     }
+    for (int half = CHUNK / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++) scaled[k] = _mm512_add_ps(scaled[k], scaled[k + half]);
     transpose((const float *)pairs, LANES, weights);
     const __m512 rescale = exp_ps(_mm512_sub_ps(before, largest)); /* of -inf - -inf, no score yet: not nought, times nought */
     _mm512_storeu_ps(p->largest + column * LANES, largest);
     const __m512 totals = _mm512_loadu_ps(p->totals + column * LANES);
-    _mm512_storeu_ps(p->totals + column * LANES, _mm512_fmadd_ps(totals, rescale, total));
+    _mm512_storeu_ps(p->totals + column * LANES, _mm512_fmadd_ps(totals, rescale, scaled[0]));
     return rescale;
 }
 
-/* sums = sums * rescale + weights . values. */
-INLINE TILE_TARGET void accumulate(const Progress *p, int64_t column, int64_t left, const float *weights,
+INLINE __mmask32 first_keys(int64_t count) {
+    return count >= CHUNK ? 0xffffffff : count <= 0 ? 0 : (__mmask32)((1u << count) - 1);
+}
+
+/* `weigh` of one query, to the bit: a lane holds a position. Returns its factor. */
+INLINE float weigh_one(const Progress *p, int64_t start, int64_t position, int64_t query, const float *scores,
+                       float *weights) {
+    const __m512i places = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                              _mm512_set1_epi32(LANES));
+    const int64_t seen = position + 1 - start, before = seen - p->attention->span;
+    const __mmask32 visible = first_keys(seen) & ~first_keys(before);
+    const __m512 scale = scale_of(p);
+    const __m512 first = _mm512_mul_ps(_mm512_i32gather_ps(places, scores, 4), scale);
+    const __m512 second = _mm512_mul_ps(_mm512_i32gather_ps(places, scores + 16 * LANES, 4), scale);
+    const __m512 none = _mm512_set1_ps(-INFINITY);
+    const __m512 most = _mm512_max_ps(_mm512_mask_mov_ps(none, (__mmask16)visible, first),
+                                      _mm512_mask_mov_ps(none, (__mmask16)(visible >> 16), second));
+    const float known = p->largest[query], next = _mm512_reduce_max_ps(most), largest = next > known ? next : known;
+    const __m512 top = _mm512_set1_ps(largest);
+    const __m512i lower = rounded(_mm512_maskz_mov_ps((__mmask16)visible, exp_ps(_mm512_sub_ps(first, top))));
+    const __m512i upper = rounded(_mm512_maskz_mov_ps((__mmask16)(visible >> 16), exp_ps(_mm512_sub_ps(second, top))));
+    _mm256_storeu_si256((__m256i *)weights, _mm512_cvtepi32_epi16(_mm512_srli_epi32(lower, 16)));
+    _mm256_storeu_si256((__m256i *)weights + 1, _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper, 16)));
+    const __m512 rescale = exp_ps(_mm512_set1_ps(known - largest));
+    const float total = sum_of_lanes(_mm512_add_ps(_mm512_castsi512_ps(lower), _mm512_castsi512_ps(upper)));
+    p->largest[query] = largest;
+    const __m512 totals = _mm512_set1_ps(p->totals[query]);
+    p->totals[query] = _mm512_cvtss_f32(_mm512_fmadd_ps(totals, rescale, _mm512_set1_ps(total)));
+    return _mm512_cvtss_f32(rescale);
+}
+
+/* sums = sums * rescale + weights . values, of the column's queries from `first` to `end`. */
+INLINE TILE_TARGET void accumulate(const Progress *p, int64_t column, int64_t first, int64_t end, const float *weights,
                                    const float *rescale) {
-    const int64_t count = left < 16 ? left : 16;
     float *sums = p->sums + column * 16 * p->size;
     _Alignas(64) float products[2][16 * LANES];
     tile_load(WEIGHTS, weights);
@@ -172,7 +215,7 @@ INLINE TILE_TARGET void accumulate(const Progress *p, int64_t column, int64_t le
         tile_dot(MORE_SUMS, WEIGHTS, MORE_VALUES);
         tile_store(SUMS, products[0]);
         tile_store(MORE_SUMS, products[1]);
-        for (int64_t q = 0; q < count; q++) {
+        for (int64_t q = first; q < end; q++) {
             const __m512 factor = _mm512_set1_ps(rescale[q]);
 #pragma GCC unroll 2
             for (int v = 0; v < 2; v++) {
@@ -212,14 +255,21 @@ TILE_TARGET static void visit(void *progress, int64_t start, const int64_t *path
         gather(p, head, indices, count);
         for (int64_t column = first / 16; column * 16 < end; column++) {
             _Alignas(64) float scores[CHUNK * LANES], weights[16 * LANES], rescale[LANES];
-            __mmask16 visible[CHUNK];
-            const int64_t of_head = head * p->num_columns + column, before = first - column * 16;
-            const __mmask16 active = first_lanes(end - column * 16) & ~first_lanes(before > 0 ? before : 0);
-            if (is_whole) memset(visible, 0xff, sizeof visible);
-            else see(p, start, _mm512_loadu_si512(p->positions + column * 16), active, visible);
+            const int64_t of_head = head * p->num_columns + column, left = end - column * 16, before = first - column * 16;
+            const int64_t from = before > 0 ? before : 0, to = left < 16 ? left : 16;
             score(p, of_head, scores);
-            _mm512_store_ps(rescale, weigh(p, of_head, scores, visible, weights));
-            accumulate(p, of_head, end - column * 16, weights, rescale);
+            if (to - from <= FEW) {
+                for (int64_t q = from; q < to; q++) {
+                    const int64_t position = p->positions[column * 16 + q];
+                    rescale[q] = weigh_one(p, start, position, of_head * 16 + q, scores + q, weights + q * LANES);
+                }
+            } else {
+                __mmask16 visible[CHUNK];
+                if (is_whole) memset(visible, 0xff, sizeof visible);
+                else see(p, start, column, first_lanes(to) & ~first_lanes(from), visible);
+                _mm512_store_ps(rescale, weigh(p, of_head, scores, visible, weights));
+            }
+            accumulate(p, of_head, from, to, weights, rescale);
         }
     }
 }
