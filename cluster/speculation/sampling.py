@@ -18,13 +18,11 @@ import numpy as np
 import torch
 
 from cluster.speculation.device_noise import gumbel_noise_from, gumbel_noise_on
+from cluster.speculation.filters import NO_TOP_P, filter_rows
 from cluster.speculation.gumbel_max import MAX_WIDTH, draw, has_kernel, pack_run
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.token_counts import TokenCounts
-
-NO_TOP_P = 2.0
-"""A row without top-p keeps everything, whatever the sum of its probabilities rounds to."""
 
 _PENALTIES_OF_BYTES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
@@ -284,32 +282,6 @@ def _filter(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
         top_k=column([p.top_k if p.top_k > 0 else vocab_size for p in params]) if has_top else None,
         top_p=column([p.top_p if p.top_p < 1.0 else NO_TOP_P for p in params]) if has_top else None,
     )
-
-
-def filter_rows(
-    scores: torch.Tensor, *, min_p: torch.Tensor | None, top_k: torch.Tensor | None, top_p: torch.Tensor | None
-) -> torch.Tensor:
-    """Min-p, then top-k, then top-p, as vLLM orders them: filtered tokens are -inf.
-
-    `scores` [num_rows, vocab_size], after temperature; each filter [num_rows], None where no row has it. A row is
-    without one at 0, at the vocabulary's size or more, and at `NO_TOP_P`. Top-k and top-p are both given or neither.
-    """
-    if min_p is not None:
-        probabilities = scores.softmax(dim=-1)
-        threshold = probabilities.amax(dim=-1, keepdim=True) * min_p[:, None]
-        scores = scores.masked_fill(probabilities < threshold, -torch.inf)
-    if top_k is None or top_p is None:
-        return scores
-    # Stable and descending: among equal scores the lowest ID stays in.
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(scores.shape[-1], device=scores.device)[None, :]
-    ordered = ordered.masked_fill(ranks >= top_k[:, None], -torch.inf)
-    mass_before = ordered.softmax(dim=-1).cumsum(dim=-1)
-    mass_before = torch.cat([torch.zeros_like(mass_before[:, :1]), mass_before[:, :-1]], dim=-1)
-    # The most likely token always stays.
-    outside = (mass_before >= top_p[:, None]) & (ranks > 0)
-    ordered = ordered.masked_fill(outside, -torch.inf)
-    return torch.full_like(scores, -torch.inf).scatter_(-1, order, ordered)
 
 
 def _add_noise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:

@@ -23,8 +23,9 @@ from cluster.speculation.noise import NOISE_VERSION
 from cluster.targets.base import TargetModel
 from cluster.vllm.lora import LoraLimits
 
-ENGINE_VERSION = 2
-"""Counted up with every change after which the same model gives other logits, be it in the last bit."""
+ENGINE_VERSION = 3
+"""Counted up with every change after which the same model gives other logits, be it in the last bit, or a filter keeps
+other tokens."""
 
 _OF_THE_DRAFT = ("rejection", "engine")  # with these the draft decides with the target
 
