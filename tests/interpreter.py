@@ -6,10 +6,14 @@ hands each of them to a pytest of its own.
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 
 def programs(beside: str) -> list[Path]:
@@ -23,3 +27,19 @@ def run_interpreted(path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def patch_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside of a kernel, functions that it calls find Triton's language patched: the interpreter looks through all of
+    it at every call, which takes most of its time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_if_needed(function: Any) -> Any:
+        languages = [v for v in function.__globals__.values() if inspect.ismodule(v) and v in (tl, tl.core)]
+        is_needed = any(tl.core.is_builtin(language.load) for language in languages)
+        return patch(function) if is_needed else interpreter._LangPatchScope()
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_if_needed)

@@ -244,16 +244,23 @@ def _mask_penalties(allowed: torch.Tensor, vocab_size: int, device: torch.device
     return torch.zeros(bits.shape, device=device).masked_fill_(bits == 0, -torch.inf).flatten(1)[:, :vocab_size]
 
 
-def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
-    """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its prefix."""
-    params, first = request.params, request.first_position
-    counts = request.counts
+def counts_before(
+    request: SampleRequest, vocab_size: int, device: torch.device
+) -> tuple[TokenCounts, Sequence[int], int]:
+    """Counts of `request`'s first tokens, the tokens after these, and how many of them its first row has before it."""
+    first, counts = request.first_position, request.counts
     if counts is None:
-        counts = TokenCounts(rows.shape[-1], rows.device)
+        counts = TokenCounts(vocab_size, device)
         counts.count(request.token_ids, min(first, len(request.token_ids)), request.num_prompt_tokens)
     tail = [*request.token_ids[counts.num_counted :], *request.draft_token_ids]
+    return counts, tail, first - counts.num_counted
+
+
+def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
+    """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its prefix."""
+    params = request.params
+    counts, tail, num_added = counts_before(request, rows.shape[-1], rows.device)
     generated = counts.generated.clone() if tail else counts.generated
-    num_added = first - counts.num_counted
     for token in tail[:num_added]:
         generated[token] += 1
     for j, row in enumerate(rows):

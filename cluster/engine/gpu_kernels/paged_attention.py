@@ -107,17 +107,14 @@ def _walk(  # type: ignore[no-untyped-def]
 
         in_window = place[None, :] > position[:, None] - span
         seen = in_window & (place[None, :] <= position[:, None])
-        if path_len > 0:
-            if first + keys_per_step > prefix_len:
-                on_path = place[None, :] < prefix_len
-                on_path = on_path & in_window
-                for depth in range(path_len):
-                    node = tl.load(paths + depth, mask=is_row, other=-1).to(tl.int32)
-                    node_in_window = (node >= 0) & (prefix_len + depth > position - span)
-                    on_path = on_path | ((place[None, :] == prefix_len + node[:, None]) & node_in_window[:, None])
-                seen = tl.where(is_tree[:, None], on_path, seen)
-            else:
-                seen = tl.where(is_tree[:, None], in_window, seen)
+        if path_len > 0:  # noqa: SIM102
+            if is_tree:
+                seen = in_window & (place[None, :] < prefix_len)
+                if first + keys_per_step > prefix_len:
+                    for depth in range(path_len):
+                        node = tl.load(paths + depth, mask=is_row, other=-1).to(tl.int32)
+                        node = tl.where(prefix_len + depth > position - span, node, -1)
+                        seen = seen | ((place[None, :] == prefix_len + node[:, None]) & (node >= 0)[:, None])
         seen = seen & is_there[None, :] & is_row[:, None]
 
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
@@ -166,12 +163,12 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     )
     position = tl.load(positions + row, mask=is_row, other=-1).to(tl.int32)
     prefix_len = tl.load(prefix_lens + segment).to(tl.int32)
-    is_tree = row < 0
     limit = tl.max(position, 0) + 1
+    is_tree = False
     row_paths = paths + row * path_len
     if path_len > 0:
-        is_tree = tl.load(row_paths, mask=is_row, other=-1) >= 0
-        limit = tl.where(tl.max(is_tree.to(tl.int32), 0) > 0, tl.load(context_lens + segment).to(tl.int32), limit)
+        is_tree = tl.load(paths + first_row * path_len) >= 0
+        limit = tl.where(is_tree, tl.load(context_lens + segment).to(tl.int32), limit)
     earliest = tl.min(tl.where(is_row, position, limit), 0)
     first_seen = tl.maximum(earliest - span + 1, 0)
 

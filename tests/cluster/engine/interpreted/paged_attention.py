@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.gpu_kernels import paged_attention
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention
+from tests.interpreter import patch_language_once
 
 CPU = torch.device("cpu")
 ALL = 2**31 - 1  # a span that no context exceeds
@@ -99,8 +100,9 @@ def assert_right(
 
 
 @pytest.fixture(autouse=True)
-def _products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter keeps bfloat16 as 16 bits, and its product takes them for integers."""
+    patch_language_once(monkeypatch)
     multiply = InterpreterBuilder.create_dot
 
     def widened(builder: InterpreterBuilder, a: Any, b: Any, *others: Any) -> Any:
