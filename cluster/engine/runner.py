@@ -68,6 +68,18 @@ class ModelRunner:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
 
+    def recovers(self) -> bool:
+        """Whether steps can go on after one that failed. After some errors a GPU answers to nothing any more."""
+        if self.model.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self.model.device)
+            torch.cuda.empty_cache()  # where memory was short, pieces of the wrong size are given back
+        except RuntimeError:
+            logger.exception("the GPU is lost to this process")
+            return False
+        return True
+
     def keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         """Closes the gaps in a tree whose node 0 has place `start`: `nodes[i]` gets the i-th place from there.
 

@@ -72,6 +72,9 @@ class TorchTarget(StepLoop):
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
         return token_logprobs(self._logits, rows, token_ids, width)
 
+    def _recovers(self) -> bool:
+        return self._runner.recovers()
+
     def _forget(self, generation: Generation) -> None:
         if self._rejection is not None:
             self._rejection.forget(generation)
