@@ -94,9 +94,9 @@ def kernels() -> Iterator[Kernel]:
     yield Kernel("sampling, bias", sampling.bias_kernel, {"step": sampling.BIAS_STEP}, options)
     yield Kernel("sampling, cut", sampling.cut_kernel, chunk, options)
     for width in (1, 8):
-        constants = {"later": 0, "width": width, **chunk}
+        constants = {"width": width, **chunk}
         yield Kernel(f"sampling, draw the best {width}", sampling.draw_kernel, constants, options)
-    yield Kernel("sampling, merge", sampling.merge_kernel, {"entries": 32}, options)
+    yield Kernel("sampling, merge", sampling.merge_kernel, {"entries": 512}, options)
     yield Kernel("noise", noise._uniforms, {"num_blocks": noise._BLOCKS_PER_PROGRAM}, {"num_warps": 4})
 
 

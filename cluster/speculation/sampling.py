@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -58,13 +59,25 @@ class SampleRequest:
         return len(self.token_ids) + len(self.draft_token_ids) - self.num_rows + 1
 
 
+BestTokens = Callable[[torch.Tensor, Sequence[SampleRequest], int], tuple[torch.Tensor, torch.Tensor]]
+"""`Sampler.best_tokens` on one kind of device."""
+
+
 class Sampler:
     """Draws from logits that lie on one device; how that is done fastest there is decided when it is made."""
 
-    def __init__(self, device: torch.device) -> None:
-        uses_kernel = device.type == "cpu" and has_kernel()
-        self._best_tokens = _best_by_kernel if uses_kernel else _best_by_definition
-        if device.type != "cpu":
+    def __init__(self, device: torch.device, gpu_kernels: Literal["torch", "triton"] = "torch") -> None:
+        self._best_tokens: BestTokens
+        if device.type == "cpu":
+            self._best_tokens = _best_by_kernel if has_kernel() else _best_by_definition
+        elif gpu_kernels == "triton":
+            # PyTorch's builds for CPUs come without Triton; and the module needs `SampleRequest`.
+            from cluster.speculation.triton_sampler import best_tokens, warm_up
+
+            self._best_tokens = best_tokens
+            warm_up(device)
+        else:
+            self._best_tokens = _best_by_definition
             gumbel_noise_on(device, [(NoiseKey(0, 0), 0)], 16)  # compiles its kernel: now, and not in a timed step
 
     def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:

@@ -13,14 +13,14 @@ _TOKENS_PER_BLOCK = 8
 _BLOCKS_PER_PROGRAM = 128
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def philox(key_low, key_high, position, block, later: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Philox4x64-10 of the counters (block, position + later, 0, 0): four uint64 words, each of the shape of `block`.
+@triton.jit
+def philox(key_low, key_high, position, block):  # type: ignore[no-untyped-def]
+    """Philox4x64-10 of the counters (block, position, 0, 0): four uint64 words, each of the shape of `block`.
 
     Key words and position are scalars, the bits of which count.
     """
     c0 = block.to(tl.uint64)
-    c1 = (position + later).to(tl.uint64) + tl.zeros_like(c0)
+    c1 = position.to(tl.uint64) + tl.zeros_like(c0)
     c2 = tl.zeros_like(c0)
     c3 = tl.zeros_like(c0)
     k0 = key_low.to(tl.uint64) + tl.zeros_like(c0)
@@ -45,7 +45,7 @@ def _uniforms(  # type: ignore[no-untyped-def]
     draw = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * num_blocks + tl.arange(0, num_blocks)
     low, high = tl.load(key_low + draw), tl.load(key_high + draw)
-    c0, c1, c2, c3 = philox(low, high, tl.load(position + draw), block, 0)
+    c0, c1, c2, c3 = philox(low, high, tl.load(position + draw), block)
     first_token = block * 8
     row = uniform + draw * num_tokens
     for place in tl.static_range(8):

@@ -13,6 +13,7 @@ import triton
 
 from cluster.speculation.device_noise import signed_word
 from cluster.speculation.filters import NO_TOP_P
+from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import SampleRequest, counts_before
 from cluster.speculation.token_counts import TokenCounts
@@ -29,6 +30,10 @@ from cluster.speculation.triton_sampling import (
 )
 
 Words = npt.NDArray[np.int64]
+
+_WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
+POSITION = COLUMNS.index("position")
+_LEAST_ENTRIES = 512  # of a row's chunks: one kernel merges all of the usual vocabularies and widths
 
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
@@ -106,6 +111,15 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
     )
 
 
+def empty_table(num_rows: int, device: torch.device) -> RowTable:
+    """Of greedy rows, to be written over with those of requests that no tokens shape."""
+    rows = np.tile(_columns_of(SamplingParams(temperature=0.0)), (num_rows, 1))
+    rows[:, _COLUMN["logit_row"]] = np.arange(num_rows)
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    no_masks = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    return RowTable(torch.from_numpy(rows).to(device), nothing, nothing, no_masks, 0, has_filter=True, counts=())
+
+
 def best_tokens(
     logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,11 +127,18 @@ def best_tokens(
     return draw(logits, table_of(requests, logits.shape[-1], logits.device), width)
 
 
-def draw(logits: torch.Tensor, table: RowTable, width: int, later: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def warm_up(device: torch.device) -> None:
+    """Has the kernels compiled: now, and not in a timed step."""
+    shaped = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=1.1, logit_bias=((1, 1.0),))
+    logits = torch.zeros(1, _WARM_UP_SIZE, device=device)
+    for width in _WARM_UP_WIDTHS:
+        best_tokens(logits, [SampleRequest(shaped, NoiseKey(0, 0), [0], 1)], width)
+
+
+def draw(logits: torch.Tensor, table: RowTable, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `width` best tokens of every row of `table`: IDs, int64, and scores, float32, [num_rows, width] each.
 
-    `logits` [num_rows, vocab_size], any float dtype, rows contiguous. Draws `later` than at the positions of `table`,
-    which holds for rows that no tokens shape. Reads nothing back.
+    `logits` [num_rows, vocab_size], any float dtype, rows contiguous. Reads nothing back.
     """
     vocab_size, device = logits.shape[-1], logits.device
     num_rows, num_shaped, stride = len(table.rows), len(table.shaped_rows), logits.stride(0)
@@ -134,11 +155,11 @@ def draw(logits: torch.Tensor, table: RowTable, width: int, later: int = 0) -> t
     cuts = torch.empty(num_rows if table.has_filter else 1, 3, dtype=torch.int32, device=device)
     if table.has_filter:
         cut_kernel[(num_rows,)](cuts, *inputs, stride, vocab_size, chunk=CHUNK, **OPTIONS)
-    return _draw(logits, table, cuts, shaped, width, later)
+    return _draw(logits, table, cuts, shaped, width)
 
 
 def _draw(
-    logits: torch.Tensor, table: RowTable, cuts: torch.Tensor, shaped: torch.Tensor, width: int, later: int
+    logits: torch.Tensor, table: RowTable, cuts: torch.Tensor, shaped: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     vocab_size, num_rows, device = logits.shape[-1], len(table.rows), logits.device
     num_chunks, padded_width = triton.cdiv(vocab_size, CHUNK), triton.next_power_of_2(width)
@@ -147,7 +168,6 @@ def _draw(
     chunk_ids = torch.empty(shape, dtype=torch.int32, device=device)
     draw_kernel[(num_rows, num_chunks)](
         *(chunk_scores, chunk_ids, cuts, shaped, logits, table.rows, logits.stride(0), vocab_size, num_chunks),
-        later=later,
         chunk=CHUNK,
         width=padded_width,
         **OPTIONS,
@@ -157,7 +177,7 @@ def _draw(
     num_entries = num_chunks * padded_width
     merge_kernel[(num_rows,)](
         *(ids, scores, chunk_scores, chunk_ids, num_entries, width),
-        entries=triton.next_power_of_2(num_entries),
+        entries=max(_LEAST_ENTRIES, triton.next_power_of_2(num_entries)),
         **OPTIONS,
     )
     return ids, scores

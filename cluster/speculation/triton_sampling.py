@@ -338,9 +338,9 @@ def _noise(word):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["logit_stride", "vocab_size", "num_chunks"])  # type: ignore[untyped-decorator]
 def draw_kernel(  # type: ignore[no-untyped-def]
     chunk_scores, chunk_ids, cuts, shaped, logits, table, logit_stride, vocab_size, num_chunks,
-    later: tl.constexpr, chunk: tl.constexpr, width: tl.constexpr,
+    chunk: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): the `width` best tokens of the chunk in no order, `later` than at the row's position."""
+    """Program (row, chunk): the `width` best tokens of the chunk, in no order."""
     index = tl.program_id(0)
     row = table + index * WIDTH
     block = tl.program_id(1) * (chunk // 8) + tl.arange(0, chunk // 8)
@@ -356,7 +356,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     is_drawn = _number(row, _TEMPERATURE) > 0.0
     if is_drawn:
         key_low, key_high = tl.load(row + _KEY_LOW), tl.load(row + _KEY_HIGH)
-        c0, c1, c2, c3 = philox(key_low, key_high, tl.load(row + _POSITION), block, later)
+        c0, c1, c2, c3 = philox(key_low, key_high, tl.load(row + _POSITION), block)
         # Token 8b + 2w + h has the half h of word w: from the outermost digit of its number to the innermost.
         even = tl.join(tl.join(c0.to(tl.uint32), c2.to(tl.uint32)), tl.join(c1.to(tl.uint32), c3.to(tl.uint32)))
         odd = tl.join(

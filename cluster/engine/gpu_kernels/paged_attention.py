@@ -3,7 +3,7 @@
 Keys and values are read where they lie, through the block table; no context is copied. The queries of up to
 `_TILE // G` rows of a segment share one reading of a KV head, G being the query heads of it.
 
-A row's bits depend on itself alone. Its context is cut into splits of `_SPLIT` positions, wherever it ends; each is
+A row's bits depend on itself alone. Its context is cut into splits of `SPLIT` positions, wherever it ends; each is
 walked from its start in steps of `keys_per_step` positions (online softmax: Milakov, Gimelshein, arXiv 1805.02867; Dao
 et al., arXiv 2205.14135), and splits are merged in their order. What other rows of a tile see besides adds exact zeros.
 Splits are merged by the program that walked them all, or, where a step has too few tiles to fill a GPU, each is walked
@@ -23,12 +23,8 @@ import triton
 import triton.language as tl
 
 from cluster.engine.batch import Batch
+from cluster.engine.gpu_kernels.tiles import PARTS, SPLIT, TILE, num_tiles, padded_group, uses_splits
 from cluster.errors import ConfigurationError
-
-_TILE = 32  # queries that share a reading: rows of one segment times query heads of one KV head
-_SPLIT = 512  # positions; a constant, as it decides the order of sums
-_MAX_SPLIT_TILES = 256  # tiles times KV heads from which on a GPU is full without splits; not measured
-_PARTS = 32  # programs that share the splits of a tile
 
 _LARGEST_SPAN = 2**31 - 1
 _PATH_STEP = 8  # paths are padded to multiples: each length is compiled by itself
@@ -44,7 +40,7 @@ class Sizes:
 
     keys_per_step: int  # positions whose keys are multiplied at once
     num_warps: int
-    tile: int = _TILE
+    tile: int = TILE
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Sizes:
@@ -253,13 +249,13 @@ def constants(
         )
     return {
         "group": group,
-        "padded_group": triton.next_power_of_2(group),
+        "padded_group": padded_group(group),
         "tile": sizes.tile,
         "head_dim": head_dim,
         "padded_dim": max(16, triton.next_power_of_2(head_dim)),
         "path_len": path_len,
         "block_size": block_size,
-        "split_len": _SPLIT,
+        "split_len": SPLIT,
         "keys_per_step": sizes.keys_per_step,
         "is_split": is_split,
     }
@@ -277,7 +273,7 @@ class PagedAttention:
     def __init__(self, batch: Batch, block_size: int, max_context: int, *, may_split: bool = True) -> None:
         self._batch = batch
         self._block_size = block_size
-        self._num_splits = -(-max_context // _SPLIT)
+        self._num_splits = -(-max_context // SPLIT)
         self._may_split = may_split
         self._path_len, self._paths = 0, batch.positions
         if batch.paths is not None:
@@ -290,13 +286,13 @@ class PagedAttention:
         batch, paths = self._batch, self._paths
         num_rows, num_heads, head_dim = query.shape
         num_kv_heads, num_segments, span = keys.shape[1], len(batch.context_lens), min(span, _LARGEST_SPAN)
-        num_tiles = num_tiles_of(num_rows, num_segments, num_heads // num_kv_heads)
-        is_split = self._may_split and uses_splits(num_tiles * num_kv_heads, self._num_splits)
+        num_programs = num_tiles(num_rows, num_segments, num_heads // num_kv_heads)
+        is_split = self._may_split and uses_splits(num_programs * num_kv_heads, self._num_splits)
         compiled = constants(num_heads, num_kv_heads, head_dim, keys.dtype, self._block_size, self._path_len, is_split)
-        parts = min(_PARTS, self._num_splits) if is_split else 1
+        parts = min(PARTS, self._num_splits) if is_split else 1
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         sums, totals, maxima = self._workspace(query) if is_split else (output, output, output)
-        attention_kernel[(num_tiles, num_kv_heads, parts)](
+        attention_kernel[(num_programs, num_kv_heads, parts)](
             *(output, sums, totals, maxima, query, keys, values),
             *(batch.block_tables, batch.row_starts, batch.context_lens, batch.prefix_lens, batch.positions, paths),
             *(num_segments, num_heads, self._num_splits, parts, math.log2(math.e) / math.sqrt(head_dim), span),
@@ -322,14 +318,3 @@ class PagedAttention:
             sums = torch.empty(*shape, head_dim, device=query.device)
             self._parts = (sums, torch.empty(shape, device=query.device), torch.empty(shape, device=query.device))
         return self._parts
-
-
-def num_tiles_of(num_rows: int, num_segments: int, group: int) -> int:
-    """The tiles that any cut of the rows into segments has at most."""
-    padded_group: int = triton.next_power_of_2(group)
-    return num_rows // (_TILE // padded_group) + num_segments
-
-
-def uses_splits(num_tiles: int, num_splits: int) -> bool:
-    """Whether so many tiles, each counted for every KV head, leave parts of a GPU idle that their splits could fill."""
-    return num_splits > 1 and num_tiles < _MAX_SPLIT_TILES

@@ -115,7 +115,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_attention, "_SPLIT", 64)
+    monkeypatch.setattr(paged_attention, "SPLIT", 64)
 
 
 @pytest.mark.parametrize("dtype", ERRORS)

@@ -11,7 +11,7 @@ import torch
 from cluster.speculation import triton_sampler
 from cluster.speculation.noise import NoiseKey, noise_words
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
+from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.token_counts import TokenCounts
 from cluster.speculation.triton_sampler import best_tokens
 from tests.cluster.speculation.logits import random_logits
@@ -169,13 +169,3 @@ def test_positions_and_keys_of_all_sizes() -> None:
     for position in (1, 2**31 - 1, 2**32 + 5, 2**53 + 1, 2**62):
         request = SampleRequest(SamplingParams(), NoiseKey(2**64 - 1, 2**63), Long(position), 1)
         assert_same(random_logits(7, 1, 300), [request])
-
-
-def test_later_draws_are_those_of_later_positions() -> None:
-    key, logits = NoiseKey(4, 5), random_logits(8, 1, 300)
-    requests = [SampleRequest(SamplingParams(), key, [1] * length, 1) for length in (5, 8)]
-    table = triton_sampler.table_of(requests[:1], 300, CPU)
-    ids, scores = triton_sampler.draw(logits, table, 1, later=3)
-    expected = perturbed_logits(logits, requests[1:])
-    assert ids.item() == expected.argmax()
-    assert scores.item() == expected.max()
