@@ -2,7 +2,8 @@
 
 Each check is a row: what was compared, whether it held, and its figures. A check that fails or raises is a row too,
 and the others go on. Choices and noise are compared with the CPU's, steps with the same steps computed without graphs,
-answers with those of a cluster without drafts. Speed is of the bundled target widened by `bench.models`, whose
+answers with those of a cluster without drafts. What `gpu_kernels: triton` computes is compared with all of these
+(`bench.gpu_kernels_check`). Speed is of the bundled target widened by `bench.models`, whose
 acceptance is that of the bundled pair, and of the bundled draft, on the CPU and on the same GPU.
 """
 
@@ -11,20 +12,21 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import gpu_kernels_check
+from bench.gpu_rows import Row, milliseconds
 from bench.machine import describe_machine
 from bench.models import make_pair
 from cluster.config import Config
@@ -54,15 +56,8 @@ NEAR_TIE = 1e-4  # of logit / T + g
 WIDTH_FACTOR, INTERMEDIATE_SIZE = 16, 32_768
 NUM_BLOCKS, BLOCK_SIZE = 512, 16
 SECONDS = 400  # of a bench that is run as a program
+_CHECKS = ("sampling", "constraints", "steps", *gpu_kernels_check.CHECKS, "answers", "engine", "speed")
 _VERDICTS = {True: "held", False: "NOT held", None: "seen"}
-
-
-@dataclass(slots=True)
-class Row:
-    check: str
-    held: bool | None  # None: figures, which nothing is asked of
-    seen: str
-    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def check_sampling() -> list[Row]:
@@ -210,16 +205,6 @@ def check_speed(pair: Path, results: Path) -> list[Row]:
     return rows
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
-    """Median; `call` waits for the GPU."""
-    seconds = []
-    for _ in range(3 + repeats):
-        started_at = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started_at)
-    return round(1e3 * statistics.median(seconds[3:]), 3)
-
-
 def _run(module: str, *arguments: str) -> str:
     """What the bench printed; its log goes where this one's does."""
     done = subprocess.run(
@@ -251,7 +236,7 @@ def run(checks: dict[str, Callable[[], list[Row]]], out: Path) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu_check", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=("sampling", "constraints", "steps", "answers", "engine", "speed"))
+    parser.add_argument("--only", nargs="+", choices=_CHECKS)
     parser.add_argument("--out", type=Path, default=None, help="default: bench/results/gpu.json")
     arguments = parser.parse_args(argv)
     if arguments.only and arguments.out is None:
@@ -263,9 +248,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         pair, results = Path(folder), arguments.out.parent
         checks: dict[str, Callable[[], list[Row]]] = {
-            "sampling": check_sampling,
+            "sampling": lambda: check_sampling() + gpu_kernels_check.check_sampling(GPU, VOCAB_SIZES, PARAMS),
             "constraints": check_constraints,
             "steps": check_steps,
+            **{name: partial(check, GPU) for name, check in gpu_kernels_check.CHECKS.items()},
             "answers": check_answers,
             "engine": lambda: check_engine(pair, results),
             "speed": lambda: check_speed(pair, results),

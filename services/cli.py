@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
-from cluster.config import Config
+from cluster.config import Config, GpuKernels
 from cluster.config_file import load_config
 from cluster.config_types import LogFormat, LogLevel
 from cluster.engine.memory_plan import Memory, PlannedModel, describe, plan_pair
@@ -271,6 +271,19 @@ def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="of the GPU that the draft has to itself (default: it shares the target's)",
     )
+    parser.add_argument(
+        "--gpu-kernels",
+        choices=get_args(GpuKernels),
+        default="torch",
+        help="as the setting; triton: the memory of the steps it records is counted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=above_zero(int),
+        default=512,
+        metavar="N",
+        help="of a step (default: %(default)s)",
+    )
     parser.add_argument("--context", type=above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
     parser.add_argument("--sequences", type=above_zero(int), default=1, metavar="N", help="at once; default 1")
     parser.add_argument(
@@ -330,7 +343,8 @@ def _require_ray() -> None:
 
 def _plan_memory(arguments: argparse.Namespace) -> int:
     def memory(gigabytes: float) -> Memory:
-        return Memory(gigabytes, arguments.memory_utilization, arguments.block_size)
+        rows = arguments.max_num_batched_tokens if arguments.gpu_kernels == "triton" else 0
+        return Memory(gigabytes, arguments.memory_utilization, arguments.block_size, rows, arguments.context)
 
     draft_gigabytes: float | None = arguments.draft_gpu_memory
     budgets = plan_pair(

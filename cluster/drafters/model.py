@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +17,9 @@ from cluster.engine.runner import ModelRunner
 from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.token_counts import TokenCounts
 from cluster.telemetry.metrics import Reading
+
+if TYPE_CHECKING:
+    from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton, which it needs
 
 
 @dataclass(slots=True)
@@ -42,15 +46,17 @@ class ModelDrafter(Drafter):
     is given up.
     """
 
-    def __init__(self, runner: ModelRunner, limits: StepLimits) -> None:
+    def __init__(self, runner: ModelRunner, limits: StepLimits, burst: Burst | None = None) -> None:
+        """`burst`: draws the tokens of chains that are owed without the host between them."""
         self.max_model_len = limits.max_model_len
         self.vocab_size = runner.model.config.vocab_size
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
         self.num_blocks = runner.blocks.num_blocks
         self.block_size = runner.blocks.block_size
         self._runner = runner
-        self._sampler = Sampler(runner.model.device)
+        self._sampler = Sampler(runner.model.device, runner.gpu_kernels)
         self._limits = limits
+        self._burst = burst
         self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)
         self._caches: dict[DraftSequence, _Cache] = {}
 
@@ -103,7 +109,11 @@ class ModelDrafter(Drafter):
         ]
         if step.segments:
             logits = self._runner.run(step.segments)
-            self._extend(step.extended, logits)
+            burst = None if prompts else self._burst
+            if burst is None or not self._may_burst(burst, step.extended):
+                self._extend(step.extended, logits)
+            else:
+                self._extend_by(burst, [sequence for sequence, _ in step.extended], logits)
             if not step.extended:
                 self._runner.wait()  # else the next step would be taken to be as long as both
             self._pace.observe(step.num_rows, chunks, time.perf_counter() - started_at)
@@ -153,6 +163,40 @@ class ModelDrafter(Drafter):
             cache.counts = TokenCounts(self.vocab_size, self._runner.model.device)
         cache.counts.count(sequence.token_ids, sequence.num_committed, sequence.num_prompt_tokens)
         return cache.counts
+
+    def _may_burst(self, burst: Burst, extended: Sequence[tuple[DraftSequence, int]]) -> bool:
+        """Whether all of a step's sequences are chains that no token shapes, and some are owed more than one token."""
+        return len(extended) <= burst.max_rows and (
+            all(
+                node == sequence.tip
+                and sequence.is_chain
+                and sequence.width == 1
+                and sequence.shape is None
+                and not (sequence.params.has_penalty or sequence.params.logit_bias)
+                for sequence, node in extended
+            )
+            and any(self._num_owed(sequence) > 1 for sequence, _ in extended)
+        )
+
+    def _num_owed(self, sequence: DraftSequence) -> int:
+        """Tokens until the proposal of a chain is complete; one at least, which runs ahead."""
+        room = self.max_model_len - len(sequence.token_ids)
+        return max(1, min(sequence.num_speculative_tokens - sequence.num_drafted, room))
+
+    def _extend_by(self, burst: Burst, sequences: Sequence[DraftSequence], logits: torch.Tensor) -> None:
+        """Gives every chain the tokens that it is owed, as far as there are blocks."""
+        owed = []
+        for sequence in sequences:
+            count = self._num_owed(sequence)
+            has_room = self._runner.blocks.grow(self._caches[sequence].block_table, len(sequence.token_ids) + count - 1)
+            owed.append(count if has_room else 1)
+        requests = [SampleRequest(s.params, s.noise_key, s.token_ids, s.num_prompt_tokens) for s in sequences]
+        tables = [self._caches[sequence].block_table for sequence in sequences]
+        for sequence, drawn in zip(sequences, burst.run(logits, requests, tables, owed), strict=True):
+            for index, token in enumerate(drawn):
+                if index:  # the token before was the input of a step
+                    self._caches[sequence].computed_nodes.add(sequence.tip)
+                sequence.append(token)
 
     def _extend(self, extended: Sequence[tuple[DraftSequence, int]], logits: torch.Tensor) -> None:
         """Gives every node its children: the best under the target's noise."""

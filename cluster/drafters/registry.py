@@ -49,7 +49,12 @@ def _self_int4(config: Config, progress: Progress | None) -> ModelRunner:
 def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
     draft, runner = config.draft, load_draft_model(config, progress)
     max_model_len = runner.model.config.resolve_max_model_len(draft.max_model_len)
-    return ModelDrafter(runner, StepLimits.of(draft, max_model_len))
+    limits = StepLimits.of(draft, max_model_len)
+    if draft.gpu_kernels == "torch" or runner.model.device.type != "cuda":
+        return ModelDrafter(runner, limits)
+    from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
+
+    return ModelDrafter(runner, limits, Burst.of(runner, limits))
 
 
 def _ngram(config: Config, progress: Progress | None) -> Drafter:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from cluster.config import LayerChoice
+from cluster.config import GpuKernels, LayerChoice
 from cluster.engine.checkpoint import TensorReader
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.fixed_shape_model import FixedShapeModel
@@ -63,26 +64,33 @@ def load_model(
     layers: LayerChoice | None = None,
     quantization: Quantization | None = None,
     form: type[Model] | None = None,
+    gpu_kernels: GpuKernels = "torch",
 ) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
 
-    `layers` leaves the other layers out; `form` is the fastest on its device unless given.
+    `layers` leaves the other layers out; `form` is that of `form_on` unless given.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
-    form = form or fastest_form(config, dtype, device)
+    form = form or form_on(config, dtype, device, gpu_kernels)
     reader = _WeightReader(config, TensorReader(folder, dtype, device), form.weight_format, quantization)
     weights = reader.read(chosen, progress or (lambda done, total: None))
     return LoadedModel(config.with_layers(chosen), weights, form)
 
 
-def fastest_form(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> type[Model]:
-    """The form in which a model computes fastest on its device."""
+def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device, gpu_kernels: GpuKernels) -> type[Model]:
+    """The form in which a model computes on its device, on a GPU with `gpu_kernels`. Raises ConfigurationError."""
     if device.type == "cpu" and CpuModel.supports(config, dtype):
         return CpuModel
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return TorchModel
+    if gpu_kernels == "torch":
         return FixedShapeModel
-    return TorchModel
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigurationError("gpu_kernels 'triton' was asked for, but Triton is not installed: set 'torch'")
+    from cluster.engine.triton_model import TritonModel  # PyTorch's builds for CPUs come without Triton
+
+    return TritonModel
 
 
 def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:

@@ -4,6 +4,7 @@
     KV of a token    2 * layers * KV heads * head size * bytes of one value
     speculation      every sequence may write k tokens past its last one (a draft: its whole window) that are rolled
                      back when they are rejected; they take blocks like any others
+    recorded steps   with gpu_kernels triton: `graph_memory.py`
 
 A GB is 10^9 bytes. Quantised weights are counted without their scales, 3 % more for INT4 in groups of 128.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.config import SpeculationConfig
+from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import ASSETS, resolve_model_folder
@@ -34,6 +36,17 @@ _KNOWN_SHAPES = {
     "8B": (32, 8, 128),  # Llama 3
     "13B": (40, 40, 128),  # Llama 2
     "70B": (80, 8, 128),  # Llama 2 and 3
+}
+
+# The rest of their published configurations: hidden and intermediate size, query heads, vocabulary (the larger one,
+# where two models go by a size).
+_KNOWN_STEPS = {
+    "1B": (2048, 8192, 32, 128_256),
+    "1.5B": (1536, 8960, 12, 151_936),
+    "7B": (4096, 11_008, 32, 32_000),
+    "8B": (4096, 14_336, 32, 128_256),
+    "13B": (5120, 13_824, 40, 32_000),
+    "70B": (8192, 28_672, 64, 128_256),
 }
 _SIZE = re.compile(
     r"(?P<size>(?P<billions>\d+(\.\d+)?)B)(/(?P<layers>[1-9]\d*)x(?P<heads>[1-9]\d*)x(?P<head_dim>[1-9]\d*))?"
@@ -54,6 +67,7 @@ class PlannedModel:
     num_layers: int
     kv_size: int  # KV heads * head size
     dtype: str
+    steps: StepModel | None = None  # None: not known, and so not what recorded steps take
 
     @classmethod
     def parse(cls, spec: str) -> PlannedModel:
@@ -77,23 +91,38 @@ class PlannedModel:
                 f"write {name}/LAYERSxKV_HEADSxHEAD_SIZE"
             )
         num_layers, num_kv_heads, head_dim = shape
-        return cls(size["size"], round(float(size["billions"]) * 1e9), num_layers, num_kv_heads * head_dim, dtype)
+        steps = None
+        if size["layers"] is None:
+            hidden_size, intermediate_size, num_heads, vocab_size = _KNOWN_STEPS[name]
+            steps = StepModel(hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, vocab_size)
+        num_parameters = round(float(size["billions"]) * 1e9)
+        return cls(size["size"], num_parameters, num_layers, num_kv_heads * head_dim, dtype, steps)
 
     @classmethod
     def _from_folder(cls, name: str, dtype: str) -> PlannedModel:
         if not (ASSETS / name).is_dir() and not Path(name).expanduser().is_dir():
             raise ConfigurationError(f"{name!r} is neither a size like 7B nor a model's folder")
         config = ModelConfig.from_folder(resolve_model_folder(name))
-        return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype)
+        return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype, StepModel.of(config))
 
     @property
     def weight_bytes(self) -> float:
         return self.num_parameters * _BYTES_OF_DTYPE[self.dtype]
 
     @property
+    def _value_bytes(self) -> int:
+        """Of activations and KV; a quantised model has them in 16 bits."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """The cache of a quantised model is in 16 bits."""
-        return 2 * self.num_layers * self.kv_size * (4 if self.dtype == "fp32" else 2)
+        return 2 * self.num_layers * self.kv_size * self._value_bytes
+
+    def recorded_bytes(self, max_rows: int, max_context: int, block_size: int) -> int:
+        """Of recorded steps of up to `max_rows` rows; 0 where too little is known of the model."""
+        if self.steps is None:
+            return 0
+        return graph_bytes(self.steps, graph_sizes(max_rows), max_context, block_size, self._value_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +141,8 @@ class Memory:
     gigabytes: float
     utilization: float  # share of what the weights leave that the KV cache gets
     block_size: int
+    recorded_rows: int = 0  # of the largest step; 0: none are recorded
+    recorded_context: int = 0  # tokens of the longest context in one
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +156,16 @@ class Budget:
     def weight_bytes(self) -> float:
         return sum(tenant.model.weight_bytes for tenant in self.tenants)
 
+    def recorded_bytes(self, tenant: Tenant) -> int:
+        memory = self.memory
+        if not memory.recorded_rows:
+            return 0
+        return tenant.model.recorded_bytes(memory.recorded_rows, memory.recorded_context, memory.block_size)
+
     @property
     def left_bytes(self) -> float:
-        """What the weights leave; negative when they do not fit."""
-        return self.memory.gigabytes * GB - self.weight_bytes
+        """What weights and recorded steps leave; negative when they do not fit."""
+        return self.memory.gigabytes * GB - self.weight_bytes - sum(map(self.recorded_bytes, self.tenants))
 
     @property
     def kv_cache_bytes(self) -> float:
@@ -189,10 +226,12 @@ def describe(budget: Budget, context: int, num_seqs: int) -> str:
     def total_row(title: str, value: str) -> tuple[str, ...]:
         return (title, *("" for _ in tenants), value)
 
+    recorded = [budget.recorded_bytes(tenant) for tenant in tenants]
     slots = [f"{num_seqs * t.num_speculative_tokens} / {budget.speculative_blocks(t, num_seqs)}" for t in tenants]
     rows = [
         ("", *(f"{tenant.role} {tenant.model.name} {tenant.model.dtype}" for tenant in tenants), "in all"),
         bytes_row("weights", [tenant.model.weight_bytes for tenant in tenants]),
+        *([bytes_row("recorded steps", recorded)] if budget.memory.recorded_rows else []),
         total_row(
             f"left of {budget.memory.gigabytes:g} GB",
             _in_units(budget.left_bytes) if budget.left_bytes > 0 else f"{_in_units(-budget.left_bytes)} short",

@@ -1,8 +1,8 @@
 """A decoder of the Llama kind (Touvron et al., arXiv 2302.13971) over a paged KV cache, and its form in PyTorch.
 
 A forward pass takes a packed batch: no padding, no attention mask over sequences. Shapes are [num_tokens, ...]
-throughout. The other forms are `fixed_shape_model.py`, which computes this one in fixed shapes, and `cpu_model.py`,
-which computes the same in one call of kernels.
+throughout. The other forms are `fixed_shape_model.py`, which computes this one in fixed shapes, `triton_model.py`, the
+attention of which is a kernel of its own, and `cpu_model.py`, which computes the same in one call of kernels.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Model(ABC):
         self.num_bytes_read = weights.num_bytes_read
         self._weights = weights
         self._kv_cache = kv_cache
+
+    def prepare(self, max_rows: int, max_context: int) -> None:  # noqa: B027
+        """Does what is better not done in a timed step, for steps of up to `max_rows` rows and contexts of up to
+        `max_context` tokens. Nothing is in the cache yet."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from cluster.config import DEFAULT_KV_CACHE_BYTES, LayerChoice, WorkerConfig
+from cluster.config import DEFAULT_KV_CACHE_BYTES, GpuKernels, LayerChoice, WorkerConfig
 from cluster.engine.batch import Segment, pack, slots_of
 from cluster.engine.blocks import BlockManager
+from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import LoadedModel, Progress, load_model, resolve_device, resolve_dtype
 from cluster.engine.quantization import Quantization
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 class ModelRunner:
     """A model bound to a KV cache, and the manager of its blocks."""
+
+    gpu_kernels: GpuKernels = "torch"
 
     def __init__(
         self, loaded: LoadedModel, block_size: int, num_blocks: int, *, enable_prefix_caching: bool = True
@@ -47,16 +50,26 @@ class ModelRunner:
         dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
         quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
         folder = resolve_model_folder(config.model)
-        loaded = load_model(folder, dtype, device, progress, layers=layers, quantization=quantization)
+        loaded = load_model(
+            folder, dtype, device, progress, layers=layers, quantization=quantization, gpu_kernels=config.gpu_kernels
+        )
         bytes_per_block = block_bytes(loaded.config, config.block_size, dtype)
-        num_bytes = kv_cache_budget(config, device)
+        max_rows, max_context = config.max_num_batched_tokens, loaded.config.resolve_max_model_len(config.max_model_len)
+        recorded_bytes = 0
+        if device.type == "cuda" and config.gpu_kernels == "triton":
+            model, sizes = StepModel.of(loaded.config), graph_sizes(max_rows)
+            recorded_bytes = graph_bytes(model, sizes, max_context, config.block_size, dtype.itemsize)
+        num_bytes = kv_cache_budget(config, device, recorded_bytes)
         num_blocks = num_bytes // bytes_per_block
         if num_blocks == 0:
             raise ConfigurationError(
                 f"{num_bytes} bytes of KV cache hold no block of {config.block_size} tokens of {config.model!r}: "
                 f"set kv_cache_bytes to at least {bytes_per_block}"
             )
-        return cls(loaded, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        runner = cls(loaded, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        runner.gpu_kernels = config.gpu_kernels
+        runner.model.prepare(max_rows, max_context)
+        return runner
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
         """One step. Returns the logits of the segments' logit rows, in order, [num_logit_rows, vocab_size]."""
@@ -67,6 +80,18 @@ class ModelRunner:
         """Until all that was run is computed: a GPU answers before."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
+
+    def recovers(self) -> bool:
+        """Whether steps can go on after one that failed. After some errors a GPU answers to nothing any more."""
+        if self.model.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self.model.device)
+            torch.cuda.empty_cache()  # where memory was short, pieces of the wrong size are given back
+        except RuntimeError:
+            logger.exception("the GPU is lost to this process")
+            return False
+        return True
 
     def keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         """Closes the gaps in a tree whose node 0 has place `start`: `nodes[i]` gets the i-th place from there.
@@ -83,14 +108,17 @@ class ModelRunner:
         self._kv_cache.move(slots(old for old, _ in moved), slots(new for _, new in moved))
 
 
-def kv_cache_budget(config: WorkerConfig, device: torch.device) -> int:
-    """What the KV cache may take, once the weights are loaded."""
+def kv_cache_budget(config: WorkerConfig, device: torch.device, recorded_bytes: int = 0) -> int:
+    """What the KV cache may take, once the weights are loaded, beside the `recorded_bytes` of steps to come."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
     if device.type != "cuda":
         return DEFAULT_KV_CACHE_BYTES
     torch.cuda.empty_cache()  # what loading left behind counts as free
     free, _ = torch.cuda.mem_get_info(device)
-    num_bytes = int(config.memory_utilization * free)
-    logger.info("KV cache: %.1f GB, %g of the GPU memory that is free", num_bytes / 1e9, config.memory_utilization)
+    num_bytes = max(0, int(config.memory_utilization * (free - recorded_bytes)))
+    logger.info(
+        "KV cache: %.1f GB, %g of the GPU memory that is free beside the %.2f GB of recorded steps",
+        *(num_bytes / 1e9, config.memory_utilization, recorded_bytes / 1e9),
+    )
     return num_bytes

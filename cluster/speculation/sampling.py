@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 
 from cluster.speculation.device_noise import gumbel_noise_from, gumbel_noise_on
+from cluster.speculation.filters import NO_TOP_P, filter_rows
 from cluster.speculation.gumbel_max import MAX_WIDTH, draw, has_kernel, pack_run
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.token_counts import TokenCounts
-
-NO_TOP_P = 2.0
-"""A row without top-p keeps everything, whatever the sum of its probabilities rounds to."""
 
 _PENALTIES_OF_BYTES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
@@ -60,13 +59,25 @@ class SampleRequest:
         return len(self.token_ids) + len(self.draft_token_ids) - self.num_rows + 1
 
 
+BestTokens = Callable[[torch.Tensor, Sequence[SampleRequest], int], tuple[torch.Tensor, torch.Tensor]]
+"""`Sampler.best_tokens` on one kind of device."""
+
+
 class Sampler:
     """Draws from logits that lie on one device; how that is done fastest there is decided when it is made."""
 
-    def __init__(self, device: torch.device) -> None:
-        uses_kernel = device.type == "cpu" and has_kernel()
-        self._best_tokens = _best_by_kernel if uses_kernel else _best_by_definition
-        if device.type != "cpu":
+    def __init__(self, device: torch.device, gpu_kernels: Literal["torch", "triton"] = "torch") -> None:
+        self._best_tokens: BestTokens
+        if device.type == "cpu":
+            self._best_tokens = _best_by_kernel if has_kernel() else _best_by_definition
+        elif gpu_kernels == "triton":
+            # PyTorch's builds for CPUs come without Triton; and the module needs `SampleRequest`.
+            from cluster.speculation.triton_sampler import best_tokens, warm_up
+
+            self._best_tokens = best_tokens
+            warm_up(device)
+        else:
+            self._best_tokens = _best_by_definition
             gumbel_noise_on(device, [(NoiseKey(0, 0), 0)], 16)  # compiles its kernel: now, and not in a timed step
 
     def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
@@ -246,16 +257,23 @@ def _mask_penalties(allowed: torch.Tensor, vocab_size: int, device: torch.device
     return torch.zeros(bits.shape, device=device).masked_fill_(bits == 0, -torch.inf).flatten(1)[:, :vocab_size]
 
 
-def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
-    """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its prefix."""
-    params, first = request.params, request.first_position
-    counts = request.counts
+def counts_before(
+    request: SampleRequest, vocab_size: int, device: torch.device
+) -> tuple[TokenCounts, Sequence[int], int]:
+    """Counts of `request`'s first tokens, the tokens after these, and how many of them its first row has before it."""
+    first, counts = request.first_position, request.counts
     if counts is None:
-        counts = TokenCounts(rows.shape[-1], rows.device)
+        counts = TokenCounts(vocab_size, device)
         counts.count(request.token_ids, min(first, len(request.token_ids)), request.num_prompt_tokens)
     tail = [*request.token_ids[counts.num_counted :], *request.draft_token_ids]
+    return counts, tail, first - counts.num_counted
+
+
+def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
+    """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its prefix."""
+    params = request.params
+    counts, tail, num_added = counts_before(request, rows.shape[-1], rows.device)
     generated = counts.generated.clone() if tail else counts.generated
-    num_added = first - counts.num_counted
     for token in tail[:num_added]:
         generated[token] += 1
     for j, row in enumerate(rows):
@@ -284,32 +302,6 @@ def _filter(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Ten
         top_k=column([p.top_k if p.top_k > 0 else vocab_size for p in params]) if has_top else None,
         top_p=column([p.top_p if p.top_p < 1.0 else NO_TOP_P for p in params]) if has_top else None,
     )
-
-
-def filter_rows(
-    scores: torch.Tensor, *, min_p: torch.Tensor | None, top_k: torch.Tensor | None, top_p: torch.Tensor | None
-) -> torch.Tensor:
-    """Min-p, then top-k, then top-p, as vLLM orders them: filtered tokens are -inf.
-
-    `scores` [num_rows, vocab_size], after temperature; each filter [num_rows], None where no row has it. A row is
-    without one at 0, at the vocabulary's size or more, and at `NO_TOP_P`. Top-k and top-p are both given or neither.
-    """
-    if min_p is not None:
-        probabilities = scores.softmax(dim=-1)
-        threshold = probabilities.amax(dim=-1, keepdim=True) * min_p[:, None]
-        scores = scores.masked_fill(probabilities < threshold, -torch.inf)
-    if top_k is None or top_p is None:
-        return scores
-    # Stable and descending: among equal scores the lowest ID stays in.
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(scores.shape[-1], device=scores.device)[None, :]
-    ordered = ordered.masked_fill(ranks >= top_k[:, None], -torch.inf)
-    mass_before = ordered.softmax(dim=-1).cumsum(dim=-1)
-    mass_before = torch.cat([torch.zeros_like(mass_before[:, :1]), mass_before[:, :-1]], dim=-1)
-    # The most likely token always stays.
-    outside = (mass_before >= top_p[:, None]) & (ranks > 0)
-    ordered = ordered.masked_fill(outside, -torch.inf)
-    return torch.full_like(scores, -torch.inf).scatter_(-1, order, ordered)
 
 
 def _add_noise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:

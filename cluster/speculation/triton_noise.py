@@ -13,19 +13,18 @@ _TOKENS_PER_BLOCK = 8
 _BLOCKS_PER_PROGRAM = 128
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _philox(  # type: ignore[no-untyped-def]
-    key_low, key_high, position, uniform, num_tokens, num_blocks: tl.constexpr
-):
-    """Philox4x64-10 of counter (token // 8, position, 0, 0); program (draw, num_blocks counters from there)."""
-    draw = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * num_blocks + tl.arange(0, num_blocks)
+@triton.jit
+def philox(key_low, key_high, position, block):  # type: ignore[no-untyped-def]
+    """Philox4x64-10 of the counters (block, position, 0, 0): four uint64 words, each of the shape of `block`.
+
+    Key words and position are scalars, the bits of which count.
+    """
     c0 = block.to(tl.uint64)
-    c1 = tl.load(position + draw).to(tl.uint64) + tl.zeros_like(c0)
+    c1 = position.to(tl.uint64) + tl.zeros_like(c0)
     c2 = tl.zeros_like(c0)
     c3 = tl.zeros_like(c0)
-    k0 = tl.load(key_low + draw).to(tl.uint64) + tl.zeros_like(c0)
-    k1 = tl.load(key_high + draw).to(tl.uint64) + tl.zeros_like(c0)
+    k0 = key_low.to(tl.uint64) + tl.zeros_like(c0)
+    k1 = key_high.to(tl.uint64) + tl.zeros_like(c0)
     multiplier0 = tl.full(c0.shape, 0xD2E7470EE14C6C93, tl.uint64)
     multiplier1 = tl.full(c0.shape, 0xCA5A826395121157, tl.uint64)
     weyl0 = tl.full(c0.shape, 0x9E3779B97F4A7C15, tl.uint64)
@@ -35,6 +34,18 @@ def _philox(  # type: ignore[no-untyped-def]
         low0, low1 = multiplier0 * c0, multiplier1 * c2
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + weyl0, k1 + weyl1
+    return c0, c1, c2, c3
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _uniforms(  # type: ignore[no-untyped-def]
+    key_low, key_high, position, uniform, num_tokens, num_blocks: tl.constexpr
+):
+    """Program (draw, num_blocks counters from there)."""
+    draw = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * num_blocks + tl.arange(0, num_blocks)
+    low, high = tl.load(key_low + draw), tl.load(key_high + draw)
+    c0, c1, c2, c3 = philox(low, high, tl.load(position + draw), block)
     first_token = block * 8
     row = uniform + draw * num_tokens
     for place in tl.static_range(8):
@@ -53,5 +64,5 @@ def uniforms(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_
     per_program = _BLOCKS_PER_PROGRAM * _TOKENS_PER_BLOCK
     grid = (len(position), -(-num_tokens // per_program))
     inputs = (low.contiguous(), high.contiguous(), position.contiguous())
-    _philox[grid](*inputs, result, num_tokens, num_blocks=_BLOCKS_PER_PROGRAM)
+    _uniforms[grid](*inputs, result, num_tokens, num_blocks=_BLOCKS_PER_PROGRAM)
     return result

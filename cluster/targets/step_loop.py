@@ -16,7 +16,7 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPart
 from cluster.engine.scheduler import Scheduler
-from cluster.errors import InvalidRequestError, NotFoundError
+from cluster.errors import InternalError, InvalidRequestError, NotFoundError, first_line
 from cluster.logprobs import TokenLogprobs
 from cluster.speculation.acceptance import accepted_path, count_accepted
 from cluster.speculation.drafts import Drafts
@@ -38,6 +38,8 @@ from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 logger = logging.getLogger(__name__)
 
 _MAX_SCORED_VALUES = 2**26  # float32: the logits of a step's prompt tokens take 256 MiB at most, where all are wanted
+
+_MAX_FAILED_STEPS = 3  # one after the other: what cannot compute any more has to be started anew
 
 
 class StepLoop(Target):
@@ -74,6 +76,8 @@ class StepLoop(Target):
         self._step_times = {kind: StepTime() for kind in ("prefill", "verify", "decode")}
         self._heartbeat = Heartbeat()
         self._num_committed_tokens = 0
+        self._num_failed_steps = 0
+        self._num_failed_in_row = 0
         self._thread: threading.Thread | None = None
 
     # What an engine adds; called from the step loop's thread.
@@ -96,6 +100,10 @@ class StepLoop(Target):
     @abstractmethod
     def _time_step(self, num_rows: int) -> float | None:
         """Seconds that a step of `num_rows` rows takes, tried before the first request; None when it cannot be."""
+
+    def _recovers(self) -> bool:
+        """Whether steps can go on after one that failed."""
+        return True
 
     def _forget(self, generation: Generation) -> None:
         """`generation` has ended: lets go of what the engine itself keeps of it."""
@@ -157,6 +165,8 @@ class StepLoop(Target):
         usage = load.num_used_blocks / load.num_blocks
         yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
         yield Reading("outrider_committed_tokens", "Tokens committed.", committed, is_counter=True)
+        failed = "Steps that failed, and the requests of which ended with an error."
+        yield Reading("outrider_failed_steps", failed, self._num_failed_steps, is_counter=True)
         stuck = "1 while the engine has work and stands still."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
         yield from self._queue_time.readings()
@@ -214,15 +224,36 @@ class StepLoop(Target):
                 for scheduled in step
                 if scheduled.num_new_tokens > 1
             ]
-            choices = self._choose(step)
-            rounds, outputs = self._commit(step, choices)
-            timing = self._time(step, prompts, len(choices), self._clock() - started_at)
+            try:
+                choices = self._choose(step)
+            except RuntimeError as error:  # what PyTorch raises of its devices: no memory, a kernel that failed
+                outputs = self._fail(step, error)
+            else:
+                self._num_failed_in_row = 0
+                rounds, outputs = self._commit(step, choices)
+                timing = self._time(step, prompts, len(choices), self._clock() - started_at)
         # Before the drafters are told: they hear of what is admitted in the same message, and so draft its prompt
         # beside the target's prefill.
         self._take_commands(publish)
         self._coordinator.end(rounds, timing, self._joining())
         if outputs:
             publish(outputs)
+
+    def _fail(self, step: Sequence[Scheduled], error: RuntimeError) -> list[GenerationOutput]:
+        """Ends the sequences of a `step` that failed with `error`; the others, and what comes, go on.
+
+        Raises `error` where the device is lost, and after `_MAX_FAILED_STEPS` in a row: the worker is started anew
+        then, and what runs on it goes to other targets.
+        """
+        self._num_failed_steps += 1
+        self._num_failed_in_row += 1
+        if self._num_failed_in_row >= _MAX_FAILED_STEPS or not self._recovers():
+            raise error
+        logger.error("a step of %d sequences failed; they end with an error", len(step), exc_info=error)
+        told = InternalError(f"the step that computed it failed: {first_line(error)}")
+        failed = [scheduled.sequence for scheduled in step]
+        self._release(*failed)
+        return [GenerationOutput(generation.request.request_id, (), None, 0, 0, error=told) for generation in failed]
 
     def _joining(self) -> list[SpeculativeSequence]:
         return [generation.speculative for generation in self._scheduler.running if generation.is_prefilling]

@@ -42,7 +42,7 @@ class TorchTarget(StepLoop):
         model = TargetModel(name, dtype, config.vocab_size, config.eos_token_ids)
         super().__init__(model, limits, runner.blocks, pool, speculation)
         self._runner = runner
-        self._sampler = Sampler(runner.model.device)
+        self._sampler = Sampler(runner.model.device, runner.gpu_kernels)
         self._rejection = rejection
         self._logits = torch.empty(0)  # of the step
 
@@ -71,6 +71,9 @@ class TorchTarget(StepLoop):
 
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
         return token_logprobs(self._logits, rows, token_ids, width)
+
+    def _recovers(self) -> bool:
+        return self._runner.recovers()
 
     def _forget(self, generation: Generation) -> None:
         if self._rejection is not None:

@@ -16,7 +16,7 @@ from cluster.config import Config
 from cluster.engine.cpu_kernels import instruction_set
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.fingerprint import architecture_fingerprint, weights_fingerprint
-from cluster.engine.loader import fastest_form, resolve_device
+from cluster.engine.loader import form_on, resolve_device
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NOISE_VERSION
@@ -24,7 +24,8 @@ from cluster.targets.base import TargetModel
 from cluster.vllm.lora import LoraLimits
 
 ENGINE_VERSION = 3
-"""Counted up with every change after which the same model gives other logits, be it in the last bit."""
+"""Counted up with every change after which the same model gives other logits, be it in the last bit, or a filter keeps
+other tokens."""
 
 _OF_THE_DRAFT = ("rejection", "engine")  # with these the draft decides with the target
 
@@ -76,7 +77,7 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
             # With adapters vLLM runs other kernels, for the base too; what the adapters are is told beside the traits.
             **({"max_lora_rank": str(LoraLimits.of(target).max_rank)} if target.takes_adapters else {}),
         }
-    form = fastest_form(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device)
+    form = form_on(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device, target.gpu_kernels)
     return {
         "engine": f"torch {torch.__version__}, {ENGINE_VERSION}",
         "tensor_parallel_size": "1",

@@ -104,7 +104,7 @@ def _apart(measure: Callable[[Config, Load, float], Points], config: Config, loa
 def _time_target(config: Config, load: Load, temperature: float) -> Points:
     prepare_process(config.target)
     runner = ModelRunner.from_config(config.target, dtype_on_cpu=torch.bfloat16)
-    sampler = Sampler(runner.model.device)
+    sampler = Sampler(runner.model.device, runner.gpu_kernels)
     context = int(load.mean_context)
     shapes = [_Shape(count, 0) for count in sorted({1, max(1, load.num_seqs // 2), load.num_seqs})]
     shapes += [_Shape(load.num_seqs, depth) for depth in _DEPTHS[1:]]

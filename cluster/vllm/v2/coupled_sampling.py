@@ -15,8 +15,9 @@ import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from cluster.speculation.device_noise import signed_word
+from cluster.speculation.filters import NO_TOP_P, filter_rows
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import NO_TOP_P, filter_rows, noise_of_rows
+from cluster.speculation.sampling import noise_of_rows
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.v2.couplings import couplings_of
 

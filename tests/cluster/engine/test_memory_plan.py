@@ -100,6 +100,19 @@ def test_a_models_folder_gives_its_own_numbers(name: str) -> None:
         assert 16 * model.kv_bytes_per_token == expected
 
 
+def test_recorded_steps_are_taken_from_what_the_cache_gets() -> None:
+    models = PlannedModel.parse("8B"), PlannedModel.parse("1B")
+    (without,) = plan_pair(*models, K, Memory(24, 0.9, 16))
+    (budget,) = plan_pair(*models, K, Memory(24, 0.9, 16, recorded_rows=64, recorded_context=8192))
+    recorded = [budget.recorded_bytes(tenant) for tenant in budget.tenants]
+    assert all(0.05 * GB < num_bytes < GB for num_bytes in recorded)
+    assert without.left_bytes - budget.left_bytes == pytest.approx(sum(recorded))
+    assert "recorded steps" in describe(budget, 8192, 1)
+    assert "recorded steps" not in describe(without, 8192, 1)
+    # Of a size alone not enough is known.
+    assert PlannedModel.parse("34B/48x8x128").recorded_bytes(64, 8192, 16) == 0
+
+
 def test_a_size_with_its_shape() -> None:
     model = PlannedModel.parse("34B/48x8x128:int4")
     assert (model.weight_bytes, model.kv_bytes_per_token) == (17e9, 2 * 48 * 8 * 128 * 2)

@@ -12,16 +12,10 @@ import torch
 from scipy import stats
 
 from cluster.speculation.device_noise import signed_word
+from cluster.speculation.filters import NO_TOP_P, filter_rows
 from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
-from cluster.speculation.sampling import (
-    NO_TOP_P,
-    Sampler,
-    SampleRequest,
-    filter_rows,
-    noise_of_rows,
-    perturbed_logits,
-)
+from cluster.speculation.sampling import Sampler, SampleRequest, noise_of_rows, perturbed_logits
 from cluster.speculation.token_counts import TokenCounts
 
 from .logits import random_logits

@@ -28,10 +28,10 @@ _COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from cluster.speculation.triton_noise import _philox
+from cluster.speculation.triton_noise import _uniforms
 
 pointers = {"key_low": "*i64", "key_high": "*i64", "position": "*i64", "uniform": "*fp64", "num_tokens": "i32"}
-source = ASTSource(_philox, pointers | {"num_blocks": "constexpr"}, {"num_blocks": 128})
+source = ASTSource(_uniforms, pointers | {"num_blocks": "constexpr"}, {"num_blocks": 128})
 for capability in (80, 86, 89, 90):
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     assert len(kernel.asm["cubin"]) > 1000

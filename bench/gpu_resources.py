@@ -1,0 +1,148 @@
+"""What the Triton kernels take of a GPU: `python -m bench.gpu_resources`.
+
+Each is compiled as it is launched, for every architecture, by the ptxas in Triton's wheel; no GPU is needed. Registers
+and local memory (what is spilled, for each thread) are read from the machine code, shared memory is what a launch asks
+for beside the code's own. Architectures: 8.0 A100, 8.6 A10G, 8.9 L4 and L40S, 9.0 H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cluster.engine.gpu_kernels import paged_attention as attention
+from cluster.speculation import triton_noise as noise
+from cluster.speculation import triton_sampling as sampling
+
+CAPABILITIES = (80, 86, 89, 90)
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+_TYPES = {
+    **dict.fromkeys(("part_sums", "part_totals", "part_maxima", "shaped", "chunk_scores", "scores"), "*fp32"),
+    **dict.fromkeys(("block_tables", "row_starts", "context_lens", "prefix_lens", "positions", "paths"), "*i64"),
+    **dict.fromkeys(("table", "shaped_rows", "appendix", "ids", "key_low", "key_high", "position"), "*i64"),
+    **dict.fromkeys(("allowed", "cuts", "chunk_ids"), "*i32"),
+    "uniform": "*fp64",
+    "scale": "fp32",
+}
+_OF_THE_MODEL = ("output", "query", "keys", "values", "logits")  # in its dtype
+_DTYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+_MULTIPLES_OF_16 = ("query_stride", "output_stride", "slot_stride", "num_heads")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel as one of its launches compiles it."""
+
+    name: str
+    function: Any
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    dtype: torch.dtype = torch.float32
+
+    def compile(self, capability: int) -> Any:
+        names = self.function.arg_names
+        types = {name: "constexpr" if name in self.constants else self._type(name) for name in names}
+        is_aligned = [types[name].startswith("*") or name in _MULTIPLES_OF_16 for name in names]
+        aligned = {(index,): [["tt.divisibility", 16]] for index, is_so in enumerate(is_aligned) if is_so}
+        source = ASTSource(self.function, types, self.constants, aligned)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+    def _type(self, name: str) -> str:
+        return _DTYPES[self.dtype] if name in _OF_THE_MODEL else _TYPES.get(name, "i32")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    kernel: str
+    capability: int
+    num_warps: int
+    registers: int  # of a thread
+    spilled_bytes: int  # of a thread
+    shared_bytes: int  # of a program
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def kernels() -> Iterator[Kernel]:
+    """All of them: attention with 64 heads and 8 KV heads of 128, the sampler for 128,256 tokens."""
+    for dtype in _DTYPES:
+        compiled = partial(attention.constants, 64, 8, 128, dtype, 16)
+        options = attention.Sizes.of(dtype).options
+        for path_len in (0, 8):
+            for is_split in (False, True):
+                name = f"attention, {str(dtype).removeprefix('torch.')}"
+                name += ", trees" * (path_len > 0) + ", by splits" * is_split
+                yield Kernel(name, attention.attention_kernel, compiled(path_len, is_split), options, dtype)
+        constants = {key: value for key, value in compiled(8, True).items() if key in attention.OF_MERGE}
+        name = f"attention, {str(dtype).removeprefix('torch.')}, merge"
+        yield Kernel(name, attention.merge_kernel, constants, attention.MERGE_OPTIONS, dtype)
+    chunk, options = {"chunk": sampling.CHUNK}, sampling.OPTIONS
+    yield Kernel("sampling, shape", sampling.shape_kernel, chunk, options)
+    yield Kernel("sampling, bias", sampling.bias_kernel, {"step": sampling.BIAS_STEP}, options)
+    yield Kernel("sampling, cut", sampling.cut_kernel, chunk, options)
+    for width in (1, 8):
+        constants = {"width": width, **chunk}
+        yield Kernel(f"sampling, draw the best {width}", sampling.draw_kernel, constants, options)
+    yield Kernel("sampling, merge", sampling.merge_kernel, {"entries": 512}, options)
+    yield Kernel("noise", noise._uniforms, {"num_blocks": noise._BLOCKS_PER_PROGRAM}, {"num_warps": 4})
+
+
+def resources(kernel: Kernel, capability: int) -> Resources:
+    compiled = kernel.compile(capability)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(_CUOBJDUMP), "-res-usage", file.name]
+        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    used = dict(part.split(":") for part in told.strip().splitlines()[-1].split())
+    return Resources(
+        kernel.name,
+        capability,
+        kernel.options["num_warps"],
+        int(used["REG"]),
+        int(used["STACK"]) + int(used["LOCAL"]),
+        compiled.metadata.shared,
+        kernel.constants,
+    )
+
+
+def table(found: Sequence[Resources]) -> str:
+    """Registers / spilled bytes / kB of shared memory of every kernel, by architecture."""
+    by_name: dict[str, list[Resources]] = {}
+    for one in found:
+        by_name.setdefault(one.kernel, []).append(one)
+    capabilities = sorted({one.capability for one in found})
+    head = f"| kernel | warps | {' | '.join(f'sm_{capability}' for capability in capabilities)} |"
+    lines = [head, "| --- " * (2 + len(capabilities)) + "|"]
+    for name, of_kernel in by_name.items():
+        cells = [f"{one.registers} / {one.spilled_bytes} / {one.shared_bytes / 1024:g}" for one in of_kernel]
+        lines.append(f"| {name} | {of_kernel[0].num_warps} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.gpu_resources", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("bench/results/gpu-resources.json"))
+    arguments = parser.parse_args(argv)
+    found = [resources(kernel, capability) for kernel in kernels() for capability in CAPABILITIES]
+    print(table(found))
+    document = {"triton": triton.__version__, "kernels": [asdict(one) for one in found]}
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

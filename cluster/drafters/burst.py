@@ -1,0 +1,164 @@
+"""Several steps of drafting without the host between them: a step draws its tokens itself and is the next one's input.
+
+A step of each size is recorded once, sampling included, and replayed as often as tokens are wanted: what changes from
+step to step, tokens, positions, slots and the noise's counter, lies on the device and is moved on there. The host waits
+once, at the end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from cluster.engine.batch import Batch
+from cluster.engine.graph_memory import graph_sizes
+from cluster.engine.limits import StepLimits
+from cluster.engine.runner import ModelRunner
+from cluster.engine.step_graphs import Recorder
+from cluster.engine.triton_model import TritonModel
+from cluster.speculation.sampling import SampleRequest
+from cluster.speculation.triton_sampler import POSITION, RowTable, draw, empty_table, table_of
+
+MAX_STEPS = 65  # speculation.max_speculative_tokens is 64 at most, and the first is drawn before
+
+
+class Burst:
+    """Recorded steps of one model, a row for each sequence. Chains whose tokens shape no distribution only."""
+
+    def __init__(self, model: TritonModel, limits: StepLimits, record: Recorder) -> None:
+        self._sizes = graph_sizes(limits.max_num_seqs)
+        self._vocab_size, self._device = model.config.vocab_size, model.device
+        self._block_size, self._spare_slot = model.block_size, model.spare_slot
+        largest = self._sizes[-1]
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)
+
+        each = torch.arange(largest + 1, device=self._device)
+        self._inputs = Batch(
+            token_ids=numbers(largest),
+            positions=numbers(largest),
+            slots=torch.full_like(each[:-1], self._spare_slot),
+            logit_rows=each[:-1],
+            row_starts=each,
+            context_lens=numbers(largest) + 1,
+            prefix_lens=numbers(largest),
+            block_tables=numbers(largest, -(-limits.max_model_len // self._block_size)),
+            paths=None,
+            max_rows=1,
+        )
+        self._ends = numbers(largest)  # positions from which on nothing is kept of a row
+        self._table = empty_table(largest, self._device)
+        self._tokens = numbers(largest, MAX_STEPS)
+        self._place = numbers(1)  # of the next tokens in `_tokens`
+        self._steps = {size: record(self._step(model, size)) for size in reversed(self._sizes)}
+
+    @classmethod
+    def of(cls, runner: ModelRunner, limits: StepLimits) -> Burst | None:
+        """That of a model that records its steps; None of others."""
+        model = runner.model
+        if not isinstance(model, TritonModel) or model.recorder is None:
+            return None
+        return cls(model, limits, model.recorder)
+
+    @property
+    def max_rows(self) -> int:
+        return self._sizes[-1]
+
+    @torch.inference_mode()
+    def run(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[SampleRequest],
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+    ) -> list[list[int]]:
+        """`num_tokens[i]` tokens, at least one, for each of `requests`, which have a row of `logits` each.
+
+        The first is drawn from these, and the others from steps over `block_tables`, which have room for the input of
+        each step: one token less than is drawn.
+        """
+        num_rows = len(requests)
+        table = table_of(requests, self._vocab_size, self._device)
+        ids, _ = draw(logits, table, 1)
+        self._tokens[:num_rows, :1].copy_(ids)
+        num_steps = max(num_tokens) - 1
+        if num_steps:
+            size = self._sizes[bisect_left(self._sizes, num_rows)]
+            self._begin(ids[:, 0], table, requests, block_tables, num_tokens)
+            for numbers in (self._inputs.positions, self._ends):  # of rows that pad the steps
+                numbers[num_rows:size].fill_(0)
+            self._inputs.slots[:size].copy_(self._slots(size))
+            for _ in range(num_steps):
+                self._steps[size]()
+        drawn: list[list[int]] = self._tokens[:num_rows, : num_steps + 1].tolist()
+        return [row[:count] for row, count in zip(drawn, num_tokens, strict=True)]
+
+    def _begin(
+        self,
+        ids: torch.Tensor,
+        table: RowTable,
+        requests: Sequence[SampleRequest],
+        block_tables: Sequence[Sequence[int]],
+        num_tokens: Sequence[int],
+    ) -> None:
+        """The inputs of the first step: the tokens `ids`, each at the position that it was drawn for."""
+        inputs, num_rows = self._inputs, len(requests)
+        width = max(map(len, block_tables))
+        state = np.zeros((num_rows, 2 + width), dtype=np.int64)
+        for row, request, blocks, count in zip(state, requests, block_tables, num_tokens, strict=True):
+            row[0] = request.first_position
+            row[1] = request.first_position + count - 1
+            row[2 : 2 + len(blocks)] = blocks
+        on_device = torch.from_numpy(state).to(self._device, non_blocking=True)
+        inputs.token_ids[:num_rows].copy_(ids)
+        inputs.positions[:num_rows].copy_(on_device[:, 0])
+        self._ends[:num_rows].copy_(on_device[:, 1])
+        inputs.block_tables[:num_rows, :width].copy_(on_device[:, 2:])
+        inputs.prefix_lens[:num_rows].copy_(on_device[:, 0])
+        inputs.context_lens[:num_rows].copy_(on_device[:, 0] + 1)
+        self._table.rows[:num_rows].copy_(table.rows)
+        self._table.rows[:num_rows, POSITION].add_(1)
+        self._place.fill_(1)
+
+    def _step(self, model: TritonModel, size: int) -> Callable[[], None]:
+        inputs = self._inputs
+        view = Batch(
+            token_ids=inputs.token_ids[:size],
+            positions=inputs.positions[:size],
+            slots=inputs.slots[:size],
+            logit_rows=inputs.logit_rows[:size],
+            row_starts=inputs.row_starts[: size + 1],
+            context_lens=inputs.context_lens[:size],
+            prefix_lens=inputs.prefix_lens[:size],
+            block_tables=inputs.block_tables[:size],
+            paths=None,
+            max_rows=1,
+        )
+        table = replace(self._table, rows=self._table.rows[:size])
+        moved_on = (view.positions, view.context_lens, view.prefix_lens, table.rows[:, POSITION], self._place)
+        last_position = model.config.max_position_embeddings - 1
+
+        @torch.inference_mode()
+        def step() -> None:
+            ids, _ = draw(model.compute(view), table, 1)
+            view.token_ids.copy_(ids[:, 0])
+            self._tokens[:size].index_copy_(1, self._place % MAX_STEPS, ids)
+            for numbers in moved_on:
+                numbers.add_(1)
+            view.positions.clamp_(max=last_position)  # rows that have ended go on beside the others
+            view.slots.copy_(self._slots(size))
+
+        return step
+
+    def _slots(self, num_rows: int) -> torch.Tensor:
+        """Where the inputs' keys and values go: those of rows that have ended, or pad a step, to the spare block."""
+        inputs, size = self._inputs, self._block_size
+        positions, tables = inputs.positions[:num_rows], inputs.block_tables[:num_rows]
+        places = (positions // size).clamp(max=tables.shape[1] - 1)
+        slots = tables.gather(1, places[:, None])[:, 0] * size + positions % size
+        return torch.where(positions < self._ends[:num_rows], slots, self._spare_slot)

@@ -1,0 +1,130 @@
+"""Steps of a short list of sizes, recorded as CUDA graphs before the first request: none is recorded in a timed step.
+
+All sizes share their inputs, which are as large as the largest needs, and one output. A step is copied into the first
+rows of the inputs of the next size, each of its rows with room for a segment of its own. Rows that pad it write to the
+spare block, which no sequence has, and belong to no segment; their logits are not read.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cluster.engine.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""Turns a call into one that does the same to the same memory."""
+
+
+class StepGraphs:
+    """Recorded steps of one model. Chains only."""
+
+    def __init__(
+        self,
+        compute: Callable[[Batch], torch.Tensor],
+        sizes: Sequence[int],
+        num_table_blocks: int,
+        spare_slot: int,
+        vocab_size: int,
+        device: torch.device,
+        record: Recorder,
+    ) -> None:
+        """`compute` gives the logits of a batch whose tensors stay where they are; `num_table_blocks`: of the longest
+        context."""
+        self.sizes = sorted(sizes)
+        self._spare_slot = spare_slot
+        largest = self.sizes[-1]
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self._inputs = Batch(
+            token_ids=numbers(largest),
+            positions=numbers(largest),
+            slots=numbers(largest),
+            logit_rows=numbers(largest),
+            row_starts=numbers(largest + 1),
+            context_lens=numbers(largest),
+            prefix_lens=numbers(largest),
+            block_tables=numbers(largest, num_table_blocks),
+            paths=None,
+            max_rows=1,
+        )
+        self._inputs.slots.fill_(spare_slot)
+        self._logits = torch.empty(largest, vocab_size, device=device)
+        # The largest first: the others find room in the memory that it leaves.
+        self._steps = {size: record(self._step(compute, size)) for size in reversed(self.sizes)}
+
+    def run(self, batch: Batch) -> torch.Tensor | None:
+        """Logits of the step [num_logit_rows, vocab_size], until the next is run; None when it must be computed
+        directly."""
+        num_rows = len(batch.token_ids)
+        index = bisect_left(self.sizes, num_rows)
+        too_long = batch.block_tables.shape[1] > self._inputs.block_tables.shape[1]
+        if index == len(self.sizes) or batch.paths is not None or too_long:
+            return None
+        size = self.sizes[index]
+        self._take(batch, size)
+        self._steps[size]()
+        return self._logits[: len(batch.logit_rows)]
+
+    def _step(self, compute: Callable[[Batch], torch.Tensor], size: int) -> Callable[[], None]:
+        inputs = self._inputs
+        view = Batch(
+            token_ids=inputs.token_ids[:size],
+            positions=inputs.positions[:size],
+            slots=inputs.slots[:size],
+            logit_rows=inputs.logit_rows[:size],
+            row_starts=inputs.row_starts[: size + 1],
+            context_lens=inputs.context_lens[:size],
+            prefix_lens=inputs.prefix_lens[:size],
+            block_tables=inputs.block_tables[:size],
+            paths=None,
+            max_rows=1,
+        )
+
+        def step() -> None:
+            self._logits[:size].copy_(compute(view))
+
+        return step
+
+    def _take(self, batch: Batch, size: int) -> None:
+        """Copies `batch` into the inputs, and makes rows past its own that write where nobody reads."""
+        inputs, num_rows, num_segments = self._inputs, len(batch.token_ids), len(batch.context_lens)
+        inputs.token_ids[:num_rows].copy_(batch.token_ids)
+        inputs.positions[:num_rows].copy_(batch.positions)
+        inputs.slots[:num_rows].copy_(batch.slots)
+        inputs.slots[num_rows:size].fill_(self._spare_slot)
+        inputs.logit_rows[: len(batch.logit_rows)].copy_(batch.logit_rows)
+        inputs.logit_rows[len(batch.logit_rows) : size].fill_(0)
+        # Segments that are not there have no rows: they begin where the last one ends.
+        inputs.row_starts[: num_segments + 1].copy_(batch.row_starts)
+        inputs.row_starts[num_segments + 1 : size + 1].fill_(num_rows)
+        inputs.context_lens[:num_segments].copy_(batch.context_lens)
+        inputs.prefix_lens[:num_segments].copy_(batch.prefix_lens)
+        inputs.block_tables[:num_segments, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+
+
+class CudaRecorder:
+    """Records calls as CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: Callable[[], None]) -> Callable[[], None]:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # kernels are compiled and libraries set themselves up, which cannot be recorded
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            call()
+        replay: Callable[[], None] = graph.replay
+        return replay

@@ -1,0 +1,72 @@
+"""The decoder on a GPU with attention by a kernel of our own: no padding, no copies of contexts, few graphs."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from cluster.engine.batch import Batch
+from cluster.engine.gpu_kernels.paged_attention import PagedAttention, constants
+from cluster.engine.graph_memory import graph_sizes
+from cluster.engine.kv_cache import KVCache
+from cluster.engine.model import TorchModel
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.step_graphs import CudaRecorder, Recorder, StepGraphs
+from cluster.engine.weights import ModelWeights
+
+logger = logging.getLogger(__name__)
+
+
+class TritonModel(TorchModel):
+    """`TorchModel` with `PagedAttention`. Its steps read nothing back; those of chains that `prepare` recorded are
+    replayed. Products are cuBLAS's, which chooses by the number of rows: only attention gives a row its own bits."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
+        """Raises ConfigurationError when the kernel cannot compute the model."""
+        super().__init__(config, weights, kv_cache)
+        constants(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, kv_cache.block_size, 0, False)
+        self._graphs: StepGraphs | None = None
+        self.recorder: Recorder | None = None
+        """What recorded the steps, whose memory others may share; None before."""
+
+    @property
+    def block_size(self) -> int:
+        return self._kv_cache.block_size
+
+    @property
+    def spare_slot(self) -> int:
+        """One that no sequence has."""
+        return self._kv_cache.spare_block * self._kv_cache.block_size
+
+    def prepare(self, max_rows: int, max_context: int) -> None:
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                free, _ = torch.cuda.mem_get_info()
+                self.record(max_rows, max_context, CudaRecorder())
+                left, _ = torch.cuda.mem_get_info()
+            logger.info("CUDA graphs: %.2f GB", (free - left) / 1e9)
+
+    @torch.inference_mode()
+    def record(self, max_rows: int, max_context: int, record: Recorder) -> None:
+        """Records steps of up to `max_rows` rows over contexts of up to `max_context` tokens."""
+        self.recorder = record
+        self._graphs = StepGraphs(
+            self.compute,
+            graph_sizes(max_rows),
+            -(-max_context // self.block_size),
+            self.spare_slot,
+            self.config.vocab_size,
+            self.device,
+            record,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        logits = None if self._graphs is None else self._graphs.run(batch)
+        return self.compute(batch) if logits is None else logits
+
+    def compute(self, batch: Batch) -> torch.Tensor:
+        """`forward` without records, which is what records are made of."""
+        max_context = batch.block_tables.shape[1] * self.block_size
+        return self._logits(batch, PagedAttention(batch, self.block_size, max_context))

@@ -1,0 +1,72 @@
+"""Min-p, top-k and top-p, by arithmetic that gives every device the same bits.
+
+A token's weight, in proportion to its probability, is an integer: `2**40 * exp(score - best score)`, the exponential by
+Cephes' polynomial (Moshier, 1989) in float32 products and sums of which each is rounded by itself. Sums of integers
+have no order. A softmax and its running sums differ in the last bits from one device, and one number of threads, to
+another, and with them would the tokens at the border of a filter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+NO_TOP_P = 2.0
+"""A row without top-p keeps everything, whatever the sum of its weights."""
+
+WEIGHT_BITS = 40  # of the best token's weight; 2**22 tokens of that weight can be summed
+
+# exp(r) = 1 + r + r**2 * polynomial(r) for |r| <= ln 2 / 2, the highest power first.
+COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+LOG2_E = 1.44269504088896341
+LN2_HIGH = 0.693359375  # its products with small integers are exact
+LN2_LOW = -2.12194440e-4
+LOWEST = -200.0  # of a score's distance from the best: weights have become 0 long before
+MANTISSA_BITS = 24  # of float32
+
+
+def weights(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+    """Of `scores` [num_rows, vocab_size], float32, beside the `best` of each row [num_rows, 1]: int64."""
+    distance = torch.where(scores > -torch.inf, scores - best, LOWEST).clamp_(min=LOWEST)
+    power = (distance * LOG2_E).add_(0.5).floor_()
+    rest = (distance - power * LN2_HIGH) - power * LN2_LOW
+    polynomial = torch.full_like(rest, COEFFICIENTS[0])
+    for coefficient in COEFFICIENTS[1:]:
+        polynomial = polynomial.mul_(rest).add_(coefficient)
+    mantissa = polynomial.mul_(rest * rest).add_(rest).add_(1.0)
+    integer = mantissa.mul_(2.0**MANTISSA_BITS).to(torch.int64) << (WEIGHT_BITS - MANTISSA_BITS)
+    return integer >> (-power).clamp_(max=63.0).to(torch.int64)
+
+
+def filter_rows(
+    scores: torch.Tensor, *, min_p: torch.Tensor | None, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+) -> torch.Tensor:
+    """Min-p, then top-k, then top-p, as vLLM orders them: filtered tokens are -inf.
+
+    `scores` float32 [num_rows, vocab_size], after temperature; each filter [num_rows], None where no row has it. A row
+    is without one at 0, at the vocabulary's size or more, and at `NO_TOP_P`. Top-k and top-p are both given or neither.
+    """
+    if min_p is None and top_k is None:
+        return scores
+    best = scores.amax(dim=-1, keepdim=True)
+    if min_p is not None:
+        least = min_p[:, None].to(torch.float64) * 2.0**WEIGHT_BITS
+        scores = scores.masked_fill(weights(scores, best) < least, -torch.inf)
+    if top_k is None or top_p is None:
+        return scores
+    # Stable and descending: among equal scores the lowest ID stays in.
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(scores.shape[-1], device=scores.device)[None, :]
+    ordered = ordered.masked_fill(ranks >= top_k[:, None], -torch.inf)
+    summed = weights(ordered, best).cumsum(dim=-1)
+    mass = summed[:, -1:].to(torch.float64) * top_p[:, None].to(torch.float64)
+    # What comes before a token; the most likely one always stays.
+    outside = (summed.roll(1, dims=-1).to(torch.float64) >= mass) & (ranks > 0)
+    ordered = ordered.masked_fill(outside, -torch.inf)
+    return torch.full_like(scores, -torch.inf).scatter_(-1, order, ordered)

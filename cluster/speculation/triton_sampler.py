@@ -1,0 +1,216 @@
+"""Packs a step's rows for the kernels of `triton_sampling.py`, and runs them: one copy to the device, nothing back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from cluster.speculation.device_noise import signed_word
+from cluster.speculation.filters import NO_TOP_P
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from cluster.speculation.sampling import SampleRequest, counts_before
+from cluster.speculation.token_counts import TokenCounts
+from cluster.speculation.triton_sampling import (
+    BIAS_STEP,
+    CHUNK,
+    COLUMNS,
+    OPTIONS,
+    bias_kernel,
+    cut_kernel,
+    draw_kernel,
+    merge_kernel,
+    shape_kernel,
+)
+
+Words = npt.NDArray[np.int64]
+
+_WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
+POSITION = COLUMNS.index("position")
+_LEAST_ENTRIES = 512  # of a row's chunks: one kernel merges all of the usual vocabularies and widths
+
+_COLUMN = {name: index for index, name in enumerate(COLUMNS)}
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """What the kernels are told of every row of logits, on their device."""
+
+    rows: torch.Tensor  # int64 [num_rows, len(COLUMNS)]
+    appendix: torch.Tensor  # int64: biased tokens and their biases, tokens that are not counted
+    shaped_rows: torch.Tensor  # int64: rows whose logits are not used as they are
+    masks: torch.Tensor  # int32 [num_masks, mask_words]; of one word where there are none
+    max_biases: int  # of one row
+    has_filter: bool
+    counts: tuple[TokenCounts, ...]  # whose addresses are in it
+
+
+def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.device) -> RowTable:
+    """The rows of `requests`, in their order."""
+    num_rows = sum(request.num_rows for request in requests)
+    rows = np.zeros((num_rows, len(COLUMNS)), dtype=np.int64)
+    appendix: list[Words] = []
+    appendix_len = 0
+    shaped_rows: list[int] = []
+    counted: list[TokenCounts] = []
+    masks = [request.allowed for request in requests if request.allowed is not None]
+    num_masked = start = max_biases = 0
+
+    def append(words: Words) -> int:
+        nonlocal appendix_len
+        appendix.append(words)
+        appendix_len += len(words)
+        return appendix_len - len(words)
+
+    for request in requests:
+        params, end = request.params, start + request.num_rows
+        own, place = rows[start:end], np.arange(request.num_rows)
+        own[:] = _columns_of(params)
+        own[:, _COLUMN["key_low"]] = signed_word(request.noise_key.low)
+        own[:, _COLUMN["key_high"]] = signed_word(request.noise_key.high)
+        own[:, _COLUMN["position"]] = request.first_position + place
+        own[:, _COLUMN["logit_row"]] = start + place
+        if request.allowed is not None:
+            own[:, _COLUMN["mask_row"]] = num_masked + place
+            num_masked += request.num_rows
+        if params.logit_bias:
+            own[:, _COLUMN["bias_start"]] = append(_biases(params.logit_bias))
+            max_biases = max(max_biases, len(params.logit_bias))
+        if params.has_penalty:
+            counts, tail, num_added = counts_before(request, vocab_size, device)
+            counted.append(counts)
+            own[:, _COLUMN["in_prompt"]] = counts.in_prompt.data_ptr()
+            own[:, _COLUMN["generated"]] = counts.generated.data_ptr()
+            tail_start = append(np.array(tail, dtype=np.int64))
+            own[:, _COLUMN["tail_start"]] = tail_start
+            own[:, _COLUMN["tail_end"]] = tail_start + num_added + place
+        if request.allowed is not None or params.logit_bias or params.has_penalty:
+            own[:, _COLUMN["source"]] = len(shaped_rows) + place
+            shaped_rows.extend(range(start, end))
+        start = end
+
+    packed = np.concatenate([rows.ravel(), np.array(shaped_rows, dtype=np.int64), *appendix])
+    on_device = torch.from_numpy(packed).to(device, non_blocking=True)
+    border = rows.size + len(shaped_rows)
+    return RowTable(
+        rows=on_device[: rows.size].view(num_rows, len(COLUMNS)),
+        appendix=on_device[border:],
+        shaped_rows=on_device[rows.size : border],
+        masks=torch.cat(masks).to(device, non_blocking=True)
+        if masks
+        else torch.zeros(1, 1, dtype=torch.int32).to(device),
+        max_biases=max_biases,
+        has_filter=any(request.params.has_filter for request in requests),
+        counts=tuple(counted),
+    )
+
+
+def empty_table(num_rows: int, device: torch.device) -> RowTable:
+    """Of greedy rows, to be written over with those of requests that no tokens shape."""
+    rows = np.tile(_columns_of(SamplingParams(temperature=0.0)), (num_rows, 1))
+    rows[:, _COLUMN["logit_row"]] = np.arange(num_rows)
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    no_masks = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    return RowTable(torch.from_numpy(rows).to(device), nothing, nothing, no_masks, 0, has_filter=True, counts=())
+
+
+def best_tokens(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Sampler.best_tokens`, for logits that lie on a GPU."""
+    return draw(logits, table_of(requests, logits.shape[-1], logits.device), width)
+
+
+def warm_up(device: torch.device) -> None:
+    """Has the kernels compiled: now, and not in a timed step."""
+    shaped = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=1.1, logit_bias=((1, 1.0),))
+    logits = torch.zeros(1, _WARM_UP_SIZE, device=device)
+    for width in _WARM_UP_WIDTHS:
+        best_tokens(logits, [SampleRequest(shaped, NoiseKey(0, 0), [0], 1)], width)
+
+
+def draw(logits: torch.Tensor, table: RowTable, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` best tokens of every row of `table`: IDs, int64, and scores, float32, [num_rows, width] each.
+
+    `logits` [num_rows, vocab_size], any float dtype, rows contiguous. Reads nothing back.
+    """
+    vocab_size, device = logits.shape[-1], logits.device
+    num_rows, num_shaped, stride = len(table.rows), len(table.shaped_rows), logits.stride(0)
+    assert len(logits) >= num_rows, "rows and requests disagree"
+    shaped = torch.empty(max(1, num_shaped), vocab_size if num_shaped else 1, device=device)
+    inputs = (shaped, logits, table.rows)
+    if num_shaped:
+        further = (table.shaped_rows, table.masks, table.appendix, stride, vocab_size, table.masks.shape[1])
+        num_chunks = triton.cdiv(vocab_size, CHUNK)
+        shape_kernel[(num_shaped, num_chunks)](*inputs, *further, chunk=CHUNK, **OPTIONS)
+        if table.max_biases:
+            num_steps = triton.cdiv(table.max_biases, BIAS_STEP)
+            bias_kernel[(num_shaped, num_steps)](*inputs, *further, step=BIAS_STEP, **OPTIONS)
+    cuts = torch.empty(num_rows if table.has_filter else 1, 3, dtype=torch.int32, device=device)
+    if table.has_filter:
+        cut_kernel[(num_rows,)](cuts, *inputs, stride, vocab_size, chunk=CHUNK, **OPTIONS)
+    return _draw(logits, table, cuts, shaped, width)
+
+
+def _draw(
+    logits: torch.Tensor, table: RowTable, cuts: torch.Tensor, shaped: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    vocab_size, num_rows, device = logits.shape[-1], len(table.rows), logits.device
+    num_chunks, padded_width = triton.cdiv(vocab_size, CHUNK), triton.next_power_of_2(width)
+    shape = (num_rows, num_chunks, padded_width)
+    chunk_scores = torch.empty(shape, device=device)
+    chunk_ids = torch.empty(shape, dtype=torch.int32, device=device)
+    draw_kernel[(num_rows, num_chunks)](
+        *(chunk_scores, chunk_ids, cuts, shaped, logits, table.rows, logits.stride(0), vocab_size, num_chunks),
+        chunk=CHUNK,
+        width=padded_width,
+        **OPTIONS,
+    )
+    ids = torch.empty(num_rows, width, dtype=torch.int64, device=device)
+    scores = torch.empty(num_rows, width, device=device)
+    num_entries = num_chunks * padded_width
+    merge_kernel[(num_rows,)](
+        *(ids, scores, chunk_scores, chunk_ids, num_entries, width),
+        entries=max(_LEAST_ENTRIES, triton.next_power_of_2(num_entries)),
+        **OPTIONS,
+    )
+    return ids, scores
+
+
+@functools.lru_cache(maxsize=1024)  # of sequences that run
+def _columns_of(params: SamplingParams) -> Words:
+    """The columns that are the same for all rows of a request with `params`."""
+    row = np.zeros(len(COLUMNS), dtype=np.int64)
+    row[[_COLUMN["source"], _COLUMN["mask_row"]]] = -1
+    numbers = {
+        "temperature": 0.0 if params.is_greedy else params.temperature,
+        "min_p": params.min_p,
+        "top_p": params.top_p if params.top_p < 1.0 else NO_TOP_P,
+        "repetition_penalty": params.repetition_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+    }
+    for name, number in numbers.items():
+        row[_COLUMN[name]] = _bits(number)
+    row[_COLUMN["top_k"]] = params.top_k
+    row[_COLUMN["num_biases"]] = len(params.logit_bias)
+    row[_COLUMN["has_filter"]] = params.has_filter
+    return row
+
+
+@functools.lru_cache(maxsize=1024)
+def _biases(logit_bias: tuple[tuple[int, float], ...]) -> Words:
+    """Tokens, then the bits of their biases."""
+    token_ids, biases = zip(*logit_bias, strict=True)
+    return np.array([*token_ids, *map(_bits, biases)], dtype=np.int64)
+
+
+def _bits(number: float) -> int:
+    """Those of the float32 next to `number`."""
+    return int(np.float32(number).view(np.int32))

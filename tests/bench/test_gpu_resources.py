@@ -1,0 +1,20 @@
+"""Every Triton kernel compiles for every architecture, without spills to speak of, and fits into its shared memory."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from bench.gpu_resources import CAPABILITIES, Kernel, kernels, resources
+
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # that a program may have
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kernel", kernels(), ids=lambda kernel: kernel.name)
+def test_it_compiles(kernel: Kernel, capability: int) -> None:
+    found = resources(kernel, capability)
+    assert found.spilled_bytes <= (32 if "float32" in kernel.name else 0)  # which nobody serves with on a GPU
+    assert found.shared_bytes <= SHARED_BYTES[capability]
+    assert 0 < found.registers <= 255

@@ -1,0 +1,115 @@
+"""A burst drafts what step after step drafts, and leaves the same in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.drafters.base import DraftSequence
+from cluster.drafters.burst import Burst
+from cluster.drafters.model import ModelDrafter
+from cluster.engine.limits import StepLimits
+from cluster.engine.loader import load_model
+from cluster.engine.runner import ModelRunner
+from cluster.engine.triton_model import TritonModel
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
+from tests.interpreter import patch_language_once
+
+CPU = torch.device("cpu")
+LIMITS = StepLimits(max_model_len=48, max_num_seqs=6, max_num_batched_tokens=64)
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.3, min_p=0.01),
+]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_language_once(monkeypatch)
+
+
+class Pair:
+    """A drafter with bursts and one without, with the same sequences."""
+
+    def __init__(self, folder: Path) -> None:
+        self.num_runs = 0
+        self.drafters = []
+        for has_burst in (True, False):
+            runner = ModelRunner(load_model(folder, torch.float32, CPU, form=TritonModel), 4, 96)
+            assert isinstance(runner.model, TritonModel)
+            burst = Burst(runner.model, LIMITS, lambda call: call) if has_burst else None
+            self.drafters.append(ModelDrafter(runner, LIMITS, burst))
+            if has_burst:
+                self._count_runs(runner)
+        self.sequences: list[list[DraftSequence]] = [[], []]
+
+    def _count_runs(self, runner: ModelRunner) -> None:
+        run = runner.run
+
+        def counted(segments: object) -> torch.Tensor:
+            self.num_runs += 1
+            return run(segments)  # type: ignore[arg-type]
+
+        runner.run = counted  # type: ignore[method-assign,assignment]
+
+    def open(self, tokens: list[int], params: SamplingParams, k: int, seed: int) -> None:
+        for drafter, sequences in zip(self.drafters, self.sequences, strict=True):
+            key = NoiseKey.derive(seed, 0)
+            sequence = DraftSequence(list(tokens), len(tokens), params, key, k, window=10)
+            assert drafter.admit(sequence)
+            sequences.append(sequence)
+
+    def draft(self) -> list[list[int]]:
+        """Until all proposals are complete; they are equal."""
+        drafted = []
+        for drafter, sequences in zip(self.drafters, self.sequences, strict=True):
+            while waiting := [s for s in sequences if s.missing(LIMITS.max_model_len)]:
+                assert drafter.draft(waiting) == []
+            drafted.append([s.draft_token_ids for s in sequences])
+        assert drafted[0] == drafted[1]
+        return drafted[0]
+
+    def commit(self, news: list[list[int]]) -> None:
+        for drafter, sequences in zip(self.drafters, self.sequences, strict=True):
+            for sequence, tokens in zip(sequences, news, strict=True):
+                kept = sequence.commit(sequence.num_committed, tokens)
+                assert kept is not None
+                drafter.rewind(sequence, kept)
+
+
+@pytest.fixture
+def pair(tiny_folder: Callable[..., Path]) -> Pair:
+    return Pair(tiny_folder())
+
+
+def test_rounds(pair: Pair) -> None:
+    """Chains of different length; some come true, some do not, and one goes on past a block's end."""
+    for seed, params in enumerate(PARAMS):
+        pair.open([5, 17, 300, 42, 9][: seed + 2], params, 2 + seed, seed)
+    for part in (1.0, 0.5, 0.0):
+        runs_before = pair.num_runs
+        drafts = pair.draft()
+        assert [len(tokens) for tokens in drafts] == [2, 3, 4, 5]
+        assert pair.num_runs == runs_before + 1
+        pair.commit([[*tokens[: int(part * len(tokens))], 11 + i] for i, tokens in enumerate(drafts)])
+
+
+def test_at_the_longest_sequence(pair: Pair) -> None:
+    """It ends there, beside one that goes on."""
+    pair.open([3] * 45, PARAMS[1], 8, 1)
+    pair.open([4] * 3, PARAMS[1], 8, 2)
+    assert [len(tokens) for tokens in pair.draft()] == [3, 8]
+    pair.open([7] * 5, PARAMS[0], 6, 3)
+    pair.draft()
+
+
+def test_penalties_are_drafted_step_by_step(pair: Pair) -> None:
+    pair.open([3, 4, 5], SamplingParams(temperature=0.8, repetition_penalty=1.3), 3, 1)
+    pair.draft()
+    assert pair.num_runs == 3

@@ -1,0 +1,91 @@
+"""The model with attention by the Triton kernel computes what the plain one does, in recorded steps and in others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.engine.batch import Segment, pack
+from cluster.engine.kv_cache import KVCache
+from cluster.engine.loader import load_model
+from cluster.engine.model import Model, TorchModel
+from cluster.engine.triton_model import TritonModel
+from tests.interpreter import patch_language_once
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS = 4, 64
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_language_once(monkeypatch)
+
+
+@pytest.fixture(params=[{}, {"family": "mistral", "sliding_window": 6}, {"family": "qwen3"}], ids=lambda p: str(p))
+def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
+    return tiny_folder(**request.param)
+
+
+def model_and_cache(folder: Path, form: type[Model]) -> tuple[Model, KVCache]:
+    """Caches are of one content."""
+    loaded = load_model(folder, torch.float32, CPU, form=form)
+    cache = KVCache(loaded.config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+    generator = torch.Generator().manual_seed(1)
+    for tensor in (cache.keys, cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return loaded.bind(cache), cache
+
+
+def random_segments(rng: random.Random, *, trees: bool, most: int = 5) -> list[Segment]:
+    tables = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    segments = []
+    for _ in range(rng.randint(1, most)):
+        num_rows, start = rng.randint(1, 7), rng.randint(0, 25)
+        table = [tables.pop() for _ in range(-(-(start + num_rows) // BLOCK_SIZE))]
+        parents = [-1, *(rng.randrange(node) for node in range(1, num_rows))] if trees and rng.random() < 0.6 else None
+        segments.append(
+            Segment([rng.randrange(200) for _ in range(num_rows)], start, table, rng.randint(1, num_rows), parents)
+        )
+    return segments
+
+
+def assert_same(plain: tuple[Model, KVCache], other: tuple[Model, KVCache], segments: list[Segment]) -> None:
+    """Logits, and what every block holds that a sequence can have."""
+    batch = pack(segments, BLOCK_SIZE, CPU)
+    torch.testing.assert_close(other[0].forward(batch), plain[0].forward(batch), rtol=0, atol=1e-4)
+    spare = NUM_BLOCKS * BLOCK_SIZE
+    torch.testing.assert_close(other[1].keys[:, :spare], plain[1].keys[:, :spare], rtol=0, atol=1e-4)
+    torch.testing.assert_close(other[1].values[:, :spare], plain[1].values[:, :spare], rtol=0, atol=1e-4)
+
+
+def test_the_same_logits_and_cache(folder: Path) -> None:
+    rng = random.Random(1)
+    plain, other = model_and_cache(folder, TorchModel), model_and_cache(folder, TritonModel)
+    for trees in (False, True, True):
+        assert_same(plain, other, random_segments(rng, trees=trees))
+
+
+def test_steps_that_are_recorded(folder: Path) -> None:
+    """One after the other through the same inputs and the same output, and past the largest of them."""
+    rng = random.Random(2)
+    plain, other = model_and_cache(folder, TorchModel), model_and_cache(folder, TritonModel)
+    replayed: list[int] = []
+
+    def record(call: Callable[[], None]) -> Callable[[], None]:
+        """As on a GPU: the call is made once, on what is not a step, and then again and again."""
+        call()
+        return lambda: (replayed.append(1), call())[0]
+
+    assert isinstance(other[0], TritonModel)
+    other[0].record(16, 48, record)
+    for _ in range(4):
+        assert_same(plain, other, random_segments(rng, trees=False, most=2))
+    assert len(replayed) == 4
+    assert_same(plain, other, [Segment([5] * 17, 0, list(range(5)), 2)])  # more rows than any has
+    assert_same(plain, other, [Segment([5], 48, list(range(20, 33)), 1)])  # a longer context
+    assert_same(plain, other, [Segment([5, 6, 7], 3, [40, 41], 3, [-1, 0, 0])])
+    assert len(replayed) == 4

@@ -1,0 +1,171 @@
+"""The kernels choose what the sampler chooses on a CPU, token for token, scores included."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from cluster.speculation import triton_sampler
+from cluster.speculation.noise import NoiseKey, noise_words
+from cluster.speculation.params import SamplingParams
+from cluster.speculation.sampling import Sampler, SampleRequest
+from cluster.speculation.token_counts import TokenCounts
+from cluster.speculation.triton_sampler import best_tokens
+from tests.cluster.speculation.logits import random_logits
+from tests.interpreter import patch_language_once
+
+CPU = torch.device("cpu")
+SAMPLER = Sampler(CPU)
+
+
+@pytest.fixture(autouse=True, params=[512])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a vocabulary has several."""
+    patch_language_once(monkeypatch)
+    monkeypatch.setattr(triton_sampler, "CHUNK", request.param)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Any mix: each setting is on in half of them."""
+
+    def maybe(value: float, off: float) -> float:
+        return value if rng.random() < 0.5 else off
+
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.3, 0.7, 1.0, 1.0, 1.3, 2.0]),
+        top_k=rng.choice([0, 0, 1, 2, 17, 100, 1 << 40]),
+        top_p=maybe(rng.choice([1e-6, 0.1, 0.5, 0.9, 0.99, 0.99999]), 1.0),
+        min_p=maybe(rng.choice([1e-4, 0.05, 0.3, 1.0]), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.5, 2.0), 1.0),
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        logit_bias=tuple((token, rng.uniform(-20, 20)) for token in rng.sample(range(40), rng.choice([0, 0, 1, 9]))),
+    )
+
+
+def random_request(rng: random.Random, vocab_size: int, params: SamplingParams | None = None) -> SampleRequest:
+    """A row, or a chain of drafts under verification, among few tokens, so that these come again."""
+    token_ids = [rng.randrange(30) for _ in range(rng.randint(1, 20))]
+    num_rows, num_prompt_tokens = rng.choice([1, 1, 4]), rng.randint(1, len(token_ids))
+    allowed = counts = None
+    if rng.random() < 0.2:
+        words = [[rng.getrandbits(32) - 2**31 for _ in range(-(-vocab_size // 32))] for _ in range(num_rows)]
+        allowed = torch.tensor(words, dtype=torch.int32)
+    params = params or random_params(rng)
+    if params.has_penalty and rng.random() < 0.7:
+        counts = TokenCounts(vocab_size, CPU)
+        counts.count(token_ids, rng.randint(0, len(token_ids)), num_prompt_tokens)
+    return SampleRequest(
+        params,
+        NoiseKey(rng.getrandbits(64), rng.getrandbits(64)),
+        token_ids,
+        num_prompt_tokens,
+        num_rows,
+        [rng.randrange(30) for _ in range(num_rows - 1)],
+        allowed,
+        counts,
+    )
+
+
+def assert_same(logits: torch.Tensor, requests: Sequence[SampleRequest], width: int = 1) -> None:
+    before = logits.clone()
+    wanted_ids, wanted = SAMPLER.best_tokens(logits.float(), requests, width)
+    ids, scores = best_tokens(logits, requests, width)
+    has_score = wanted > -torch.inf
+    assert torch.equal(scores, wanted)
+    assert torch.equal(ids[has_score], wanted_ids[has_score])
+    assert (ids[~has_score] == 0).all()
+    assert torch.equal(logits, before)
+
+
+def assert_same_for(seed: int, vocab_size: int, num_requests: int, scale: float = 3.0, width: int = 1) -> None:
+    rng = random.Random(seed)
+    requests = [random_request(rng, vocab_size) for _ in range(num_requests)]
+    logits = random_logits(seed, sum(request.num_rows for request in requests), vocab_size, scale)
+    assert_same(logits, requests, width)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_mixes_of_parameters(seed: int) -> None:
+    assert_same_for(seed, 700, 40)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 31, 33, 255, 256, 257, 512])
+def test_vocabularies_of_any_size(vocab_size: int) -> None:
+    rng = random.Random(vocab_size)
+    params = [SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.7, 1.0) for k in (0, 3)]
+    requests = [SampleRequest(rng.choice(params), NoiseKey(rng.getrandbits(64), 5), [0], 1) for _ in range(24)]
+    assert_same(random_logits(1, 24, vocab_size), requests)
+
+
+@pytest.mark.parametrize("chunk", [4096], indirect=True)
+@pytest.mark.parametrize(("vocab_size", "num_requests"), [(4096, 40), (128_256, 6)])
+def test_vocabularies_of_models(vocab_size: int, num_requests: int) -> None:
+    assert_same_for(vocab_size, vocab_size, num_requests)
+
+
+@pytest.mark.parametrize("width", [2, 3, 16])
+def test_the_best_of_a_row(width: int) -> None:
+    assert_same_for(width, 700, 20, width=width)
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    """Scores of bfloat16 and of integers are often equal; filters then cut among equals."""
+    rng = random.Random(3)
+    for scale, logits in ((0.0, torch.zeros(40, 600)), (1.0, random_logits(5, 40, 600).round())):
+        params = [
+            SamplingParams(
+                temperature=rng.choice([0.0, 1.0]), top_k=rng.choice([0, 5, 300]), top_p=rng.choice([0.4, 1.0])
+            )
+            for _ in range(40)
+        ]
+        requests = [SampleRequest(p, NoiseKey(rng.getrandbits(64), int(scale)), [1], 1) for p in params]
+        assert_same(logits, requests, 3)
+        assert_same(logits.to(torch.bfloat16), requests, 3)
+
+
+def test_scores_that_leave_the_noise_no_say_and_ones_that_leave_it_all() -> None:
+    for scale in (1e-3, 100.0, 1e4):
+        assert_same_for(int(scale), 500, 20, scale)
+
+
+def test_what_is_not_allowed_is_not_chosen() -> None:
+    none = torch.zeros(1, 20, dtype=torch.int32)
+    one = none.clone()
+    one[0, 18] = 1 << 9
+    rng = random.Random(1)
+    for params in (SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_p=0.5, min_p=0.1)):
+        request = SampleRequest(params, NoiseKey(1, 2), [3], 1, allowed=one)
+        ids, _ = best_tokens(random_logits(rng.randrange(99), 1, 640), [request], 1)
+        assert ids.tolist() == [[18 * 32 + 9]]
+    ids, scores = best_tokens(
+        random_logits(1, 1, 640), [SampleRequest(SamplingParams(), NoiseKey(1, 2), [3], 1, allowed=none)], 1
+    )
+    assert (ids.tolist(), scores.tolist()) == ([[0]], [[-torch.inf]])
+
+
+def test_the_word_with_the_most_noise() -> None:
+    """Its bound is far above it; a token with it wins as it should, be it among the last."""
+    key = next(key for key in (NoiseKey(n, 9) for n in range(10**6)) if noise_words(key, 1, 64).min() < 1000)
+    request = SampleRequest(SamplingParams(), key, [1], 1)
+    logits = torch.zeros(1, 64)
+    assert best_tokens(logits, [request], 1)[0].item() == noise_words(key, 1, 64).argmin()
+    assert_same(logits, [request], 16)
+
+
+def test_positions_and_keys_of_all_sizes() -> None:
+    class Long(list[int]):
+        """As many tokens as it says, without their memory."""
+
+        def __init__(self, length: int) -> None:
+            self._length = length
+
+        def __len__(self) -> int:
+            return self._length
+
+    for position in (1, 2**31 - 1, 2**32 + 5, 2**53 + 1, 2**62):
+        request = SampleRequest(SamplingParams(), NoiseKey(2**64 - 1, 2**63), Long(position), 1)
+        assert_same(random_logits(7, 1, 300), [request])
