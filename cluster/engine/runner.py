@@ -13,6 +13,7 @@ from cluster.engine.blocks import BlockManager
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import LoadedModel, Progress, load_model, resolve_device, resolve_dtype
 from cluster.engine.quantization import Quantization
+from cluster.engine.weights import ModelWeights
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 
@@ -43,13 +44,13 @@ class ModelRunner:
 
         Raises ConfigurationError.
         """
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
-        quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
-        folder = resolve_model_folder(config.model)
-        loaded = load_model(folder, dtype, device, progress, layers=layers, quantization=quantization)
-        bytes_per_block = block_bytes(loaded.config, config.block_size, dtype)
-        num_bytes = kv_cache_budget(config, device)
+        loaded = load_weights(config, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)
+        return cls.with_cache(loaded, config, kv_cache_budget(config, loaded.weights.device))
+
+    @classmethod
+    def with_cache(cls, loaded: LoadedModel, config: WorkerConfig, num_bytes: int) -> ModelRunner:
+        """With a cache of `num_bytes`, otherwise as `config` says. Raises ConfigurationError when nothing fits in."""
+        bytes_per_block = block_bytes(loaded.config, config.block_size, loaded.weights.dtype)
         num_blocks = num_bytes // bytes_per_block
         if num_blocks == 0:
             raise ConfigurationError(
@@ -81,6 +82,55 @@ class ModelRunner:
             return torch.tensor(slots_of(places, block_table, self.blocks.block_size), device=self.model.device)
 
         self._kv_cache.move(slots(old for old, _ in moved), slots(new for _, new in moved))
+
+
+def load_weights(
+    config: WorkerConfig,
+    *,
+    dtype_on_cpu: torch.dtype,
+    progress: Progress | None = None,
+    layers: LayerChoice | None = None,
+    ends: ModelWeights | None = None,
+) -> LoadedModel:
+    """The model that `config` names, as it says; `layers` and `ends` as in `load_model`. Raises ConfigurationError."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
+    quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
+    folder = resolve_model_folder(config.model)
+    return load_model(folder, dtype, device, progress, layers=layers, quantization=quantization, ends=ends)
+
+
+def kv_cache_budgets(
+    target: WorkerConfig, target_model: LoadedModel, draft: WorkerConfig, draft_model: LoadedModel
+) -> tuple[int, int]:
+    """What the KV caches of a target and of the draft in its process may take, once the weights of both are loaded.
+
+    On one GPU a cache whose size is not set gets its share of what the other leaves; where neither is, `target` says
+    how much both get, and they hold as many tokens each.
+    """
+    device = target_model.weights.device
+    if device.type != "cuda" or draft_model.weights.device != device:
+        return kv_cache_budget(target, device), kv_cache_budget(draft, draft_model.weights.device)
+    if target.kv_cache_bytes is None and draft.kv_cache_bytes is None:
+        return in_proportion(kv_cache_budget(target, device), _token_bytes(target_model), _token_bytes(draft_model))
+    if target.kv_cache_bytes is None:
+        of_draft = kv_cache_budget(draft, device)
+        return max(0, kv_cache_budget(target, device) - int(target.memory_utilization * of_draft)), of_draft
+    of_target = kv_cache_budget(target, device)
+    if draft.kv_cache_bytes is None:
+        return of_target, max(0, kv_cache_budget(draft, device) - int(draft.memory_utilization * of_target))
+    return of_target, kv_cache_budget(draft, device)
+
+
+def in_proportion(num_bytes: int, first: int, second: int) -> tuple[int, int]:
+    """`num_bytes` divided as `first` is to `second`."""
+    of_first = num_bytes * first // (first + second)
+    return of_first, num_bytes - of_first
+
+
+def _token_bytes(model: LoadedModel) -> int:
+    """KV of one token."""
+    return block_bytes(model.config, 1, model.weights.dtype)
 
 
 def kv_cache_budget(config: WorkerConfig, device: torch.device) -> int:
