@@ -195,10 +195,11 @@ class DraftConfig(WorkerConfig):
     replicas: Annotated[int, Field(ge=0)] = Field(
         1, description="draft workers that the launcher starts; 0: no speculation"
     )
-    placement: Literal["pool", "sidecar", "in-process"] = Field(
-        "pool",
+    placement: Literal["auto", "pool", "sidecar", "in-process"] = Field(
+        "auto",
         description="pool: every target uses every draft worker; sidecar: `replicas` draft workers beside each target, "
-        "on its host and for it alone; in-process: a drafter in each target's process, and no draft workers",
+        "on its host and for it alone; in-process: a drafter in each target's process, and no draft workers; auto: "
+        "pool, but in-process where `outrider serve` finds one target and its draft on a few cores",
     )
     in_process_threads: Literal["auto", "shared", "own"] = Field(
         "auto",

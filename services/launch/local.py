@@ -27,6 +27,7 @@ from services.launch.checks import check_models
 from services.launch.child import Child, end_all
 from services.launch.cores import CoreShares, divide_cores
 from services.launch.foreground import StopSignals, announce, read_health
+from services.launch.place_draft import place_draft
 
 logger = logging.getLogger(__name__)
 
@@ -228,11 +229,16 @@ def _own_drafts(config: Config, index: int) -> list[str]:
 
 
 def _drafts_share_cores(config: Config) -> bool:
+    if config.drafts_in_process:
+        num_targets = config.target.replicas
+        return divide_cores(sorted(os.sched_getaffinity(0)), num_targets, num_targets).drafts_share
     return config.draft.cpus is None and config.draft.device != "cuda" and _core_shares(config).drafts_share
 
 
 def _resolve(config: Config) -> Config:
-    """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
+    """`config` with everything decided that the launcher decides: the draft's place, addresses, ports, no draft for
+    k = 0, run-ahead."""
+    config = place_draft(config)
     if not config.has_draft_workers:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
     elif config.draft.placement == "sidecar":
