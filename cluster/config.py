@@ -203,9 +203,10 @@ class DraftConfig(WorkerConfig):
     )
     in_process_threads: Literal["auto", "shared", "own"] = Field(
         "auto",
-        description="with placement in-process: shared, it drafts in the target's thread, with its cores, while the "
-        "target waits for it; own, in a thread of its own, with `threads` cores or 1, and may run ahead; auto: own "
-        "where draft and target have different devices, else shared",
+        description="with placement in-process: shared, it drafts in the target's thread while that waits for it, "
+        "with `threads` threads (null: 1, or the target's for a draft that reads 8 MB a step); own, in a thread of its "
+        "own, with `threads` or 1, and may run ahead; auto: own where draft and target have different devices, else "
+        "shared",
     )
     drafter: DrafterName = Field(
         "model",

@@ -1,7 +1,7 @@
 """A drafter in the target's process, behind the interface of a pool of draft workers. Nothing is encoded or sent.
 
-It computes in the engine's own thread, in turn with the target: while a step waits for proposals they are drafted, with
-all the cores that the target has, and nobody has to be woken. Or in a thread of its own, as in a draft worker, which is
+It computes in the engine's own thread, in turn with the target: while a step waits for proposals they are drafted, and
+nobody has to be woken. Or in a thread of its own, as in a draft worker, which is
 of use where the target leaves cores or a device free: only so can it run ahead.
 
 A drafter that fails is a draft worker that died: sequences decode plainly, and after a pause it begins anew.
@@ -10,6 +10,7 @@ A drafter that fails is a draft worker that died: sequences decode plainly, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
@@ -62,15 +63,21 @@ class InProcessLink:
 class InProcessPool(LinkPool):
     """A pool of one, which is up from the start.
 
-    `model` names what it drafts with. With `num_threads` it has a thread of its own that computes with so many; without
-    it drafts in turn, and `speculation` must not let it run ahead.
+    `model` names what it drafts with, `num_threads` says with how many threads it computes (None: as many as the
+    target). Without a thread of its own it drafts in turn, and `speculation` must not let it run ahead.
     """
 
     def __init__(
-        self, drafter: Drafter, model: str, speculation: SpeculationConfig, num_threads: int | None = None
+        self,
+        drafter: Drafter,
+        model: str,
+        speculation: SpeculationConfig,
+        num_threads: int | None = None,
+        *,
+        has_own_thread: bool = False,
     ) -> None:
         self.trial_share = 0.0
-        self.drafts_in_turn = num_threads is None
+        self.drafts_in_turn = not has_own_thread
         self._drafter = drafter
         self._model = model
         self._speculation = speculation
@@ -142,11 +149,10 @@ class InProcessPool(LinkPool):
         self._link = InProcessLink(worker, self._model, self._events.put, self._take_in)
         self._up_at = time.monotonic()
         self._events.put(LinkEvent(self._link, LinkState.UP))
-        if self._num_threads is not None:
-            num_threads = torch.get_num_threads()
-            worker.start()
-            is_ready.wait()
-            torch.set_num_threads(num_threads)  # what a thread sets is also what threads begin with that come later
+        if not self.drafts_in_turn:
+            with _keeping_threads():
+                worker.start()
+                is_ready.wait()
         return worker
 
     def _watch(self) -> None:
@@ -179,7 +185,10 @@ class InProcessPool(LinkPool):
         assert self._link is not None
         started_at = time.thread_time()
         try:
-            work()
+            with _keeping_threads():
+                if self._num_threads is not None:
+                    torch.set_num_threads(self._num_threads)
+                work()
         except Exception as error:
             self._fail(self._link, error)
         self.drafting_seconds += time.thread_time() - started_at
@@ -201,6 +210,17 @@ class InProcessPool(LinkPool):
 
 def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
     """For a thread that computes with so many."""
-    assert num_threads is not None
-    torch.set_num_threads(num_threads)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
     is_ready.set()
+
+
+@contextlib.contextmanager
+def _keeping_threads() -> Iterator[None]:
+    """Threads to compute are as many afterwards, here and for threads that come later: one that sets its own number
+    sets theirs too."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

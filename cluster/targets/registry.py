@@ -35,6 +35,10 @@ from cluster.vllm.engine_args import set_environment
 
 logger = logging.getLogger(__name__)
 
+# Of weights that a step of a draft reads. With less, others' work on one of the cores costs more than they gain: the 2M
+# draft took .21 ms with one thread and .23 with two, .28 and .43 on a machine that others used.
+_BYTES_FOR_ALL_THREADS = 2**23
+
 
 def make_target(config: Config, tokenizer_fingerprint: str, progress: Progress | None = None) -> Target:
     """The engine that `config` names, its model loaded, for drafts of tokens with that fingerprint.
@@ -75,13 +79,24 @@ def _with_drafter(config: Config, fingerprint: str, loaded: LoadedModel) -> tupl
     draft_weights = load_draft_weights(config, target=loaded)
     of_target, of_draft = kv_cache_budgets(target, loaded, draft, draft_weights)
     runner = ModelRunner.with_cache(loaded, target, of_target)
-    drafter = model_drafter(config, ModelRunner.with_cache(draft_weights, draft, of_draft))
-    has_device = draft_weights.weights.device != device
-    return runner, _in_process_pool(config, fingerprint, drafter, has_device_of_its_own=has_device)
+    draft_runner = ModelRunner.with_cache(draft_weights, draft, of_draft)
+    pool = _in_process_pool(
+        config,
+        fingerprint,
+        model_drafter(config, draft_runner),
+        has_device_of_its_own=draft_weights.weights.device != device,
+        reads_much=draft_runner.model.num_bytes_read >= _BYTES_FOR_ALL_THREADS,
+    )
+    return runner, pool
 
 
 def _in_process_pool(
-    config: Config, fingerprint: str, drafter: Drafter, *, has_device_of_its_own: bool = False
+    config: Config,
+    fingerprint: str,
+    drafter: Drafter,
+    *,
+    has_device_of_its_own: bool = False,
+    reads_much: bool = False,
 ) -> InProcessPool:
     """Raises ConfigurationError when drafts and target differ in their tokens."""
     draft = config.draft
@@ -98,18 +113,20 @@ def _in_process_pool(
         raise ConfigurationError(
             "draft.in_process_threads own: two threads cannot record graphs on one GPU: set it to shared"
         )
-    # More than one would have to take turns with the target's, as they share the kernels' pool of threads.
-    num_threads = None if is_shared else draft.threads or 1
+    num_threads = draft.threads
+    if num_threads is None and not (is_shared and reads_much):
+        # A thread of its own has to take turns with the target's in the kernels' pool of threads, if it asks for more.
+        num_threads = 1
     name = "simulated" if draft.drafter == "simulated" else config.draft_model
     logger.info(
         "%s (%s) drafts in this process, %s; its KV cache has %d blocks of %d tokens",
         name,
         draft.drafter,
-        "in the target's threads" if is_shared else f"in a thread of its own ({num_threads} to compute)",
+        "in turn with the target" if is_shared else "in a thread of its own",
         drafter.num_blocks,
         drafter.block_size,
     )
-    return InProcessPool(drafter, name, config.speculation, num_threads)
+    return InProcessPool(drafter, name, config.speculation, num_threads, has_own_thread=not is_shared)
 
 
 def _speculation(config: Config, pool: LinkPool) -> SpeculationConfig:

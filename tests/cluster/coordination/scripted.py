@@ -45,6 +45,7 @@ class ScriptedPool:
         self.trial_share = 0.02
         self.drafts_in_turn = False
         self.drafting_seconds = 0.0
+        self.num_turns_lent = 0
         self._numbers = itertools.count()
         self._coming: list[tuple[float, int, LinkEvent]] = []
 
@@ -56,7 +57,7 @@ class ScriptedPool:
         heapq.heappush(self._coming, (self.now + after, next(self._numbers), happened))
 
     def lend_turn(self) -> None:
-        pass
+        self.num_turns_lent += 1
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         until = self.now + timeout

@@ -55,7 +55,9 @@ class Drafted:
         if num_threads is SHARED:
             settings = {"max_run_ahead": 0, "run_ahead_branches": 0} | settings
         self.drafter = FragileDrafter(draft, StepLimits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64))
-        self.pool = InProcessPool(self.drafter, "tiny", SpeculationConfig(**settings), num_threads)
+        self.pool = InProcessPool(
+            self.drafter, "tiny", SpeculationConfig(**settings), num_threads, has_own_thread=num_threads is OWN
+        )
         self.target = LoopbackTarget(loop, target, [], pool=self.pool, **settings)
 
     def assert_idle(self) -> None:
@@ -223,13 +225,30 @@ class TestInTurn:
         assert num_used_blocks() == 0
 
 
+def test_in_turn_it_computes_with_as_many_threads_as_it_is_told(new_runner: NewRunner) -> None:
+    computed_with: list[int] = []
+
+    class Drafter(ModelDrafter):
+        def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+            computed_with.append(torch.get_num_threads())
+            return super().draft(sequences)
+
+    before = torch.get_num_threads()
+    drafter = Drafter(new_runner(8, 128, seed=TARGET_SEED), StepLimits(256, 8, 64))
+    pool = InProcessPool(drafter, "tiny", SpeculationConfig(max_run_ahead=0), num_threads=before + 1)
+    TestInTurn().opened(pool)
+    pool.poll(timeout=60.0)
+    assert computed_with == [before + 1] * 4
+    assert torch.get_num_threads() == before
+
+
 def test_a_thread_of_its_own_leaves_the_others_theirs(new_runner: NewRunner) -> None:
     before = torch.get_num_threads()
     later: list[int] = []
     torch.set_num_threads(before + 1)
     try:
         drafter = ModelDrafter(new_runner(8, 128, seed=TARGET_SEED), StepLimits(256, 8, 64))
-        pool = InProcessPool(drafter, "tiny", SpeculationConfig(), num_threads=before)
+        pool = InProcessPool(drafter, "tiny", SpeculationConfig(), num_threads=before, has_own_thread=True)
         thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
         thread.start()
         thread.join()
