@@ -87,9 +87,12 @@ class LocalCluster:
     """
 
     def __init__(self, config: Config) -> None:
-        self.config = _resolve(config)
+        placed, why = place_draft(config)
+        self.config = _resolve(placed)
         _check_pages(self.config)
         check_models(self.config)
+        if why is not None:
+            logger.info("draft.placement auto: %s, as %s", placed.draft.placement, why)
         self._folder = OwnedFolder("outrider-serve-")
         config_file = self._folder.path / "cluster.yaml"
         self.proxies = _proxies(self.config)
@@ -236,9 +239,7 @@ def _drafts_share_cores(config: Config) -> bool:
 
 
 def _resolve(config: Config) -> Config:
-    """`config` with everything decided that the launcher decides: the draft's place, addresses, ports, no draft for
-    k = 0, run-ahead."""
-    config = place_draft(config)
+    """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
     if not config.has_draft_workers:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
     elif config.draft.placement == "sidecar":

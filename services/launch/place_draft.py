@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 from cluster.config import Config
 from services.launch.cores import divide_cores
 
-logger = logging.getLogger(__name__)
-
 # Those that were measured: models of the PyTorch engine, and what is hardly any work.
 _DRAFTERS = ("model", "self-int4", "layer-skip", "ngram")
 
 
-def place_draft(config: Config) -> Config:
-    """`config` with `draft.placement` decided; the log says what and why."""
+def place_draft(config: Config) -> tuple[Config, str | None]:
+    """`config` with `draft.placement` decided, and why it is what it is; None: there was nothing to decide."""
     if config.draft.placement != "auto" or not config.has_drafter or config.draft.replicas == 0:
-        return config
-    reason = why_apart(config)
-    placement = "in-process" if reason is None else "pool"
-    logger.info(
-        "draft.placement auto: %s, as %s",
-        placement,
-        reason or "one target and its draft share the few cores of this machine",
-    )
-    return config.model_copy(update={"draft": config.draft.model_copy(update={"placement": placement})})
+        return config, None
+    why = why_apart(config)
+    placement = "in-process" if why is None else "pool"
+    placed = config.model_copy(update={"draft": config.draft.model_copy(update={"placement": placement})})
+    return placed, why or "one target and its draft share the few cores of this machine"
 
 
 def why_apart(config: Config) -> str | None:

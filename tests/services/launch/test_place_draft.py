@@ -12,7 +12,7 @@ from services.launch import place_draft as module
 from services.launch.local import LocalCluster
 from services.launch.place_draft import place_draft
 
-ON_CPU = ("target.device=cpu", "draft.device=cpu")
+SHARED = "one target and its draft share the few cores of this machine"
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,8 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("num_cores", "settings", "placement", "reason"),
     [
-        (2, [], "in-process", "one target and its draft share the few cores"),
-        (2, ["draft.drafter=layer-skip"], "in-process", "one target and its draft share the few cores"),
+        (2, [], "in-process", SHARED),
+        (2, ["draft.drafter=layer-skip"], "in-process", SHARED),
         (64, [], "pool", "there are cores for both"),
         (2, ["draft.replicas=2"], "pool", "there are 1 targets and 2 draft workers"),
         (2, ["target.replicas=2"], "pool", "there are 2 targets and 1 draft workers"),
@@ -35,33 +35,34 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, ["simulation.round_trip_ms=5"], "pool", "the simulation has a network"),
     ],
 )
-def test_auto_is_decided_and_said(
-    num_cores: int,
-    settings: list[str],
-    placement: str,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_auto_is_decided(
+    num_cores: int, settings: list[str], placement: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    config, why = place_draft(load_config(None, settings))
+    assert (config.draft.placement, why) == (placement, reason)
+
+
+def test_the_log_says_what_was_decided(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with caplog.at_level(logging.INFO):
-        assert place_draft(load_config(None, settings)).draft.placement == placement
-    (line,) = [record.getMessage() for record in caplog.records if "draft.placement auto" in record.getMessage()]
-    assert line.startswith(f"draft.placement auto: {placement}, as {reason}")
+        cluster = LocalCluster(load_config(None, ["router.port=0"]))
+    assert cluster.drafts == []
+    lines = [record.getMessage() for record in caplog.records]
+    assert "draft.placement auto: in-process, as one target and its draft share the few cores of this machine" in lines
 
 
 def test_a_gpu_at_hand_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_has_gpu", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert place_draft(load_config(None, [])).draft.placement == "pool"
+    config, _ = place_draft(load_config(None, []))
+    assert config.draft.placement == "pool"
 
 
 @pytest.mark.parametrize("placement", ["pool", "sidecar", "in-process"])
-def test_what_is_set_stays(placement: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        config = place_draft(load_config(None, [f"draft.placement={placement}"]))
-    assert config.draft.placement == placement
-    assert not caplog.records
+def test_what_is_set_stays(placement: str) -> None:
+    config = load_config(None, [f"draft.placement={placement}"])
+    assert place_draft(config) == (config, None)
 
 
 @pytest.mark.parametrize("num_targets", [1, 2])
