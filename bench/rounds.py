@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.base import LinkEvent, LinkState
 from cluster.coordination.coordinator import Coordinator, StepTiming
-from cluster.coordination.link import DraftLink, LinkEvent, LinkState
+from cluster.coordination.link import DraftLink
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.engine.limits import StepLimits
@@ -50,9 +51,14 @@ class _Pool:
     """Hands out what is put in."""
 
     trial_share = 0.0
+    drafts_in_turn = False
+    drafting_seconds = 0.0
 
     def __init__(self) -> None:
         self.events: list[LinkEvent] = []
+
+    def lend_turn(self) -> None:
+        pass
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         events, self.events = self.events, []

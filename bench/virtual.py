@@ -13,15 +13,15 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from bench.in_process import simulated_request
 from cluster.config import Config
 from cluster.config_simulation import SimulationConfig
-from cluster.coordination.link import DraftLink, LinkEvent, LinkState
-from cluster.coordination.pool import DraftPool
+from cluster.coordination.base import LinkEvent, LinkPool, LinkState
+from cluster.coordination.link import DraftLink
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafting.worker import DraftWorker
 from cluster.engine.blocks import BlockManager
@@ -128,7 +128,7 @@ class VirtualDraft:
         del self._sent_at[: max(0, sent - 64)]
 
 
-class VirtualPool:
+class VirtualPool(LinkPool):
     """A `DraftPool`."""
 
     def __init__(self, time: VirtualTime, trial_share: float) -> None:
@@ -167,6 +167,9 @@ class VirtualPool:
             events.append(heapq.heappop(self._coming)[2])
         return [event for event in events if not isinstance(event.event, SpeculateReply) or event.link.is_up]
 
+    async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
+        """They are linked from the start."""
+
     def readings(self) -> Iterator[Reading]:
         return iter(())
 
@@ -198,7 +201,7 @@ class VirtualCluster:
             _VOCAB_SIZE,
             StepLimits.of(config.target, config.target.max_model_len or 100_000),
             BlockManager(_NUM_BLOCKS, config.target.block_size, enable_prefix_caching=False),
-            cast(DraftPool, self.pool),
+            self.pool,
             config.speculation,
             self.time,
         )

@@ -202,10 +202,18 @@ class DraftConfig(WorkerConfig):
     replicas: Annotated[int, Field(ge=0)] = Field(
         1, description="draft workers that the launcher starts; 0: no speculation"
     )
-    placement: Literal["pool", "sidecar"] = Field(
-        "pool",
+    placement: Literal["auto", "pool", "sidecar", "in-process"] = Field(
+        "auto",
         description="pool: every target uses every draft worker; sidecar: `replicas` draft workers beside each target, "
-        "on its host and for it alone",
+        "on its host and for it alone; in-process: a drafter in each target's process, and no draft workers; auto: "
+        "pool, but in-process where `outrider serve` finds one target and its draft on a few cores",
+    )
+    in_process_threads: Literal["auto", "shared", "own"] = Field(
+        "auto",
+        description="with placement in-process: shared, it drafts in the target's thread while that waits for it, "
+        "with `threads` threads (null: 1, or the target's for a draft that reads 8 MB a step); own, in a thread of its "
+        "own, with `threads` or 1, and may run ahead; auto: own where draft and target have different devices, else "
+        "shared",
     )
     drafter: DrafterName = Field(
         "model",
@@ -388,6 +396,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _in_process_can_work(self) -> Config:
+        if not self.drafts_in_process:
+            return self
+        where = "draft.placement in-process"
+        if self.target.engine == "vllm":
+            raise ValueError(f"{where} needs target.engine torch, not vllm: set draft.placement to pool or sidecar")
+        if self.draft.drafter == "vllm":
+            raise ValueError(f"{where} needs a drafter of our own, not vllm: set draft.placement to pool or sidecar")
+        if self.draft.cpus is not None:
+            raise ValueError(f"{where} leaves the drafter on the target's cores: set target.cpus, not draft.cpus")
+        return self
+
+    @model_validator(mode="after")
     def _rejection_has_probabilities(self) -> Config:
         if self.speculation.acceptance != "rejection":
             return self
@@ -445,9 +466,19 @@ class Config(Section):
         return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter of ours proposes at all, wherever it is."""
+        return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
+
+    @property
+    def drafts_in_process(self) -> bool:
+        """Whether each target has its drafter in its own process."""
+        return self.has_drafter and self.draft.placement == "in-process"
+
+    @property
     def has_draft_workers(self) -> bool:
         """Whether there are draft workers at all."""
-        return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
+        return self.has_drafter and self.draft.placement != "in-process"
 
     def with_further_drafts(self, name: str) -> Config:
         """As the draft workers of `ray.further_drafts` have it that are called `name`. Raises ValueError."""

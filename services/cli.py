@@ -18,7 +18,7 @@ from typing import get_args
 from cluster.config import Config, GpuKernels
 from cluster.config_file import load_config
 from cluster.config_types import LogFormat, LogLevel
-from cluster.engine.memory_plan import Memory, PlannedModel, describe, plan_pair
+from cluster.engine.memory_plan import SELF_DRAFTERS, Memory, PlannedModel, describe, plan_pair
 from cluster.errors import AddressInUseError, ConfigurationError
 from cluster.telemetry.logs import setup_logging
 from cluster.training.cli import add_arguments as add_train_arguments
@@ -260,7 +260,12 @@ def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
         "The exit code is 1 when not even one sequence fits."
     )
     parser.add_argument("--target", required=True, metavar="MODEL[:DTYPE]")
-    parser.add_argument("--draft", required=True, metavar="MODEL[:DTYPE]")
+    parser.add_argument(
+        "--draft",
+        required=True,
+        metavar="MODEL[:DTYPE]",
+        help=f"or {' or '.join(SELF_DRAFTERS)}: made of the target, in its process",
+    )
     parser.add_argument(
         "--gpu-memory", type=above_zero(float), default=80.0, metavar="GB", help="of one GPU; default 80"
     )
@@ -347,9 +352,18 @@ def _plan_memory(arguments: argparse.Namespace) -> int:
         return Memory(gigabytes, arguments.memory_utilization, arguments.block_size, rows, arguments.context)
 
     draft_gigabytes: float | None = arguments.draft_gpu_memory
+    target = PlannedModel.parse(arguments.target)
+    if arguments.draft in SELF_DRAFTERS:
+        if draft_gigabytes is not None:
+            raise ConfigurationError(
+                f"--draft {arguments.draft} is on the target's GPU, whose tensors it has: leave --draft-gpu-memory out"
+            )
+        draft = target.drafting_in_process(arguments.draft)
+    else:
+        draft = PlannedModel.parse(arguments.draft)
     budgets = plan_pair(
-        PlannedModel.parse(arguments.target),
-        PlannedModel.parse(arguments.draft),
+        target,
+        draft,
         arguments.num_speculative_tokens,
         memory(arguments.gpu_memory * arguments.gpus),
         None if draft_gigabytes is None else memory(draft_gigabytes),

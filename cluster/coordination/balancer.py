@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cluster.coordination.link import DraftLink
+from cluster.coordination.base import Link
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.worth import Worth
 from cluster.speculation.costs import LinkCosts
@@ -34,7 +34,7 @@ class LinkBalancer:
     """`active` are the links that are up."""
 
     def __init__(self, max_batch: int, draft_timeout_seconds: float, worth: Worth, trial_share: float) -> None:
-        self.active: dict[DraftLink, ActiveLink] = {}
+        self.active: dict[Link, ActiveLink] = {}
         self.num_ejections = 0
         self.num_moves = 0
         self.num_trials = 0
@@ -49,11 +49,11 @@ class LinkBalancer:
         self._trials_due = 0.0
         self._num_choices = 0  # since sequences were last looked at for a move
 
-    def add(self, link: DraftLink) -> None:
+    def add(self, link: Link) -> None:
         costs = LinkCosts(self._max_batch)
         self.active[link] = ActiveLink(link, costs, link.model, link.expected_round_trip)
 
-    def remove(self, link: DraftLink) -> ActiveLink | None:
+    def remove(self, link: Link) -> ActiveLink | None:
         return self.active.pop(link, None)
 
     def best(self, temperature: float, now: float) -> ActiveLink | None:

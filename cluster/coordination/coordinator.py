@@ -17,17 +17,16 @@ from the step, plans and counting, is done at the start of the next `begin`, whi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
+from cluster.coordination.base import Link, LinkPool, LinkState
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.gains import Gains
-from cluster.coordination.link import DraftLink, LinkState
 from cluster.coordination.openings import Openings
-from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
@@ -62,7 +61,7 @@ class Coordinator:
 
     def __init__(
         self,
-        pool: DraftPool,
+        pool: LinkPool,
         config: SpeculationConfig,
         vocab_size: int,
         limits: StepLimits,
@@ -77,7 +76,15 @@ class Coordinator:
         self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds, Worth(self.planner), pool.trial_share)
         self._gains = Gains(self.planner, clock)
         self._openings = Openings(config, self.planner, self._balancer, self.stats, clock)
-        self._waits = Waits(self.planner, self._balancer, self.stats, timeout_seconds, clock, self._take_events)
+        self._waits = Waits(
+            self.planner,
+            self._balancer,
+            self.stats,
+            timeout_seconds,
+            clock,
+            self._take_events,
+            drafts_in_turn=pool.drafts_in_turn,
+        )
         self._begun: Sequence[SpeculativeSequence] = ()
         self._ended: list[_EndedStep] = []  # steps that nothing was learned from yet
 
@@ -107,13 +114,18 @@ class Coordinator:
         self._plan(decoding, joining)
         self._openings.assign()
         self._send()
-        put_off_until = time.thread_time()
+        put_off_until, drafting_before = time.thread_time(), self._pool.drafting_seconds
         self.stats.other_seconds += put_off_until - started_at
         self._take_events()
-        held_back = frozenset(() if self.planner.probing.is_probing else self._waits.wait(decoding))
+        held_back: Collection[SpeculativeSequence] = ()
+        if not self.planner.probing.is_probing:
+            held_back = frozenset(self._waits.wait(decoding))
+            if decoding:  # the first step of an answer, and with it its first token, does not wait for a drafter
+                self._pool.lend_turn()
         self._begun = [s for s in decoding if s not in held_back] if held_back else decoding
         drafts = self._drafts(self._begun)
-        self.stats.critical_seconds += time.thread_time() - put_off_until
+        drafting_seconds = self._pool.drafting_seconds - drafting_before
+        self.stats.critical_seconds += time.thread_time() - put_off_until - drafting_seconds
         return drafts
 
     def end(
@@ -224,7 +236,7 @@ class Coordinator:
                 if link is not None:
                     self._openings.lose(link)
 
-    def _take_reply(self, draft_link: DraftLink, reply: SpeculateReply, answer_seconds: float) -> None:
+    def _take_reply(self, draft_link: Link, reply: SpeculateReply, answer_seconds: float) -> None:
         link = self._balancer.active.get(draft_link)
         if link is None:
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import time
 from collections import deque
@@ -13,11 +12,12 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.coordination.backoff import Backoff
+from cluster.coordination.base import LinkEvent, LinkState
 from cluster.errors import ConfigurationError
 from cluster.telemetry.metrics import Reading
 from cluster.transport.dialing import PLAIN, Dialer
 from cluster.wire.codec import decode_reply, encode_request
-from cluster.wire.messages import SpeculateReply, SpeculateRequest
+from cluster.wire.messages import SpeculateRequest
 from cluster.wire.outbox import Outbox
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
@@ -44,20 +44,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.ping_timeout_ms", 2000),
 )
-
-
-class LinkState(enum.Enum):
-    DOWN = enum.auto()
-    UP = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class LinkEvent:
-    """Something that happened on a link: it went up or down, or a reply came."""
-
-    link: DraftLink
-    event: LinkState | SpeculateReply
-    answer_seconds: float = 0.0  # of a reply: since the last message that was sent
 
 
 @dataclass(slots=True)

@@ -7,13 +7,14 @@ import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from cluster.config_ray import TRIAL_SHARE
-from cluster.coordination.link import DraftLink, LinkEvent
+from cluster.coordination.base import LinkEvent, LinkPool
+from cluster.coordination.link import DraftLink
 from cluster.place import SOMEWHERE, Endpoint, Place
 from cluster.telemetry.metrics import Reading
 from cluster.transport.dialing import PLAIN, Dialer
 
 
-class DraftPool:
+class DraftPool(LinkPool):
     """Links to draft workers, run by an event loop, used by an engine's thread.
 
     `run` follows `endpoints`: each item is the whole list as it is from then on, of lines as `Endpoint` has them. What

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cluster.coordination.link import DraftLink
+from cluster.coordination.base import Link
 from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.acceptance_model import SequenceAcceptance
 from cluster.speculation.costs import LinkCosts
@@ -197,7 +197,7 @@ class SpeculativeSequence:
 class ActiveLink:
     """A link that is up: its sequences by wire ID, what is to be sent on it, and what its proposals take."""
 
-    link: DraftLink
+    link: Link
     costs: LinkCosts
     model: str = ""  # that drafts there
     expected_round_trip: float | None = None  # seconds, by its place; None: nobody knows

@@ -27,13 +27,17 @@ class Waits:
         timeout_seconds: float,
         clock: Callable[[], float],
         take_events: Callable[[float], None],
+        *,
+        drafts_in_turn: bool = False,
     ) -> None:
+        """`drafts_in_turn`: drafters compute only while a step waits, so that no wait passes while the target works."""
         self._planner = planner
         self._balancer = balancer
         self._stats = stats
         self._timeout = timeout_seconds
         self._clock = clock
         self._take_events = take_events
+        self._drafts_in_turn = drafts_in_turn
 
     def wait(self, decoding: Sequence[SpeculativeSequence]) -> Collection[SpeculativeSequence]:
         """Waits until the proposals of `decoding` that are awaited are here, at most the draft timeout each.
@@ -97,7 +101,7 @@ class Waits:
         They then come while the target computes, and two cohorts alternate. The other choice is to wait and run all
         in one step; what decides is the tokens committed a second.
         """
-        if not ready or not self._knows_steps:
+        if not ready or not self._knows_steps or self._drafts_in_turn:
             return False
         rows_ready = sum(1 + self._planner.verified_depth(s) for s in ready)
         rows_awaited = sum(1 + s.depth for s in awaited)
@@ -121,7 +125,8 @@ class Waits:
             assert sequence.link is not None
             assert sequence.awaited_since is not None
             takes = sequence.link.costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
-            to_wait = max(to_wait, sequence.awaited_since + takes - now)
+            asked_at = now if self._drafts_in_turn else sequence.awaited_since
+            to_wait = max(to_wait, asked_at + takes - now)
         return to_wait
 
     def _give_up(self, awaited: Sequence[SpeculativeSequence], now: float) -> None:

@@ -13,9 +13,9 @@ from cluster.drafters.ngram import NgramDrafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.limits import StepLimits
-from cluster.engine.loader import Progress
+from cluster.engine.loader import LoadedModel, Progress
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.runner import ModelRunner
+from cluster.engine.runner import ModelRunner, kv_cache_budget, load_weights
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.vllm.compatibility import DRAFTER, check
@@ -29,32 +29,88 @@ def make_drafter(config: Config, progress: Progress | None = None) -> Drafter:
 
 def load_draft_model(config: Config, progress: Progress | None = None) -> ModelRunner:
     """The model of a drafter that is one, with an empty cache. Raises ConfigurationError."""
-    return _MODELS[config.draft.drafter](config, progress)
+    loaded = load_draft_weights(config, progress)
+    return ModelRunner.with_cache(loaded, config.draft, kv_cache_budget(config.draft, loaded.weights.device))
 
 
-def _model(config: Config, progress: Progress | None) -> ModelRunner:
+def is_model(drafter: DrafterName) -> bool:
+    """Whether it is a model of the PyTorch engine."""
+    return drafter in _MODELS
+
+
+def load_draft_weights(
+    config: Config, progress: Progress | None = None, target: LoadedModel | None = None
+) -> LoadedModel:
+    """The model of a drafter that is one. With the `target` in the same process, what both have is not loaded twice.
+
+    Raises ConfigurationError.
+    """
+    return _MODELS[config.draft.drafter](config, progress, target)
+
+
+def _model(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
     return _load(config.draft, progress)
 
 
-def _layer_skip(config: Config, progress: Progress | None) -> ModelRunner:
+def _layer_skip(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
     """The target's model without some of its layers (Zhang et al., arXiv 2309.08168)."""
-    return _load(_of_target(config), progress, layers=config.draft.layers)
+    if target is None:
+        return _load(_of_target(config), progress, layers=config.draft.layers)
+    _check_shared(config, target)
+    if config.draft.quantization not in (None, config.target.quantization):
+        raise ConfigurationError(
+            f"draft.quantization {config.draft.quantization}: in the target's process the drafter layer-skip has the "
+            "target's layers as they are: set target.quantization, or draft.placement pool"
+        )
+    return target.with_layers(config.draft.layers)
 
 
-def _self_int4(config: Config, progress: Progress | None) -> ModelRunner:
-    """The target's model with its projections in 4 bits; embedding and head are as the target has them."""
-    return _load(_of_target(config).model_copy(update={"quantization": "int4"}), progress)
+def _self_int4(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
+    """The target's model with its projections in 4 bits; embedding, last norm and head are as the target has them."""
+    draft = _of_target(config).model_copy(update={"quantization": "int4"})
+    if target is None:
+        return _load(draft, progress)
+    _check_shared(config, target)
+    if config.target.quantization == "int4" and config.target.quantization_group_size == draft.quantization_group_size:
+        return target
+    weights = target.weights
+    like_target = {"device": weights.device.type, "dtype": str(weights.dtype).removeprefix("torch.")}
+    draft = draft.model_copy(update=like_target)
+    return load_weights(draft, dtype_on_cpu=weights.dtype, progress=progress, ends=weights)
 
 
-def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
-    draft, runner = config.draft, load_draft_model(config, progress)
-    max_model_len = runner.model.config.resolve_max_model_len(draft.max_model_len)
-    limits = StepLimits.of(draft, max_model_len)
-    if draft.gpu_kernels == "torch" or runner.model.device.type != "cuda":
+def _check_shared(config: Config, target: LoadedModel) -> None:
+    """That no setting keeps the draft from having the target's tensors. Raises ConfigurationError."""
+    draft, weights = config.draft, target.weights
+    for name, own, shared in (
+        ("device", draft.device, weights.device.type),
+        ("dtype", draft.dtype, str(weights.dtype).removeprefix("torch.")),
+    ):
+        if own not in ("auto", shared):
+            raise ConfigurationError(
+                f"draft.{name} {own}: in the target's process the drafter {draft.drafter} has the target's tensors, "
+                f"which are {shared}: set draft.{name} auto, or draft.placement pool"
+            )
+    if draft.gpu_kernels != config.target.gpu_kernels:
+        raise ConfigurationError(
+            f"draft.gpu_kernels {draft.gpu_kernels}: in the target's process the drafter {draft.drafter} has the target's "
+            f"model, with gpu_kernels {config.target.gpu_kernels}: set the same, or draft.placement pool"
+        )
+
+
+def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
+    """The drafter whose model and cache are `runner`."""
+    max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
+    limits = StepLimits.of(config.draft, max_model_len)
+    if config.draft.gpu_kernels == "torch" or runner.model.device.type != "cuda":
         return ModelDrafter(runner, limits)
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
 
     return ModelDrafter(runner, limits, Burst.of(runner, limits))
+
+
+def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
+    return model_drafter(config, load_draft_model(config, progress))
 
 
 def _ngram(config: Config, progress: Progress | None) -> Drafter:
@@ -86,7 +142,7 @@ def _simulated(config: Config, progress: Progress | None) -> Drafter:
     return SimulatedDrafter(config.simulation, vocab_size, StepLimits.of(draft, max_model_len))
 
 
-_MODELS: dict[DrafterName, Callable[[Config, Progress | None], ModelRunner]] = {
+_MODELS: dict[DrafterName, Callable[[Config, Progress | None, LoadedModel | None], LoadedModel]] = {
     "model": _model,
     "self-int4": _self_int4,
     "layer-skip": _layer_skip,
@@ -105,7 +161,7 @@ def _of_target(config: Config) -> DraftConfig:
     return config.draft.model_copy(update={"model": config.draft_model})
 
 
-def _load(draft: DraftConfig, progress: Progress | None, layers: LayerChoice | None = None) -> ModelRunner:
+def _load(draft: DraftConfig, progress: Progress | None, layers: LayerChoice | None = None) -> LoadedModel:
     # A draft reads its weights as often as it proposes; without the kernels, though, PyTorch's float32 is the faster.
     dtype_on_cpu = torch.bfloat16 if has_kernels() else torch.float32
-    return ModelRunner.from_config(draft, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)
+    return load_weights(draft, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)

@@ -74,7 +74,7 @@ class _Entry:
 
 
 class DraftWorker:
-    """Drafts in a thread of its own.
+    """Drafts in a thread of its own, or, never started, in that of whoever calls `step`.
 
     A turn of the loop: take in what arrived and answer what running ahead has already completed; run one step of the
     drafter for the sequences whose proposal is owed, or, when none is, for those that may still run ahead; send what
@@ -88,10 +88,13 @@ class DraftWorker:
         *,
         tunes_temperature: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
+        """`prepare_thread` is what its thread does first."""
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
         self._clock = clock
+        self._prepare_thread = prepare_thread
         self._is_tuning = tunes_temperature
         self._temperatures: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # by the targets'
         self._entries: dict[tuple[int, int], _Entry] = {}
@@ -122,6 +125,19 @@ class DraftWorker:
     @property
     def num_sequences(self) -> int:
         return len(self._entries)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something has arrived that was not looked at, or a proposal is owed."""
+        return bool(self._inbox) or any(entry.owes_proposal for entry in self._entries.values())
+
+    def readings(self) -> Iterator[Reading]:
+        """All but those of the drafter's KV cache; any thread."""
+        yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", self.num_sequences)
+        yield from self.run_ahead.readings()
+        yield from self.temperature_readings()
+        yield from self.token_readings()
+        yield from self.step_time.readings("outrider_draft_step", "Steps of the drafter")
 
     def temperature_readings(self) -> Iterator[Reading]:
         """Any thread."""
@@ -170,6 +186,7 @@ class DraftWorker:
 
     def _run(self) -> None:
         try:
+            self._prepare_thread()
             while not self._stopping:
                 self._sleep_until_asked()
                 self.step()
@@ -185,6 +202,11 @@ class DraftWorker:
 
     def step(self) -> None:
         """One turn of the loop."""
+        self.take_in()
+        self._draft()
+
+    def take_in(self) -> None:
+        """What has arrived; answers what is there to be answered."""
         replies: dict[int, SpeculateReply] = {}
         for link, request in self._take_inbox():
             reply = replies.setdefault(link, SpeculateReply())
@@ -195,12 +217,15 @@ class DraftWorker:
         # A proposal that running ahead has already completed does not wait for another step.
         self._collect_proposals(replies)
         self._send(replies)
+
+    def _draft(self) -> None:
+        """One step of the drafter, for those who are owed a proposal, or else ahead; sends what became complete."""
         batch = self._urgent_batch()
         is_ahead = not batch
         if is_ahead:
             batch = self._batch_ahead()
         if batch:
-            replies = {}
+            replies: dict[int, SpeculateReply] = {}
             started_at = self._clock()
             stuck = self._drafter.draft([entry.sequence for entry in batch])
             seconds = self._clock() - started_at
@@ -400,6 +425,11 @@ class DraftWorker:
         del self._entries[entry.link, entry.wire_id]
         self._num_wasted_drafts += len(entry.sequence.parents)
         self._drafter.release(entry.sequence)
+
+    def release_all(self) -> None:
+        """Frees what its sequences hold; for when its loop has ended. Raises what the drafter raises."""
+        for entry in tuple(self._entries.values()):
+            self._release(entry)
 
     def _release_link(self, link: int) -> None:
         for entry in [entry for entry in self._entries.values() if entry.link == link]:

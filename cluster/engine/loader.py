@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,12 @@ class LoadedModel:
     config: ModelConfig
     weights: ModelWeights  # in the format of `form`
     form: type[Model]
+
+    def with_layers(self, layers: LayerChoice) -> LoadedModel:
+        """Some of its layers, and all else: no tensor is copied. Raises ConfigurationError when one does not exist."""
+        chosen = choose_layers(layers, self.config.num_layers)
+        weights = replace(self.weights, layers=tuple(self.weights.layers[index] for index in chosen))
+        return replace(self, config=self.config.with_layers(chosen), weights=weights)
 
     def bind(self, kv_cache: KVCache) -> Model:
         """The model that computes in `kv_cache`."""
@@ -65,16 +71,18 @@ def load_model(
     quantization: Quantization | None = None,
     form: type[Model] | None = None,
     gpu_kernels: GpuKernels = "torch",
+    ends: ModelWeights | None = None,
 ) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
 
-    `layers` leaves the other layers out; `form` is that of `form_on` unless given.
+    `layers` leaves the other layers out; `form` is that of `form_on` unless given. `ends` are weights of the same model in
+    the format of that form, whose embedding, last norm and head are taken as they are instead of read.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
     form = form or form_on(config, dtype, device, gpu_kernels)
     reader = _WeightReader(config, TensorReader(folder, dtype, device), form.weight_format, quantization)
-    weights = reader.read(chosen, progress or (lambda done, total: None))
+    weights = reader.read(chosen, progress or (lambda done, total: None), ends)
     return LoadedModel(config.with_layers(chosen), weights, form)
 
 
@@ -116,24 +124,31 @@ class _WeightReader:
         self._format = weight_format
         self._quantization = quantization
 
-    def read(self, layers: Sequence[int], progress: Progress) -> ModelWeights:
-        """The whole model, with the layers that have the indices `layers`."""
-        config = self._config
+    def read(self, layers: Sequence[int], progress: Progress, ends: ModelWeights | None = None) -> ModelWeights:
+        """The whole model, with the layers that have the indices `layers`; all but the layers is that of `ends`, if
+        given."""
         num_parts = 1 + len(layers) + 1
-        embedding = self._tensors.read([("model.embed_tokens.weight", config.vocab_size)], config.hidden_size)
+        embedding = self._embedding() if ends is None else ends.embedding
         progress(1, num_parts)
         read_layers = []
         for index in layers:
             read_layers.append(self._layer(index))
             progress(1 + len(read_layers), num_parts)
-        # The head is never quantized.
-        head = self._format.make_linear(
-            embedding
-            if config.tie_word_embeddings
-            else self._tensors.read([("lm_head.weight", config.vocab_size)], config.hidden_size)
-        )
+        norm = self._norm("model.norm") if ends is None else ends.norm
+        head = self._head(embedding) if ends is None else ends.head
         progress(num_parts, num_parts)
-        return ModelWeights(embedding, tuple(read_layers), self._norm("model.norm"), head)
+        return ModelWeights(embedding, tuple(read_layers), norm, head)
+
+    def _embedding(self) -> torch.Tensor:
+        config = self._config
+        return self._tensors.read([("model.embed_tokens.weight", config.vocab_size)], config.hidden_size)
+
+    def _head(self, embedding: torch.Tensor) -> Linear:
+        """It is never quantized."""
+        config = self._config
+        if config.tie_word_embeddings:
+            return self._format.make_linear(embedding)
+        return self._format.make_linear(self._tensors.read([("lm_head.weight", config.vocab_size)], config.hidden_size))
 
     def _layer(self, index: int) -> LayerWeights:
         config, hidden, intermediate = self._config, self._config.hidden_size, self._config.intermediate_size

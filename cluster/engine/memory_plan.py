@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config import SpeculationConfig
@@ -58,6 +58,9 @@ def num_speculative_blocks(num_seqs: int, num_slots: int, block_size: int) -> in
     return -(-num_seqs * num_slots // block_size)
 
 
+SELF_DRAFTERS = ("self-int4", "layer-skip")
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
     """As much of a model as its memory depends on."""
@@ -68,6 +71,7 @@ class PlannedModel:
     kv_size: int  # KV heads * head size
     dtype: str
     steps: StepModel | None = None  # None: not known, and so not what recorded steps take
+    num_end_parameters: int = 0  # of embedding, last norm and head; 0 where that is not known
 
     @classmethod
     def parse(cls, spec: str) -> PlannedModel:
@@ -103,7 +107,15 @@ class PlannedModel:
         if not (ASSETS / name).is_dir() and not Path(name).expanduser().is_dir():
             raise ConfigurationError(f"{name!r} is neither a size like 7B nor a model's folder")
         config = ModelConfig.from_folder(resolve_model_folder(name))
-        return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype, StepModel.of(config))
+        ends, steps = _num_end_parameters(config), StepModel.of(config)
+        return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype, steps, ends)
+
+    def drafting_in_process(self, drafter: str) -> PlannedModel:
+        """The draft that `drafter`, one of `SELF_DRAFTERS`, makes of this target in its own process, by what it takes
+        beside the target's tensors: layer-skip, keeping every second layer, nothing; self-int4 the layers in INT4."""
+        if drafter == "layer-skip":
+            return replace(self, name=drafter, num_parameters=0, num_layers=-(-self.num_layers // 2))
+        return replace(self, name=drafter, num_parameters=self.num_parameters - self.num_end_parameters, dtype="int4")
 
     @property
     def weight_bytes(self) -> float:
@@ -266,5 +278,9 @@ def _num_parameters(config: ModelConfig) -> int:
     hidden = config.hidden_size
     attention = hidden * (config.q_size + 2 * config.kv_size) + config.q_size * hidden
     layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
-    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
-    return embeddings + config.num_layers * layer + hidden
+    return config.num_layers * layer + _num_end_parameters(config)
+
+
+def _num_end_parameters(config: ModelConfig) -> int:
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    return embeddings + config.hidden_size

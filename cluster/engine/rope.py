@@ -4,18 +4,24 @@ at position 100,000 one unit in the last place of a frequency is a hundredth of 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
 from cluster.engine.model_config import ModelConfig
-from cluster.engine.rope_config import LinearScaling, Llama3Scaling, YarnScaling
+from cluster.engine.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every position, [max_position_embeddings, head_dim / 2]."""
-    theta, scaling = config.rope.theta, config.rope.scaling
+    """cos and sin of every position, [max_position_embeddings, head_dim / 2]; the same tensors for models alike."""
+    return _table(config.rope, config.head_dim, config.max_position_embeddings)
+
+
+@lru_cache(maxsize=2)  # a target, and a draft beside it
+def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, torch.Tensor]:
+    theta, scaling = rope.theta, rope.scaling
     # The positions that a frequency takes for one radian.
-    periods = theta ** (torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim)
+    periods = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     frequencies = 1.0 / periods
     amplitude = 1.0
     if isinstance(scaling, LinearScaling):
@@ -25,7 +31,7 @@ def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     elif isinstance(scaling, YarnScaling):
         frequencies = _yarn(periods, theta, scaling)
         amplitude = scaling.attention_factor
-    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    positions = torch.arange(max_position_embeddings, dtype=torch.float32)
     angles = torch.outer(positions, frequencies)
     return angles.cos() * amplitude, angles.sin() * amplitude
 

@@ -14,6 +14,7 @@ from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.kv_cache import KVCache, block_bytes
 from cluster.engine.loader import LoadedModel, Progress, load_model, resolve_device, resolve_dtype
 from cluster.engine.quantization import Quantization
+from cluster.engine.weights import ModelWeights
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 
@@ -46,20 +47,14 @@ class ModelRunner:
 
         Raises ConfigurationError.
         """
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
-        quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
-        folder = resolve_model_folder(config.model)
-        loaded = load_model(
-            folder, dtype, device, progress, layers=layers, quantization=quantization, gpu_kernels=config.gpu_kernels
-        )
-        bytes_per_block = block_bytes(loaded.config, config.block_size, dtype)
-        max_rows, max_context = config.max_num_batched_tokens, loaded.config.resolve_max_model_len(config.max_model_len)
-        recorded_bytes = 0
-        if device.type == "cuda" and config.gpu_kernels == "triton":
-            model, sizes = StepModel.of(loaded.config), graph_sizes(max_rows)
-            recorded_bytes = graph_bytes(model, sizes, max_context, config.block_size, dtype.itemsize)
-        num_bytes = kv_cache_budget(config, device, recorded_bytes)
+        loaded = load_weights(config, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)
+        num_bytes = kv_cache_budget(config, loaded.weights.device, recorded_bytes(config, loaded))
+        return cls.with_cache(loaded, config, num_bytes)
+
+    @classmethod
+    def with_cache(cls, loaded: LoadedModel, config: WorkerConfig, num_bytes: int) -> ModelRunner:
+        """With a cache of `num_bytes`, otherwise as `config` says. Raises ConfigurationError when nothing fits in."""
+        bytes_per_block = block_bytes(loaded.config, config.block_size, loaded.weights.dtype)
         num_blocks = num_bytes // bytes_per_block
         if num_blocks == 0:
             raise ConfigurationError(
@@ -68,7 +63,7 @@ class ModelRunner:
             )
         runner = cls(loaded, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         runner.gpu_kernels = config.gpu_kernels
-        runner.model.prepare(max_rows, max_context)
+        runner.model.prepare(config.max_num_batched_tokens, _max_context(config, loaded))
         return runner
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor:
@@ -106,6 +101,76 @@ class ModelRunner:
             return torch.tensor(slots_of(places, block_table, self.blocks.block_size), device=self.model.device)
 
         self._kv_cache.move(slots(old for old, _ in moved), slots(new for _, new in moved))
+
+
+def load_weights(
+    config: WorkerConfig,
+    *,
+    dtype_on_cpu: torch.dtype,
+    progress: Progress | None = None,
+    layers: LayerChoice | None = None,
+    ends: ModelWeights | None = None,
+) -> LoadedModel:
+    """The model that `config` names, as it says; `layers` and `ends` as in `load_model`. Raises ConfigurationError."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
+    quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
+    folder = resolve_model_folder(config.model)
+    return load_model(
+        folder,
+        dtype,
+        device,
+        progress,
+        layers=layers,
+        quantization=quantization,
+        gpu_kernels=config.gpu_kernels,
+        ends=ends,
+    )
+
+
+def recorded_bytes(config: WorkerConfig, model: LoadedModel) -> int:
+    """What the steps that are recorded at start take of a GPU."""
+    if model.weights.device.type != "cuda" or config.gpu_kernels != "triton":
+        return 0
+    sizes, max_context = graph_sizes(config.max_num_batched_tokens), _max_context(config, model)
+    return graph_bytes(StepModel.of(model.config), sizes, max_context, config.block_size, model.weights.dtype.itemsize)
+
+
+def _max_context(config: WorkerConfig, model: LoadedModel) -> int:
+    return model.config.resolve_max_model_len(config.max_model_len)
+
+
+def kv_cache_budgets(
+    target: WorkerConfig, target_model: LoadedModel, draft: WorkerConfig, draft_model: LoadedModel
+) -> tuple[int, int]:
+    """What the KV caches of a target and of the draft in its process may take, once the weights of both are loaded.
+
+    On one GPU a cache whose size is not set gets its share of what the other leaves; where neither is, `target` says
+    how much both get, and they hold as many tokens each.
+    """
+    device = target_model.weights.device
+    of_target, of_draft = recorded_bytes(target, target_model), recorded_bytes(draft, draft_model)
+    if device.type != "cuda" or draft_model.weights.device != device:
+        return kv_cache_budget(target, device, of_target), kv_cache_budget(draft, draft_model.weights.device, of_draft)
+    num_bytes = [kv_cache_budget(config, device, of_target + of_draft) for config in (target, draft)]
+    if target.kv_cache_bytes is None and draft.kv_cache_bytes is None:
+        return in_proportion(num_bytes[0], _token_bytes(target_model), _token_bytes(draft_model))
+    if target.kv_cache_bytes is None:
+        return max(0, num_bytes[0] - int(target.memory_utilization * num_bytes[1])), num_bytes[1]
+    if draft.kv_cache_bytes is None:
+        return num_bytes[0], max(0, num_bytes[1] - int(draft.memory_utilization * num_bytes[0]))
+    return num_bytes[0], num_bytes[1]
+
+
+def in_proportion(num_bytes: int, first: int, second: int) -> tuple[int, int]:
+    """`num_bytes` divided as `first` is to `second`."""
+    of_first = num_bytes * first // (first + second)
+    return of_first, num_bytes - of_first
+
+
+def _token_bytes(model: LoadedModel) -> int:
+    """KV of one token."""
+    return block_bytes(model.config, 1, model.weights.dtype)
 
 
 def kv_cache_budget(config: WorkerConfig, device: torch.device, recorded_bytes: int = 0) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from cluster.config import SpeculationConfig
 from cluster.config_simulation import SimulationConfig
 from cluster.constraints import UNCONSTRAINED
-from cluster.coordination.pool import DraftPool
+from cluster.coordination.base import LinkPool
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
 from cluster.errors import InvalidRequestError
@@ -32,7 +32,7 @@ class SimulatedTarget(StepLoop):
         vocab_size: int,
         limits: StepLimits,
         blocks: BlockManager,
-        pool: DraftPool,
+        pool: LinkPool,
         speculation: SpeculationConfig,
         time: Timekeeper = REAL_TIME,
     ) -> None:

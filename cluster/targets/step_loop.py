@@ -9,8 +9,8 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.base import LinkPool
 from cluster.coordination.coordinator import Coordinator, StepTiming
-from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
@@ -53,7 +53,7 @@ class StepLoop(Target):
         model: TargetModel,
         limits: StepLimits,
         blocks: BlockManager,
-        pool: DraftPool,
+        pool: LinkPool,
         speculation: SpeculationConfig,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

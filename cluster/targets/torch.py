@@ -9,7 +9,7 @@ import torch
 
 from cluster.config import SpeculationConfig
 from cluster.constraints import UNCONSTRAINED
-from cluster.coordination.pool import DraftPool
+from cluster.coordination.base import LinkPool
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
@@ -33,7 +33,7 @@ class TorchTarget(StepLoop):
         name: str,
         runner: ModelRunner,
         limits: StepLimits,
-        pool: DraftPool,
+        pool: LinkPool,
         speculation: SpeculationConfig,
         rejection: RejectionSampler | None = None,
     ) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from itertools import chain
 
 from cluster.config import Config
 from cluster.drafters.base import Drafter
 from cluster.drafters.identity import draft_fingerprint
 from cluster.drafters.registry import make_drafter
 from cluster.drafting.worker import DraftWorker
+from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import advertised_address
-from cluster.telemetry.metrics import Reading
 from cluster.tokenization import Tokenizer
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2
@@ -29,6 +29,11 @@ from services.worker import (
 
 def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
+    if config.drafts_in_process:
+        raise ConfigurationError(
+            "draft.placement in-process has no draft workers: the target drafts by itself. Set draft.placement pool to "
+            "have some"
+        )
     check_before_loading(config, "draft")
     prepare_process(config.draft)
     drafter = make_drafter(config, loading_progress(config.draft_model))
@@ -53,7 +58,7 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
         tunes_temperature=config.speculation.tunes_draft_temperature,
     )
     listener = Listener.of(config.tls, "draft")
-    serve_readings(config.draft, lambda: _readings(worker, drafter), listener)
+    serve_readings(config.draft, lambda: chain(worker.readings(), drafter.readings()), listener)
     worker.start()
     servicer = DraftServicer(worker, drafter, description, advertised_address(config.draft))
     try:
@@ -66,12 +71,3 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
         )
     finally:
         worker.stop()
-
-
-def _readings(worker: DraftWorker, drafter: Drafter) -> Iterable[Reading]:
-    yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", worker.num_sequences)
-    yield from drafter.readings()
-    yield from worker.run_ahead.readings()
-    yield from worker.temperature_readings()
-    yield from worker.token_readings()
-    yield from worker.step_time.readings("outrider_draft_step", "Steps of the drafter")

@@ -12,7 +12,7 @@ from cluster.tokenization import Tokenizer
 def check_models(config: Config) -> None:
     """Raises ConfigurationError when a model is missing or unsupported, or the pair cannot work."""
     target = _fingerprint(config.target.model, is_ours=config.target.engine != "vllm")
-    if config.draft.replicas == 0:
+    if config.draft.replicas == 0 and not config.drafts_in_process:
         return
     if (config.target.engine == "simulated") != (config.draft.drafter == "simulated"):
         raise ConfigurationError(

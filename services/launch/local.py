@@ -27,6 +27,7 @@ from services.launch.checks import check_models
 from services.launch.child import Child, end_all
 from services.launch.cores import CoreShares, divide_cores
 from services.launch.foreground import StopSignals, announce, read_health
+from services.launch.place_draft import place_draft
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,12 @@ class LocalCluster:
     """
 
     def __init__(self, config: Config) -> None:
-        self.config = _resolve(config)
+        placed, why = place_draft(config)
+        self.config = _resolve(placed)
         _check_pages(self.config)
         check_models(self.config)
+        if why is not None:
+            logger.info("draft.placement auto: %s, as %s", placed.draft.placement, why)
         self._folder = OwnedFolder("outrider-serve-")
         config_file = self._folder.path / "cluster.yaml"
         self.proxies = _proxies(self.config)
@@ -228,6 +232,9 @@ def _own_drafts(config: Config, index: int) -> list[str]:
 
 
 def _drafts_share_cores(config: Config) -> bool:
+    if config.drafts_in_process:
+        num_targets = config.target.replicas
+        return divide_cores(sorted(os.sched_getaffinity(0)), num_targets, num_targets).drafts_share
     return config.draft.cpus is None and config.draft.device != "cuda" and _core_shares(config).drafts_share
 
 

@@ -27,6 +27,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "dashboards and alerts": DASHBOARDS_AND_ALERTS,
     "dashboards and alerts for Ray": DASHBOARDS_AND_ALERTS | {"mode": "ray"},
     "no draft workers": {"config": {"draft": {"replicas": 0}}},
+    "drafts in process": {"config": {"draft": {"placement": "in-process"}}},
 }
 
 

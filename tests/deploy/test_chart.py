@@ -128,7 +128,7 @@ def test_draft_workers_are_where_the_configuration_has_them() -> None:
         return [document["metadata"]["name"] for document in render(VALUES[name]) if document["kind"] == "Deployment"]
 
     assert kinds("defaults") == ["demo-router", "demo-draft"]
-    for name in ("no speculation", "the engine drafts", "no draft workers", "sidecars"):
+    for name in ("no speculation", "the engine drafts", "no draft workers", "drafts in process", "sidecars"):
         assert kinds(name) == ["demo-router"], name
     target = find(render(VALUES["sidecars"]), "StatefulSet", "demo-target")["spec"]["template"]["spec"]
     assert [container["name"] for container in target["containers"]] == ["target", "draft"]

@@ -70,6 +70,7 @@ def test_the_router_says_so_before_it_reads_a_tokenizer(taken: int) -> None:
 def test_the_launcher_says_so_before_it_starts_anything(taken: int, setting: str) -> None:
     value = f"127.0.0.1:{taken}" if setting == "router.admin_listen" else str(taken)
     command = [sys.executable, "-m", "services.cli", "serve", "--router.port", "0", f"--{setting}", value]
+    command += ["--draft.placement", "pool"]
     began_at = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -178,6 +178,7 @@ def test_an_unusable_setting_is_one_line_and_code_2(capsys: pytest.CaptureFixtur
         (["--target", "70B", "--draft", "7B"], 1, "74.0 GB short"),
         (["--target", "70B", "--gpus", "4", "--draft", "7B", "--draft-gpu-memory", "24"], 0, "draft 7B fp16"),
         (["--target", "outrider-target-12m:bf16", "--draft", "outrider-draft-2m:fp32"], 0, "left of 80 GB"),
+        (["--target", "70B:int8", "--draft", "layer-skip"], 0, "draft layer-skip int8"),
     ],
 )
 def test_plan_memory_prints_the_budget(
@@ -190,9 +191,17 @@ def test_plan_memory_prints_the_budget(
 def test_plan_memory_says_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "memory", "--target", "34B", "--draft", "7B"]) == 2
     assert "34B/LAYERSxKV_HEADSxHEAD_SIZE" in capsys.readouterr().err
+    apart = ["--target", "70B", "--draft", "self-int4", "--draft-gpu-memory", "24"]
+    assert cli.main(["plan", "memory", *apart]) == 2
+    assert "leave --draft-gpu-memory out" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["plan", "memory", "--target", "70B", "--draft", "7B", "--gpu-memory", "-1"])
     assert "'-1' is not a number above 0" in capsys.readouterr().err
+
+
+def test_a_draft_worker_that_nobody_would_call_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["draft", "--set", "draft.placement=in-process"]) == 2
+    assert "draft.placement in-process has no draft workers" in capsys.readouterr().err
 
 
 def test_importing_the_command_imports_no_torch() -> None:

@@ -19,8 +19,9 @@ READY_TIMEOUT_SECONDS = 120
 
 
 def cluster_config(*overrides: str) -> Config:
-    """The default configuration in float32, on a free port."""
-    return load_config(None, ["router.port=0", "target.dtype=float32", "draft.dtype=float32", *overrides])
+    """The default configuration in float32, on a free port, with draft workers of their own."""
+    settings = ("router.port=0", "target.dtype=float32", "draft.dtype=float32", "draft.placement=pool")
+    return load_config(None, [*settings, *overrides])
 
 
 @pytest.fixture(scope="session")

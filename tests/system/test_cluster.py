@@ -186,7 +186,7 @@ def test_serve_announces_itself_and_leaves_nothing_running() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    serve = run_serve("--port", str(port))
+    serve = run_serve("--port", str(port), "--draft.placement", "pool")
     try:
         assert serve.stdout is not None
         while (line := serve.stdout.readline()) and "ready" not in line:

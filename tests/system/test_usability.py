@@ -51,10 +51,15 @@ def pids_of(folder: Path) -> list[int]:
     return found
 
 
-def test_a_normal_start_warns_of_nothing_and_says_where_metrics_are(tmp_path: Path) -> None:
-    with served(tmp_path, OUTRIDER_ROUTER__PORT="0") as (process, log):
+@pytest.mark.parametrize(
+    ("placement", "programs"), [("pool", ["router", "target", "draft"]), ("in-process", ["router", "target"])]
+)
+def test_a_normal_start_warns_of_nothing_and_says_where_metrics_are(
+    placement: str, programs: list[str], tmp_path: Path
+) -> None:
+    with served(tmp_path, OUTRIDER_ROUTER__PORT="0", OUTRIDER_DRAFT__PLACEMENT=placement) as (process, log):
         urls = re.findall(r"^  (http://\S+/metrics) \((.*)\)$", log.read_text(), re.MULTILINE)
-        assert [name for _, name in urls] == ["router", "target", "draft"]
+        assert [name for _, name in urls] == programs
         for url, _ in urls:
             assert "# HELP" in httpx.get(url, trust_env=False).text
         process.send_signal(signal.SIGINT)
@@ -97,7 +102,7 @@ def test_one_request_is_found_in_the_logs_of_router_and_target(tmp_path: Path) -
 
 
 def test_a_killed_launcher_leaves_no_process_and_the_next_one_no_folder(tmp_path: Path) -> None:
-    with served(tmp_path, "--port", "0") as (process, log):
+    with served(tmp_path, "--port", "0", "--draft.placement", "pool") as (process, log):
         url = re.search(r"ready at (\S+) ", log.read_text())
         assert url is not None
         body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "a+"}}
@@ -107,13 +112,13 @@ def test_a_killed_launcher_leaves_no_process_and_the_next_one_no_folder(tmp_path
         process.wait(10)
         assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=10)
     assert len(list(tmp_path.glob("outrider-serve-*"))) == 1
-    with served(tmp_path, "--port", "0"):
+    with served(tmp_path, "--port", "0", "--draft.placement", "pool"):
         assert len(list(tmp_path.glob("outrider-serve-*"))) == 1  # its own
     assert list(tmp_path.glob("outrider-*")) == []
 
 
 def test_a_grammar_that_is_being_compiled_goes_with_its_target(tmp_path: Path) -> None:
-    with served(tmp_path, "--port", "0") as (process, log):
+    with served(tmp_path, "--port", "0", "--draft.placement", "pool") as (process, log):
         url = re.search(r"ready at (\S+) ", log.read_text())
         assert url is not None
         slow = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(1500)), 'r1500 ::= "a"'])

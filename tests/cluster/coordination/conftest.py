@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.link import LinkState
 
 from .planning import Engine
 from .scripted import LIMITS, TIMEOUT_S, VOCAB_SIZE, Rounds, ScriptedLink, ScriptedPool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 
+from cluster.coordination.base import LinkEvent, LinkState
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.link import LinkEvent, LinkState
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.engine.limits import StepLimits
 from cluster.speculation.noise import NoiseKey
@@ -43,6 +43,9 @@ class ScriptedPool:
     def __init__(self) -> None:
         self.now = 100.0
         self.trial_share = 0.02
+        self.drafts_in_turn = False
+        self.drafting_seconds = 0.0
+        self.num_turns_lent = 0
         self._numbers = itertools.count()
         self._coming: list[tuple[float, int, LinkEvent]] = []
 
@@ -52,6 +55,9 @@ class ScriptedPool:
     def happens(self, link: ScriptedLink, event: LinkState | SpeculateReply, after: float = 0.0) -> None:
         happened = LinkEvent(link, event)
         heapq.heappush(self._coming, (self.now + after, next(self._numbers), happened))
+
+    def lend_turn(self) -> None:
+        self.num_turns_lent += 1
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         until = self.now + timeout

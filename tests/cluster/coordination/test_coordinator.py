@@ -28,6 +28,13 @@ class TestRounds:
         assert rounds.drafts() == [4, 5, 6, 7]
         assert pool.now == pytest.approx(100.01)
 
+    def test_a_turn_is_lent_in_each_step_but_the_first(self, rounds: Rounds, pool: ScriptedPool) -> None:
+        """Which nobody's first token waits for."""
+        assert pool.num_turns_lent == 0
+        rounds.proposes(3, 7, 8)
+        rounds.drafts()
+        assert pool.num_turns_lent == 1
+
     def test_tells_what_was_committed_since_the_drafter_was_last_heard(self, rounds: Rounds) -> None:
         rounds.proposes(3, 4, 5, 6, 7)
         assert rounds.drafts() == [4, 5, 6, 7]

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from cluster.coordination.link import DraftLink, LinkEvent, LinkState
+from cluster.coordination.base import LinkEvent, LinkState
+from cluster.coordination.link import DraftLink
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.wire.codec import decode_request

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.link import LinkState
 from cluster.coordination.sequence import Round
 from cluster.speculation.drafts import Drafts
 from cluster.wire.messages import Proposal, SpeculateReply, SpeculateRequest

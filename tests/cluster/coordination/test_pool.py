@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cluster.coordination.link import LinkEvent, LinkState
+from cluster.coordination.base import LinkEvent, LinkState
 from cluster.coordination.pool import DraftPool
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 from tests.background_loop import BackgroundLoop

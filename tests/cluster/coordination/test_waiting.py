@@ -23,13 +23,19 @@ from .scripted import new_sequence
 STEP_S = 0.020
 
 
-def waits(seconds_a_row: float, controller: str = "goodput") -> Waits:
+def waits(seconds_a_row: float, controller: str = "goodput", *, drafts_in_turn: bool = False) -> Waits:
     planner = DepthPlanner(SpeculationConfig.model_validate({"controller": controller}), 64, lambda: 0.0)
     for _ in range(50):
         for rows in (1, 4, 16, 32):
             planner.step_seconds.observe(rows, STEP_S + seconds_a_row * rows)
     return Waits(
-        planner, LinkBalancer(64, 0.05, Worth(planner), 0.0), CoordinatorStats(), 0.05, lambda: 0.0, lambda _: None
+        planner,
+        LinkBalancer(64, 0.05, Worth(planner), 0.0),
+        CoordinatorStats(),
+        0.05,
+        lambda: 0.0,
+        lambda _: None,
+        drafts_in_turn=drafts_in_turn,
     )
 
 
@@ -61,6 +67,13 @@ def test_one_that_is_ready_does_not_run_without_many() -> None:
 
 def test_with_nobody_ready_all_wait() -> None:
     assert not waits(seconds_a_row=0.0).should_go_on_without([], sequences(2), 10 * STEP_S)
+
+
+def test_drafts_that_are_made_in_turn_are_waited_for() -> None:
+    """They would not be made while the others run."""
+    assert not waits(seconds_a_row=0.0, drafts_in_turn=True).should_go_on_without(
+        sequences(2), sequences(2), 10 * STEP_S
+    )
 
 
 def test_a_fixed_depth_waits_for_all() -> None:

@@ -9,7 +9,16 @@ import torch
 from safetensors import safe_open
 
 from cluster.engine.kv_cache import block_bytes
-from cluster.engine.memory_plan import GB, Budget, Memory, PlannedModel, describe, num_speculative_blocks, plan_pair
+from cluster.engine.memory_plan import (
+    GB,
+    SELF_DRAFTERS,
+    Budget,
+    Memory,
+    PlannedModel,
+    describe,
+    num_speculative_blocks,
+    plan_pair,
+)
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -135,6 +144,17 @@ def test_what_cannot_be_planned_is_said(spec: str, said: str) -> None:
 def test_a_folder_without_a_model_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"no config\.json"):
         PlannedModel.parse(str(tmp_path))
+
+
+def test_a_draft_made_of_its_target_takes_what_the_target_does_not_have() -> None:
+    target = PlannedModel.parse("outrider-target-12m:bf16")
+    config = ModelConfig.from_folder(resolve_model_folder("outrider-target-12m"))
+    skipping, quantised = (target.drafting_in_process(drafter) for drafter in SELF_DRAFTERS[::-1])
+    assert (skipping.weight_bytes, skipping.num_layers) == (0, -(-config.num_layers // 2))
+    ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2) + config.hidden_size
+    assert quantised.weight_bytes == (target.num_parameters - ends) / 2
+    assert quantised.kv_bytes_per_token == target.kv_bytes_per_token
+    assert PlannedModel.parse("70B").drafting_in_process("self-int4").weight_bytes == 35e9  # its ends are not known
 
 
 def test_the_table_that_is_printed() -> None:

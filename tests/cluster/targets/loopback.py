@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.model import ModelDrafter
 from cluster.drafting.worker import DraftWorker
@@ -76,8 +77,10 @@ class LoopbackTarget:
         *,
         max_num_seqs: int = 4,
         rejection: RejectionSampler | None = None,
+        pool: LinkPool | None = None,
         **settings: Any,
     ) -> None:
+        """`pool`: takes the place of one that is linked to `addresses`."""
         # A step of a busy test machine may take long: drafts are waited for, so that they are really verified.
         speculation = SpeculationConfig(**({"draft_timeout_ms": 10_000} | settings))
         self.runner = runner
@@ -85,7 +88,7 @@ class LoopbackTarget:
             "tiny",
             runner,
             StepLimits(max_model_len=256, max_num_seqs=max_num_seqs, max_num_batched_tokens=24),
-            DraftPool(FINGERPRINT),
+            pool or DraftPool(FINGERPRINT),
             speculation,
             rejection,
         )

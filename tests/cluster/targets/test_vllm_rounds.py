@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.link import LinkState
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.vllm.rounds import CoordinatedRounds

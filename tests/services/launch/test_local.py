@@ -16,11 +16,13 @@ from tests.waiting import wait_until
 @pytest.mark.parametrize(
     ("num_cores", "overrides", "max_run_ahead"),
     [
-        (2, [], 0),
+        (2, ["draft.placement=pool"], 0),
         (64, [], None),
-        (2, ["speculation.max_run_ahead=7"], 7),
+        (2, ["draft.placement=pool", "speculation.max_run_ahead=7"], 7),
         (2, ["draft.cpus=[1]"], None),
         (2, ["speculation.num_speculative_tokens=0"], None),
+        (2, ["draft.placement=in-process", "draft.in_process_threads=own"], 0),
+        (64, ["draft.placement=in-process", "draft.in_process_threads=own"], None),
     ],
 )
 def test_a_draft_on_the_targets_cores_does_not_run_ahead(
@@ -36,7 +38,7 @@ def test_a_draft_on_the_targets_cores_does_not_run_ahead(
     [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("127.0.0.7", "127.0.0.7")],
 )
 def test_metrics_pages_are_found_where_they_listen(host: str, reached: str) -> None:
-    settings = [f"target.metrics_host={host!r}", "target.metrics_port=9100", "router.port=0"]
+    settings = [f"target.metrics_host={host!r}", "target.metrics_port=9100", "router.port=0", "draft.placement=pool"]
     cluster = LocalCluster(load_config(None, settings))
     assert cluster.targets[0].metrics_url == f"http://{reached}:9100/metrics"
     assert cluster.drafts[0].metrics_url.startswith("http://127.0.0.1:")

@@ -62,13 +62,13 @@ matchExpressions:
 {{ $nodes }}
 {{- end -}}
 
-{{/* Where draft workers are: a pool, a sidecar of each target, or nothing when there are none. */}}
+{{/* Where draft workers are: a pool, a sidecar of each target, or nothing when there are none: targets may draft themselves. */}}
 {{- define "outrider.drafts" -}}
 {{- $draft := .Values.config.draft | default dict -}}
 {{- $speculation := .Values.config.speculation | default dict -}}
 {{- $replicas := int (dig "replicas" 1 $draft) -}}
-{{- if and (ne (toString $draft.drafter) "engine") (ne $replicas 0) (ne (int (dig "num_speculative_tokens" 4 $speculation)) 0) -}}
-{{- $placement := $draft.placement | default "pool" -}}
+{{- $placement := $draft.placement | default "pool" | replace "auto" "pool" -}}
+{{- if and (ne (toString $draft.drafter) "engine") (ne $placement "in-process") (ne $replicas 0) (ne (int (dig "num_speculative_tokens" 4 $speculation)) 0) -}}
 {{- if and (eq $placement "sidecar") (ne $replicas 1) -}}
 {{- fail (printf "config.draft.replicas %d: in a pod there is one sidecar, set it to 1" $replicas) -}}
 {{- end -}}

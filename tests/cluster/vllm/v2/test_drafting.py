@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
-from cluster.coordination.link import LinkState
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.vllm.coupling import Coupling

@@ -1,0 +1,75 @@
+"""What a coordinator asks of the links to its draft workers, wherever these are."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.telemetry.metrics import Reading
+from cluster.wire.messages import SpeculateReply, SpeculateRequest
+
+
+class LinkState(enum.Enum):
+    DOWN = enum.auto()
+    UP = enum.auto()
+
+
+class Link(Protocol):
+    """One draft worker, compared by identity."""
+
+    model: str  # which draft model its worker runs, as of when the link came up
+    expected_round_trip: float | None  # seconds, by its place; None: nobody knows
+
+    def send(self, request: SpeculateRequest) -> None:
+        """Hands `request` over, which is the link's from then on; never blocks. Dropped while the link is down."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEvent:
+    """Something that happened on a link: it went up or down, or a reply came."""
+
+    link: Link
+    event: LinkState | SpeculateReply
+    answer_seconds: float = 0.0  # of a reply: since the last message that was sent
+
+
+class LinkPool(ABC):
+    """The draft workers that one coordinator may use."""
+
+    trial_share: float  # of the sequences, that are to try draft models that are not the best
+    drafts_in_turn = False  # drafters compute in the engine's thread, while it polls with a timeout or lends a turn
+    drafting_seconds = 0.0  # processor time that they took of it
+
+    @property
+    @abstractmethod
+    def num_endpoints(self) -> int:
+        """Draft workers that are listed now. Any thread."""
+
+    @property
+    @abstractmethod
+    def num_links_up(self) -> int:
+        """Any thread."""
+
+    @abstractmethod
+    async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
+        """Keeps a link to every endpoint until cancelled, in an event loop.
+
+        Each item of `endpoints` is the whole list as it is from then on.
+        """
+
+    @abstractmethod
+    def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
+        """What happened since the last call; waits up to `timeout` seconds for something to happen.
+
+        For the engine's thread, as is `lend_turn`.
+        """
+
+    def lend_turn(self) -> None:  # noqa: B027  # drafters with threads of their own need none
+        """Lets drafters that compute in turn do one step of what they owe and no step waits for."""
+
+    @abstractmethod
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""

@@ -1,0 +1,226 @@
+"""A drafter in the target's process, behind the interface of a pool of draft workers. Nothing is encoded or sent.
+
+It computes in the engine's own thread, in turn with the target: while a step waits for proposals they are drafted, and
+nobody has to be woken. Or in a thread of its own, as in a draft worker, which is
+of use where the target leaves cores or a device free: only so can it run ahead.
+
+A drafter that fails is a draft worker that died: sequences decode plainly, and after a pause it begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from cluster.config import SpeculationConfig
+from cluster.coordination.backoff import Backoff
+from cluster.coordination.base import LinkEvent, LinkPool, LinkState
+from cluster.drafters.base import Drafter
+from cluster.drafting.worker import DraftWorker
+from cluster.telemetry.metrics import Reading
+from cluster.wire.messages import SpeculateReply, SpeculateRequest
+
+logger = logging.getLogger(__name__)
+
+_MAX_PAUSE_SECONDS = 30.0  # about, between a failure and the next attempt
+_STABLE_SECONDS = 5.0  # a drafter that has worked so long did not fail because of what came first
+
+
+class InProcessLink:
+    """One life of the drafter."""
+
+    def __init__(
+        self, worker: DraftWorker, model: str, notify: Callable[[LinkEvent], None], ended: Callable[[], None]
+    ) -> None:
+        """`ended` is called when sequences were closed."""
+        self.worker = worker
+        self.model = model
+        self.expected_round_trip: float | None = 0.0
+        self._notify = notify
+        self._ended = ended
+        self._sent_at = 0.0
+        self._number = worker.attach(self._deliver)
+
+    def send(self, request: SpeculateRequest) -> None:
+        self._sent_at = time.perf_counter()
+        self.worker.receive(self._number, request)
+        if request.closes:
+            self._ended()
+
+    def _deliver(self, reply: SpeculateReply) -> None:
+        self._notify(LinkEvent(self, reply, time.perf_counter() - self._sent_at))
+
+
+class InProcessPool(LinkPool):
+    """A pool of one, which is up from the start.
+
+    `model` names what it drafts with, `num_threads` says with how many threads it computes (None: as many as the
+    target). Without a thread of its own it drafts in turn, and `speculation` must not let it run ahead.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        model: str,
+        speculation: SpeculationConfig,
+        num_threads: int | None = None,
+        *,
+        has_own_thread: bool = False,
+    ) -> None:
+        self.trial_share = 0.0
+        self.drafts_in_turn = not has_own_thread
+        self._drafter = drafter
+        self._model = model
+        self._speculation = speculation
+        self._num_threads = num_threads
+        self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
+        self._backoff = Backoff()
+        self._retry_at = 0.0  # while it is down
+        self._up_at = 0.0
+        self._link: InProcessLink | None = None
+        self._worker = self._begin()
+
+    @property
+    def num_endpoints(self) -> int:
+        return 1
+
+    @property
+    def num_links_up(self) -> int:
+        return int(self._link is not None)
+
+    async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
+        """`endpoints` are not followed: there is nobody else to draft."""
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the drafter's own thread, if it has one."""
+        if not self.drafts_in_turn:
+            self._worker.stop()
+
+    def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
+        self._watch()
+        if timeout > 0.0 and self.drafts_in_turn:
+            self._draft(timeout)
+        events: list[LinkEvent] = []
+        if timeout > 0.0 and not self.drafts_in_turn:
+            try:
+                events.append(self._events.get(timeout=timeout))
+            except queue.Empty:
+                return events
+        while not self._events.empty():  # only this thread takes from it
+            events.append(self._events.get_nowait())
+        return events
+
+    def lend_turn(self) -> None:
+        link = self._link
+        if self.drafts_in_turn and link is not None and link.worker.has_work:
+            self._do(link.worker.step)
+
+    def readings(self) -> Iterator[Reading]:
+        yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", self.num_links_up)
+        yield Reading("outrider_draft_links_configured", "Draft workers that are listed now.", self.num_endpoints)
+        # By names of their own: the page has the target's too.
+        blocks, used = self._drafter.num_blocks, self._drafter.num_used_blocks
+        yield Reading("outrider_draft_kv_blocks", "KV blocks of the drafter in this process.", blocks)
+        yield Reading("outrider_draft_kv_blocks_used", "KV blocks of the drafter in this process, in use.", used)
+        yield from self._worker.readings()
+
+    def _begin(self) -> DraftWorker:
+        """A new life of the drafter, which holds no sequences."""
+        is_ready = threading.Event()
+        worker = DraftWorker(
+            self._drafter,
+            self._speculation.num_run_ahead_branches,
+            tunes_temperature=self._speculation.tunes_draft_temperature,
+            prepare_thread=partial(_compute_with, self._num_threads, is_ready),
+        )
+        self._link = InProcessLink(worker, self._model, self._events.put, self._take_in)
+        self._up_at = time.monotonic()
+        self._events.put(LinkEvent(self._link, LinkState.UP))
+        if not self.drafts_in_turn:
+            with _keeping_threads():
+                worker.start()
+                is_ready.wait()
+        return worker
+
+    def _watch(self) -> None:
+        """Notices that the drafter's own thread has ended, and that the pause after a failure has."""
+        if self._link is None:
+            if time.monotonic() >= self._retry_at:
+                self._worker = self._begin()
+        elif self._worker.error is not None:
+            self._fail(self._link, self._worker.error)
+
+    def _draft(self, timeout: float) -> None:
+        """Until something has happened, `timeout` seconds at most."""
+        deadline = time.perf_counter() + timeout
+        while self._link is not None and self._events.empty():
+            left = deadline - time.perf_counter()
+            if left <= 0.0:
+                return
+            if not self._link.worker.has_work:
+                time.sleep(left)  # whoever waits has asked for nothing
+                return
+            self._do(self._link.worker.step)
+
+    def _take_in(self) -> None:
+        """Sequences have ended: what they held is not kept until the next step, which may be long in coming."""
+        if self.drafts_in_turn and self._link is not None:
+            self._do(self._link.worker.take_in)
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Some of the drafter's work, in the engine's thread."""
+        assert self._link is not None
+        started_at = time.thread_time()
+        try:
+            with _keeping_threads():
+                if self._num_threads is not None:
+                    torch.set_num_threads(self._num_threads)
+                work()
+        except Exception as error:
+            self._fail(self._link, error)
+        self.drafting_seconds += time.thread_time() - started_at
+
+    def _fail(self, link: InProcessLink, error: BaseException) -> None:
+        self._link = None
+        self._events.put(LinkEvent(link, LinkState.DOWN))
+        if time.monotonic() >= self._up_at + _STABLE_SECONDS:
+            self._backoff.succeeded()
+        pause = self._backoff.failed(_MAX_PAUSE_SECONDS)
+        logger.error("the drafter failed; sequences decode plainly for %.1f s", pause, exc_info=error)
+        try:
+            link.worker.release_all()
+        except Exception:
+            pause = math.inf
+            logger.exception("the drafter cannot begin anew: restart the target to have drafts again")
+        self._retry_at = time.monotonic() + pause
+
+
+def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
+    """For a thread that computes with so many."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    is_ready.set()
+
+
+@contextlib.contextmanager
+def _keeping_threads() -> Iterator[None]:
+    """Threads to compute are as many afterwards, here and for threads that come later: one that sets its own number
+    sets theirs too."""
+    num_threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)

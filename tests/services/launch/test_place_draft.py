@@ -1,0 +1,74 @@
+"""Where the local launcher has drafts made."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+from cluster.config_file import load_config
+from services.launch import place_draft as module
+from services.launch.local import LocalCluster
+from services.launch.place_draft import place_draft
+
+SHARED = "one target and its draft share the few cores of this machine"
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_has_gpu", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "settings", "placement", "reason"),
+    [
+        (2, [], "in-process", SHARED),
+        (2, ["draft.drafter=layer-skip"], "in-process", SHARED),
+        (64, [], "pool", "there are cores for both"),
+        (2, ["draft.replicas=2"], "pool", "there are 1 targets and 2 draft workers"),
+        (2, ["target.replicas=2"], "pool", "there are 2 targets and 1 draft workers"),
+        (2, ["target.engine=simulated", "draft.drafter=simulated"], "pool", "target.engine is simulated"),
+        (2, ["target.engine=vllm"], "pool", "target.engine is vllm"),
+        (2, ["target.device=cuda"], "pool", "a GPU may be used"),
+        (2, ["draft.cpus=[1]"], "pool", "cores or threads are set"),
+        (2, ["simulation.round_trip_ms=5"], "pool", "the simulation has a network"),
+    ],
+)
+def test_auto_is_decided(
+    num_cores: int, settings: list[str], placement: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    config, why = place_draft(load_config(None, settings))
+    assert (config.draft.placement, why) == (placement, reason)
+
+
+def test_the_log_says_what_was_decided(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with caplog.at_level(logging.INFO):
+        cluster = LocalCluster(load_config(None, ["router.port=0"]))
+    assert cluster.drafts == []
+    lines = [record.getMessage() for record in caplog.records]
+    assert "draft.placement auto: in-process, as one target and its draft share the few cores of this machine" in lines
+
+
+def test_a_gpu_at_hand_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_has_gpu", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    config, _ = place_draft(load_config(None, []))
+    assert config.draft.placement == "pool"
+
+
+@pytest.mark.parametrize("placement", ["pool", "sidecar", "in-process"])
+def test_what_is_set_stays(placement: str) -> None:
+    config = load_config(None, [f"draft.placement={placement}"])
+    assert place_draft(config) == (config, None)
+
+
+@pytest.mark.parametrize("num_targets", [1, 2])
+def test_a_cluster_that_drafts_in_process_has_no_draft_workers(num_targets: int) -> None:
+    settings = ["router.port=0", "draft.placement=in-process", f"target.replicas={num_targets}"]
+    cluster = LocalCluster(load_config(None, settings))
+    assert cluster.drafts == []
+    assert len(cluster.targets) == num_targets
+    assert all("draft" not in name for name in cluster.metrics_urls)
