@@ -93,8 +93,8 @@ def _check_shared(config: Config, target: LoadedModel) -> None:
             )
     if draft.gpu_kernels != config.target.gpu_kernels:
         raise ConfigurationError(
-            f"draft.gpu_kernels {draft.gpu_kernels}: in the target's process the drafter {draft.drafter} has the target's "
-            f"model, with gpu_kernels {config.target.gpu_kernels}: set the same, or draft.placement pool"
+            f"draft.gpu_kernels {draft.gpu_kernels}: in the target's process the drafter {draft.drafter} has the "
+            f"target's model, with gpu_kernels {config.target.gpu_kernels}: set the same, or draft.placement pool"
         )
 
 

@@ -75,8 +75,8 @@ def load_model(
 ) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
 
-    `layers` leaves the other layers out; `form` is that of `form_on` unless given. `ends` are weights of the same model in
-    the format of that form, whose embedding, last norm and head are taken as they are instead of read.
+    `layers` leaves the other layers out; `form` is that of `form_on` unless given. `ends` are weights of the same model
+    in the format of that form, whose embedding, last norm and head are taken as they are instead of read.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)

@@ -33,7 +33,7 @@ SEGMENT = Segment(list(range(20)), 0, list(range(5)), num_logits=20)
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Model]:
     form: type[Model] = request.param
-    monkeypatch.setattr(loader, "fastest_form", lambda *_: form)
+    monkeypatch.setattr(loader, "form_on", lambda *_: form)
     return form
 
 
