@@ -50,7 +50,7 @@ def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
     draft, runner = config.draft, load_draft_model(config, progress)
     max_model_len = runner.model.config.resolve_max_model_len(draft.max_model_len)
     limits = StepLimits.of(draft, max_model_len)
-    if draft.gpu_kernels == "torch" or runner.model.device.type != "cuda":
+    if runner.gpu_kernels == "torch" or runner.model.device.type != "cuda":
         return ModelDrafter(runner, limits)
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
 
