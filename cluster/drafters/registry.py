@@ -102,7 +102,7 @@ def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
     """The drafter whose model and cache are `runner`."""
     max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
     limits = StepLimits.of(config.draft, max_model_len)
-    if config.draft.gpu_kernels == "torch" or runner.model.device.type != "cuda":
+    if runner.gpu_kernels == "torch" or runner.model.device.type != "cuda":
         return ModelDrafter(runner, limits)
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
 

@@ -6,8 +6,9 @@ import logging
 
 import torch
 
-from cluster.engine.batch import Batch
+from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention, constants
+from cluster.engine.gpu_kernels.tiles import SPLIT
 from cluster.engine.graph_memory import graph_sizes
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.model import TorchModel
@@ -42,10 +43,24 @@ class TritonModel(TorchModel):
     def prepare(self, max_rows: int, max_context: int) -> None:
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
+                self.warm_up()
                 free, _ = torch.cuda.mem_get_info()
                 self.record(max_rows, max_context, CudaRecorder())
                 left, _ = torch.cuda.mem_get_info()
             logger.info("CUDA graphs: %.2f GB", (free - left) / 1e9)
+
+    def warm_up(self) -> None:
+        """Has attention compiled for steps that are not recorded: chains and trees, over one split and over several.
+
+        What they write goes to the spare block.
+        """
+        for context_len in (2, SPLIT + 2):
+            if context_len > self.config.max_position_embeddings:
+                continue
+            table = [self._kv_cache.spare_block] * -(-context_len // self.block_size)
+            for parents in (None, [-1, 0]):
+                segment = Segment([0, 0], context_len - 2, table, 1, parents)
+                self.forward(pack([segment], self.block_size, self.device))
 
     @torch.inference_mode()
     def record(self, max_rows: int, max_context: int, record: Recorder) -> None:

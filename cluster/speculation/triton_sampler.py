@@ -95,13 +95,18 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
             shaped_rows.extend(range(start, end))
         start = end
 
-    packed = np.concatenate([rows.ravel(), np.array(shaped_rows, dtype=np.int64), *appendix])
+    # Triton compiles anew for pointers that are not multiples of 16 bytes: each part has an even number of words.
+    border = rows.size + len(shaped_rows) + len(shaped_rows) % 2
+    packed = np.zeros(border + appendix_len, dtype=np.int64)
+    packed[: rows.size] = rows.ravel()
+    packed[rows.size : rows.size + len(shaped_rows)] = shaped_rows
+    if appendix:
+        packed[border:] = np.concatenate(appendix)
     on_device = torch.from_numpy(packed).to(device, non_blocking=True)
-    border = rows.size + len(shaped_rows)
     return RowTable(
         rows=on_device[: rows.size].view(num_rows, len(COLUMNS)),
         appendix=on_device[border:],
-        shaped_rows=on_device[rows.size : border],
+        shaped_rows=on_device[rows.size : rows.size + len(shaped_rows)],
         masks=torch.cat(masks).to(device, non_blocking=True)
         if masks
         else torch.zeros(1, 1, dtype=torch.int32).to(device),

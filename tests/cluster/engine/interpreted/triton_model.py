@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.engine import triton_model
 from cluster.engine.batch import Segment, pack
+from cluster.engine.gpu_kernels import paged_attention
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.loader import load_model
 from cluster.engine.model import Model, TorchModel
@@ -67,6 +69,16 @@ def test_the_same_logits_and_cache(folder: Path) -> None:
     plain, other = model_and_cache(folder, TorchModel), model_and_cache(folder, TritonModel)
     for trees in (False, True, True):
         assert_same(plain, other, random_segments(rng, trees=trees))
+
+
+def test_warming_up_changes_no_block_of_a_sequence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (triton_model, paged_attention):
+        monkeypatch.setattr(module, "SPLIT", 64)
+    model, cache = model_and_cache(folder, TritonModel)
+    before = cache.keys[:, : NUM_BLOCKS * BLOCK_SIZE].clone()
+    assert isinstance(model, TritonModel)
+    model.warm_up()
+    assert torch.equal(cache.keys[:, : NUM_BLOCKS * BLOCK_SIZE], before)
 
 
 def test_steps_that_are_recorded(folder: Path) -> None:

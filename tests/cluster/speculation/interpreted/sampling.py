@@ -169,3 +169,13 @@ def test_positions_and_keys_of_all_sizes() -> None:
     for position in (1, 2**31 - 1, 2**32 + 5, 2**53 + 1, 2**62):
         request = SampleRequest(SamplingParams(), NoiseKey(2**64 - 1, 2**63), Long(position), 1)
         assert_same(random_logits(7, 1, 300), [request])
+
+
+def test_the_parts_of_a_table_lie_where_one_compilation_serves() -> None:
+    """Triton compiles anew for pointers that are not multiples of 16 bytes, in a timed step."""
+    params = SamplingParams(repetition_penalty=1.1, logit_bias=((1, 2.0),))
+    for num_rows in (1, 2, 3):
+        requests = [SampleRequest(params, NoiseKey(1, 2), [3, 4], 1) for _ in range(num_rows)]
+        table = triton_sampler.table_of(requests, 100, CPU)
+        for part in (table.rows, table.shaped_rows, table.appendix, table.masks):
+            assert part.data_ptr() % 16 == 0
