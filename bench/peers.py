@@ -160,7 +160,7 @@ def _systems(folder: Path, arguments: argparse.Namespace) -> list[System]:
             "vLLM EAGLE", target, {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
         ),
     }
-    for k in (3, 5):
+    for k in (3, 5, 7):
         for way in ("greedy", "probabilistic"):
             own = {"method": "draft_model", "model": draft, "num_speculative_tokens": k, "draft_sample_method": way}
             made[f"draft-{k}-{way}"] = lambda own=own, k=k, way=way: _vllm(f"vLLM draft_model K={k} {way}", target, own)

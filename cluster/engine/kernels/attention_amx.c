@@ -38,18 +38,26 @@
 #define SUMS 6
 #define MORE_SUMS 7
 
+/* Where a chunk's positions are in the cache, as `find` has them. */
+typedef struct {
+    int64_t start, count;
+    int64_t indices[CHUNK];
+} Chunk;
+
 /* What a part's queries have seen so far. There are `num_columns` columns of 16 queries for each of the part's heads. */
 typedef struct {
     const Attention *attention;
     const Part *part;
     int64_t num_queries, num_columns, max_position;
     int64_t size;             /* head_dim, in whole tiles */
+    __m512 scale;             /* of scores */
     const int32_t *positions; /* [num_columns * 16], of each query */
     const uint16_t *queries;  /* [heads, num_columns, size / 32] tiles: pairs of inputs, queries */
-    uint16_t *keys;           /* [size / 32, 2] tiles: positions, inputs */
+    uint16_t *keys;           /* [size / 32, 2] tiles: positions, inputs; where they cannot be read in place */
     uint16_t *values;         /* [size / 16] tiles: pairs of positions, dimensions */
-    float *sums;              /* [heads, num_columns * 16, size] */
+    float *sums;              /* [heads, num_columns * 16, size], dimensions in the order that `values` has */
     float *largest, *totals;  /* [heads, num_columns * 16]: of the scores, and of their exponentials */
+    Chunk ahead;              /* what was asked for last */
 } Progress;
 
 /* Rounded to bfloat16, in the upper halves. */
@@ -77,44 +85,89 @@ INLINE void lay_out_queries(const Attention *a, const Part *p, int64_t head, int
     }
 }
 
-/* Keys and values of the part's head number `head` at `count` indices; nought beyond. */
-INLINE void gather(const Progress *p, int64_t head, const int64_t *indices, int64_t count) {
+/* Keys of the part's head number `head`; nought beyond the chunk's count. */
+INLINE void gather_keys(const Progress *p, int64_t head, const Chunk *chunk) {
     const Attention *a = p->attention;
     const uint16_t *keys = (const uint16_t *)a->keys + head * a->head_dim;
-    const uint16_t *values = (const uint16_t *)a->values + head * a->head_dim;
-    for (int64_t i = 0; i < CHUNK; i += 2) {
-        const __mmask32 has_even = i < count ? 0xffffffff : 0, has_odd = i + 1 < count ? 0xffffffff : 0;
-        const int64_t even = has_even ? indices[i] : 0, odd = has_odd ? indices[i + 1] : 0;
+    for (int64_t i = 0; i < CHUNK; i++) {
+        const __mmask32 is_there = i < chunk->count ? 0xffffffff : 0;
         for (int64_t d = 0; d < p->size; d += INPUTS) {
-            const __mmask32 inside = a->head_dim - d >= INPUTS ? 0xffffffff : 0xffff;
-            uint16_t *to = p->keys + d / INPUTS * 2 * TILE + i * INPUTS;
-            _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(has_even & inside, keys + even + d));
-            _mm512_storeu_si512(to + INPUTS, _mm512_maskz_loadu_epi16(has_odd & inside, keys + odd + d));
-        }
-        for (int64_t d = 0; d < a->head_dim; d += LANES) {
-            const __m256i lower = _mm256_maskz_loadu_epi16((__mmask16)has_even, values + even + d);
-            const __m256i upper = _mm256_maskz_loadu_epi16((__mmask16)has_odd, values + odd + d);
-            const __m512i pair = _mm512_or_si512(_mm512_cvtepu16_epi32(lower),
-                                                 _mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16));
-            _mm512_storeu_si512(p->values + d / LANES * TILE + i / 2 * 32, pair);
+            const __mmask32 inside = is_there & (a->head_dim - d >= INPUTS ? 0xffffffff : 0xffff);
+            const __m512i key = _mm512_maskz_loadu_epi16(inside, keys + (is_there ? chunk->indices[i] : 0) + d);
+            _mm512_storeu_si512(p->keys + d / INPUTS * 2 * TILE + i * INPUTS, key);
         }
     }
 }
 
-/* scores = the chunk's keys times a column of queries: [CHUNK, 16]. */
-INLINE TILE_TARGET void score(const Progress *p, int64_t column, float *scores) {
+/*
+ * Values of the part's head number `head`, nought beyond the chunk's count: no number times what may lie there is.
+ * Of 32 dimensions a tile has the lower halves of all eights, and the next the upper ones, as the processor pairs them.
+ */
+INLINE void gather_values(const Progress *p, int64_t head, const Chunk *chunk) {
+    const Attention *a = p->attention;
+    const uint16_t *values = (const uint16_t *)a->values + head * a->head_dim;
+    for (int64_t i = 0; i < CHUNK; i += 2) {
+        const __mmask32 has_even = i < chunk->count ? 0xffffffff : 0, has_odd = i + 1 < chunk->count ? 0xffffffff : 0;
+        const int64_t even = has_even ? chunk->indices[i] : 0, odd = has_odd ? chunk->indices[i + 1] : 0;
+        for (int64_t d = 0; d < p->size; d += INPUTS) {
+            const __mmask32 inside = a->head_dim - d >= INPUTS ? 0xffffffff : 0xffff;
+            const __m512i first = _mm512_maskz_loadu_epi16(has_even & inside, values + even + d);
+            const __m512i second = _mm512_maskz_loadu_epi16(has_odd & inside, values + odd + d);
+            uint16_t *to = p->values + d / INPUTS * 2 * TILE + i / 2 * 32;
+            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(first, second));
+            _mm512_storeu_si512(to + TILE, _mm512_unpackhi_epi16(first, second));
+        }
+    }
+}
+
+/* Of sums in the order of `gather_values`, the lower or the upper 16 of 32 dimensions. */
+INLINE __m512 in_order(const float *sums, const int upper) {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i places = upper ? _mm512_add_epi32(low, _mm512_set1_epi32(8)) : low;
+    return _mm512_permutex2var_ps(_mm512_loadu_ps(sums), places, _mm512_loadu_ps(sums + LANES));
+}
+
+/*
+ * Whether tiles of keys can be read where they are: 16 positions then lie in one block. What is read beyond the
+ * chunk's count, or was never written, makes scores that nobody sees.
+ */
+INLINE int is_in_place(const Progress *p, const int64_t *path) {
+    return path == NULL && p->attention->block_size % 16 == 0 && p->size == p->attention->head_dim;
+}
+
+/* scores = the chunk's keys times a column of queries: [CHUNK, 16]. The tile of 16 * half positions, and of 32 inputs,
+   has its first number at tiles[half] + block * step, and rows `stride` bytes apart. */
+typedef struct {
+    const uint16_t *tiles[2]; /* the second NULL: there are no more than 16 positions */
+    int64_t step, stride;
+} Keys;
+
+INLINE TILE_TARGET void score(const Progress *p, int64_t column, const Keys *keys, float *scores) {
     const uint16_t *queries = p->queries + column * 16 * p->size;
     tile_zero(SCORES);
     tile_zero(MORE_SCORES);
     for (int64_t block = 0; block < p->size / INPUTS; block++) {
         tile_load(QUERIES, queries + block * TILE);
-        tile_load(KEYS, p->keys + 2 * block * TILE);
-        tile_load(MORE_KEYS, p->keys + (2 * block + 1) * TILE);
+        tile_load_apart(KEYS, keys->tiles[0] + block * keys->step, keys->stride);
         tile_dot(SCORES, KEYS, QUERIES);
+        if (keys->tiles[1] == NULL) continue;
+        tile_load_apart(MORE_KEYS, keys->tiles[1] + block * keys->step, keys->stride);
         tile_dot(MORE_SCORES, MORE_KEYS, QUERIES);
     }
     tile_store(SCORES, scores);
     tile_store(MORE_SCORES, scores + 16 * LANES);
+}
+
+/* The tiles of keys of the part's head number `head`. */
+INLINE Keys keys_of(const Progress *p, int64_t head, const Chunk *chunk, const int64_t *path) {
+    const Attention *a = p->attention;
+    if (!is_in_place(p, path)) {
+        gather_keys(p, head, chunk);
+        return (Keys){{p->keys, p->keys + TILE}, 2 * TILE, INPUTS * sizeof(uint16_t)};
+    }
+    const uint16_t *keys = (const uint16_t *)a->keys + head * a->head_dim;
+    const uint16_t *more = chunk->count > 16 ? keys + chunk->indices[16] : NULL;
+    return (Keys){{keys + chunk->indices[0], more}, INPUTS, a->num_kv_heads * a->head_dim * (int64_t)sizeof(uint16_t)};
 }
 
 /* Keys that each query sees of the chunk at `start`. */
@@ -136,14 +189,12 @@ INLINE float sum_of_lanes(__m512 x) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-INLINE __m512 scale_of(const Progress *p) { return _mm512_set1_ps(1.0f / sqrtf((float)p->attention->head_dim)); }
-
 /*
  * The softmax's weights for a column of queries, as far as is known by now: a tile of queries by positions. Returns
  * by how much what was summed before has to be multiplied. Sums of weights are made by halves, as in weigh_one.
  */
 INLINE __m512 weigh(const Progress *p, int64_t column, const float *scores, const __mmask16 *visible, float *weights) {
-    const __m512 scale = scale_of(p), before = _mm512_loadu_ps(p->largest + column * LANES);
+    const __m512 scale = p->scale, before = _mm512_loadu_ps(p->largest + column * LANES);
     __m512 largest = before, scaled[CHUNK];
 #pragma GCC unroll 32
     for (int k = 0; k < CHUNK; k++) {
@@ -180,7 +231,7 @@ INLINE float weigh_one(const Progress *p, int64_t start, int64_t position, int64
                                               _mm512_set1_epi32(LANES));
     const int64_t seen = position + 1 - start, before = seen - p->attention->span;
     const __mmask32 visible = first_keys(seen) & ~first_keys(before);
-    const __m512 scale = scale_of(p);
+    const __m512 scale = p->scale;
     const __m512 first = _mm512_mul_ps(_mm512_i32gather_ps(places, scores, 4), scale);
     const __m512 second = _mm512_mul_ps(_mm512_i32gather_ps(places, scores + 16 * LANES, 4), scale);
     const __m512 none = _mm512_set1_ps(-INFINITY);
@@ -227,37 +278,44 @@ INLINE TILE_TARGET void accumulate(const Progress *p, int64_t column, int64_t fi
     }
 }
 
-/* Asks for the keys and values of the part's heads at `count` indices. */
-INLINE void ask_ahead(const Progress *p, const int64_t *indices, int64_t count) {
+/* Asks for the keys and values of the part's heads. */
+INLINE void ask_for(const Progress *p, const Chunk *chunk) {
     const Attention *a = p->attention;
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < chunk->count; i++)
         for (int64_t d = 0; d < p->part->num_heads * a->head_dim; d += 32) {
-            _mm_prefetch((const char *)((const uint16_t *)a->keys + indices[i] + d), _MM_HINT_T1);
-            _mm_prefetch((const char *)((const uint16_t *)a->values + indices[i] + d), _MM_HINT_T1);
+            _mm_prefetch((const char *)((const uint16_t *)a->keys + chunk->indices[i] + d), _MM_HINT_T1);
+            _mm_prefetch((const char *)((const uint16_t *)a->values + chunk->indices[i] + d), _MM_HINT_T1);
         }
 }
 
+INLINE void find_chunk(const Progress *p, int64_t start, int64_t last, const int64_t *path, Chunk *chunk) {
+    chunk->start = start;
+    chunk->count = last - start < CHUNK ? last + 1 - start : CHUNK;
+    find(p->attention, p->part, start, chunk->count, path, chunk->indices);
+}
+
 TILE_TARGET static void visit(void *progress, int64_t start, const int64_t *path, int64_t first, int64_t end) {
-    const Progress *p = progress;
+    Progress *p = progress;
     const int64_t group = group_of(p->attention), row = first_row_of(p->attention, p->part);
     const int64_t *positions = p->attention->positions + row;
-    const int64_t last = start + CHUNK - 1, after = p->max_position - last, seen = positions[(end - 1) / group] + 1 - start;
-    const int64_t count = seen < CHUNK ? seen : CHUNK;
-    int64_t indices[CHUNK];
-    if (path == NULL && after > 0) {
-        find(p->attention, p->part, start + CHUNK, after < CHUNK ? after : CHUNK, NULL, indices);
-        ask_ahead(p, indices, after < CHUNK ? after : CHUNK);
+    const int64_t last = start + CHUNK - 1, last_seen = positions[(end - 1) / group];
+    Chunk chunk;
+    if (path == NULL && p->ahead.start == start) chunk = p->ahead;
+    else find_chunk(p, start, last_seen, path, &chunk);
+    if (path == NULL && last_seen > last) {
+        find_chunk(p, last + 1, last_seen, NULL, &p->ahead);
+        ask_for(p, &p->ahead);
     }
-    find(p->attention, p->part, start, count, path, indices);
     /* Whether all see all of it: in the order of positions the first query reaches least far. */
     const int is_whole = path == NULL && last <= positions[first / group] && start > p->max_position - p->attention->span;
     for (int64_t head = 0; head < p->part->num_heads; head++) {
-        gather(p, head, indices, count);
+        const Keys keys = keys_of(p, head, &chunk, path);
+        gather_values(p, head, &chunk);
         for (int64_t column = first / 16; column * 16 < end; column++) {
             _Alignas(64) float scores[CHUNK * LANES], weights[16 * LANES], rescale[LANES];
             const int64_t of_head = head * p->num_columns + column, left = end - column * 16, before = first - column * 16;
             const int64_t from = before > 0 ? before : 0, to = left < 16 ? left : 16;
-            score(p, of_head, scores);
+            score(p, of_head, &keys, scores);
             if (to - from <= FEW) {
                 for (int64_t q = from; q < to; q++) {
                     const int64_t position = p->positions[column * 16 + q];
@@ -290,19 +348,22 @@ INLINE TILE_TARGET void attend(const Attention *a, const Part *part) {
     for (int64_t i = 0; i < of_heads; i++) largest[i] = -INFINITY, totals[i] = 0;
     memset(sums, 0, sizeof sums);
     memset(queries, 0, sizeof queries);
-    if (a->head_dim < size) memset(values, 0, sizeof values);
     for (int64_t head = 0; head < part->num_heads; head++)
         lay_out_queries(a, part, part->first_head + head, num_queries, size, queries + head * num_columns * 16 * size);
-    Progress progress = {a, part, num_queries, num_columns, max_position, size,
-                         positions, queries, keys, values, sums, largest, totals};
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)a->head_dim));
+    Progress progress = {a, part, num_queries, num_columns, max_position, size, scale,
+                         positions, queries, keys, values, sums, largest, totals, {.start = -1}};
     walk(a, part, CHUNK, visit, &progress);
     for (int64_t head = 0; head < part->num_heads; head++)
         for (int64_t q = 0; q < num_queries; q++) {
             float *y = answer_of(a, part, part->first_head + head, q);
             const int64_t from = head * num_columns * 16 + q;
             const __m512 total = _mm512_set1_ps(totals[from]);
-            for (int64_t d = 0; d < a->head_dim; d += LANES)
-                _mm512_storeu_ps(y + d, _mm512_div_ps(_mm512_loadu_ps(sums + from * size + d), total));
+            for (int64_t d = 0; d < a->head_dim; d += INPUTS) {
+                const float *summed = sums + from * size + d;
+                _mm512_storeu_ps(y + d, _mm512_div_ps(in_order(summed, 0), total));
+                if (d + LANES < a->head_dim) _mm512_storeu_ps(y + d + LANES, _mm512_div_ps(in_order(summed, 1), total));
+            }
         }
 }
 

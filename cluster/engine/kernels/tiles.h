@@ -27,10 +27,11 @@ INLINE void tile_release(void) { __asm__ volatile("tilerelease"); }
 
 #define tile_zero(t) __asm__ volatile("tilezero %%tmm%c0" ::"i"(t))
 
-/* Rows of 64 bytes, one after the other. */
-#define tile_load(t, from) \
+/* Rows of 64 bytes, `stride` bytes apart, or one after the other. */
+#define tile_load_apart(t, from, stride) \
     __asm__ volatile( \
-        "tileloadd (%1,%2,1), %%tmm%c0" ::"i"(t), "r"((const void *)(from)), "r"((int64_t)64) : "memory")
+        "tileloadd (%1,%2,1), %%tmm%c0" ::"i"(t), "r"((const void *)(from)), "r"((int64_t)(stride)) : "memory")
+#define tile_load(t, from) tile_load_apart(t, from, 64)
 #define tile_store(t, to) \
     __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(t), "r"((void *)(to)), "r"((int64_t)64) : "memory")
 

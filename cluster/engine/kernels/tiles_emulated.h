@@ -27,7 +27,11 @@ static void tile_release(void) { memset(&shapes_now, 0, sizeof shapes_now); }
 
 static void tile_zero(int t) { memset(&tiles[t], 0, sizeof tiles[t]); }
 
-static void tile_load(int t, const void *from) { memcpy(&tiles[t], from, (size_t)shapes_now.rows[t] * 64); }
+static inline void tile_load_apart(int t, const void *from, int64_t stride) {
+    for (int row = 0; row < shapes_now.rows[t]; row++) memcpy(tiles[t].bytes[row], (const char *)from + row * stride, 64);
+}
+
+static void tile_load(int t, const void *from) { tile_load_apart(t, from, 64); }
 
 static void tile_store(int t, void *to) { memcpy(to, &tiles[t], (size_t)shapes_now.rows[t] * 64); }
 
