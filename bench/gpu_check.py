@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from bench import gpu_kernels_check
-from bench.gpu_rows import Row, milliseconds
+from bench.gpu_rows import PAIR_INTERMEDIATE_SIZE, PAIR_WIDTH_FACTOR, Row, milliseconds
 from bench.machine import describe_machine
 from bench.models import make_pair
 from cluster.config import Config
@@ -53,7 +53,6 @@ PARAMS = (
     SamplingParams(temperature=1.0, logit_bias=((7, 4.0), (11, -100.0))),
 )
 NEAR_TIE = 1e-4  # of logit / T + g
-WIDTH_FACTOR, INTERMEDIATE_SIZE = 16, 32_768
 NUM_BLOCKS, BLOCK_SIZE = 512, 16
 SECONDS = 400  # of a bench that is run as a program
 _CHECKS = ("sampling", "constraints", "steps", *gpu_kernels_check.CHECKS, "answers", "engine", "speed")
@@ -258,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         chosen = {name: check for name, check in checks.items() if not arguments.only or name in arguments.only}
         if chosen.keys() & {"engine", "speed"}:
-            make_pair(pair, width_factor=WIDTH_FACTOR, intermediate_size=INTERMEDIATE_SIZE)
+            make_pair(pair, width_factor=PAIR_WIDTH_FACTOR, intermediate_size=PAIR_INTERMEDIATE_SIZE)
         rows = run(chosen, arguments.out)
     return int(any(row.held is False for row in rows))
 

@@ -1,4 +1,4 @@
-"""What checks on a GPU have in common: a row of their table, and times."""
+"""What checks on a GPU have in common: a row of their table, times, and the size of the pair that is timed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+PAIR_WIDTH_FACTOR, PAIR_INTERMEDIATE_SIZE = 16, 32_768  # of the bundled target, for `bench.models`: 4.2B parameters
 
 
 @dataclass(slots=True)
