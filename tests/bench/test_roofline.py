@@ -7,11 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from bench.roofline import NUM_SEQS, ROWS, Case, compare, compare_sampling, main, measured_models
+from bench.roofline import (
+    NUM_SEQS,
+    ROWS,
+    Case,
+    burst_table,
+    compare,
+    compare_sampling,
+    compared_table,
+    main,
+    measured_models,
+    sampling_table,
+    verify_table,
+)
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GPUS, parse_gpus
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
+PAGES = ("MEASURED.md", "PLANNING.md")
 
 
 def case(model: str, gpus: str, *, all_reduce_seconds: float = 0.0) -> Case:
@@ -94,3 +107,11 @@ def test_the_committed_bounds_are_those_of_the_code(tmp_path: Path) -> None:
 def test_a_model_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--target", "9B", "H100"]) == 2
     assert "9B" in capsys.readouterr().err
+
+
+def test_the_pages_have_what_the_bench_prints() -> None:
+    measured, planning = ((RESULTS.parents[1] / "docs" / page).read_text("utf-8") for page in PAGES)
+    assert compared_table(compare(RESULTS)[1]) in measured
+    assert sampling_table(compare_sampling(RESULTS)) in measured
+    assert verify_table(case("70B:bf16", "4xH100", all_reduce_seconds=10e-6)) in planning
+    assert burst_table([case("1B:bf16", gpu) for gpu in ("A10G", "L4", "A100-80", "H100", "H200")]) in planning
