@@ -69,10 +69,8 @@ class Case:
         return self.option.target_dollars_per_hour + (self.option.draft_dollars_per_hour or 0.0)
 
     def config(self, load: Load, planned: Plan, scale: float) -> Config:
-        kv_tokens = load.num_seqs * load.mean_context
-
         def curve(steps: Roofline) -> list[tuple[int, float]]:
-            return [(rows, scale * ms) for rows, ms in curve_points(steps, kv_tokens, _ROWS)]
+            return [(rows, scale * ms) for rows, ms in curve_points(steps, load.num_seqs, load.mean_context, _ROWS)]
 
         target = self.option.target
         assert isinstance(target, Roofline)

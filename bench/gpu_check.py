@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,17 @@ from typing import Any
 import torch
 
 from bench import gpu_kernels_check
-from bench.gpu_rows import Row, milliseconds
+from bench.gpu_rows import (
+    PAIR_INTERMEDIATE_SIZE,
+    PAIR_WIDTH_FACTOR,
+    RESULTS,
+    ROWS,
+    VERDICTS,
+    VOCAB_SIZES,
+    Row,
+    milliseconds,
+    not_listed,
+)
 from bench.machine import describe_machine
 from bench.models import make_pair
 from cluster.config import Config
@@ -42,7 +53,6 @@ from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logit
 from cluster.speculation.scoring import token_logprobs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-VOCAB_SIZES = (4096, 128_256)
 PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -53,11 +63,8 @@ PARAMS = (
     SamplingParams(temperature=1.0, logit_bias=((7, 4.0), (11, -100.0))),
 )
 NEAR_TIE = 1e-4  # of logit / T + g
-WIDTH_FACTOR, INTERMEDIATE_SIZE = 16, 32_768
 NUM_BLOCKS, BLOCK_SIZE = 512, 16
 SECONDS = 400  # of a bench that is run as a program
-_CHECKS = ("sampling", "constraints", "steps", *gpu_kernels_check.CHECKS, "answers", "engine", "speed")
-_VERDICTS = {True: "held", False: "NOT held", None: "seen"}
 
 
 def check_sampling() -> list[Row]:
@@ -184,9 +191,10 @@ def check_engine(pair: Path, results: Path) -> list[Row]:
     """What a step costs by its rows, of either model with the GPU to itself."""
     rows = []
     for name, quantizations in (("draft", ""), ("target", "int8,int4")):
-        out = results / f"gpu-engine-{name}.json"
+        row = f"cost of a step, {name}"
+        out = results / RESULTS[row]
         arguments = ("--model", str(pair / name), "--quantizations", quantizations, "--repeats", "20")
-        rows.append(Row(f"cost of a step, {name}", None, "\n" + _run("bench.engine", *arguments, "--out", str(out))))
+        rows.append(Row(row, None, "\n" + _run("bench.engine", *arguments, "--out", str(out))))
     return rows
 
 
@@ -196,12 +204,13 @@ def check_speed(pair: Path, results: Path) -> list[Row]:
     for device, temperatures in (("cpu", "0,1"), ("cuda", "0")):
         settings = [f"target.model={pair}/target", f"draft.model={pair}/draft", f"draft.device={device}"]
         sets = [part for setting in (*settings, "target.kv_cache_bytes=4000000000") for part in ("--set", setting)]
+        row = f"speedup, target on the GPU, draft on {device}"
         out = _run(
             *("bench.speedup", *sets, "--streams", "1,4,16", "--depths", "auto,0,2,4", "--temperatures", temperatures),
             *("--prompts", "4", "--max-tokens", "128", "--repeats", "3"),
-            *("--out", str(results / f"gpu-speedup-draft-on-{device}.json")),
+            *("--out", str(results / RESULTS[row])),
         )
-        rows.append(Row(f"speedup, target on the GPU, draft on {device}", None, "\n" + out))
+        rows.append(Row(row, None, "\n" + out))
     return rows
 
 
@@ -218,25 +227,28 @@ def _run(module: str, *arguments: str) -> str:
 def run(checks: dict[str, Callable[[], list[Row]]], out: Path) -> list[Row]:
     rows: list[Row] = []
     machine = describe_machine() | {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    today = datetime.now(UTC).date().isoformat()
     for name, check in checks.items():
         started_at = time.perf_counter()
         try:
             found = check()
+            if (wrong := not_listed(name, found)) is not None:
+                found.append(wrong)
         except Exception as error:
             traceback.print_exc()
             found = [Row(name, False, f"{type(error).__name__}: {error}")]
         print(f"{name}: {time.perf_counter() - started_at:.0f} s", file=sys.stderr, flush=True)
         for row in found:
-            print(f"{_VERDICTS[row.held]}: {row.check}: {row.seen} {row.figures or ''}", flush=True)
+            print(f"{VERDICTS[row.held]}: {row.check}: {row.seen} {row.figures or ''}", flush=True)
         rows += found
-        document = {"machine": machine, "rows": [asdict(row) for row in rows]}
+        document = {"date": today, "machine": machine, "rows": [asdict(row) for row in rows]}
         out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.gpu_check", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=_CHECKS)
+    parser.add_argument("--only", nargs="+", choices=tuple(ROWS))
     parser.add_argument("--out", type=Path, default=None, help="default: bench/results/gpu.json")
     arguments = parser.parse_args(argv)
     if arguments.only and arguments.out is None:
@@ -258,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         chosen = {name: check for name, check in checks.items() if not arguments.only or name in arguments.only}
         if chosen.keys() & {"engine", "speed"}:
-            make_pair(pair, width_factor=WIDTH_FACTOR, intermediate_size=INTERMEDIATE_SIZE)
+            make_pair(pair, width_factor=PAIR_WIDTH_FACTOR, intermediate_size=PAIR_INTERMEDIATE_SIZE)
         rows = run(chosen, arguments.out)
     return int(any(row.held is False for row in rows))
 

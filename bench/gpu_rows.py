@@ -1,12 +1,49 @@
-"""What checks on a GPU have in common: a row of their table, and times."""
+"""What checks on a GPU have in common: the rows of their table, times, and the size of the pair that is timed."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+PAIR_WIDTH_FACTOR, PAIR_INTERMEDIATE_SIZE = 16, 32_768  # of the bundled target, for `bench.models`: 4.2B parameters
+
+VOCAB_SIZES = (4096, 128_256)
+
+ROWS = {
+    "sampling": (
+        *(f"coupled sampling, vocabulary of {size}" for size in VOCAB_SIZES),
+        *(f"Triton sampling, vocabulary of {size}" for size in VOCAB_SIZES),
+    ),
+    "constraints": tuple(f"masks and log-probabilities, vocabulary of {size}" for size in VOCAB_SIZES),
+    "steps": ("steps in graphs, float32",),
+    "triton-attention": (
+        "Triton attention, float32",
+        "Triton attention, bfloat16",
+        "Triton attention, times of a layer",
+    ),
+    "triton-steps": ("steps with Triton attention, recorded, float32",),
+    "triton-bursts": ("drafts in bursts, float32",),
+    "answers": ("answers under speculation, float32", "answers under speculation, bfloat16"),
+    "engine": ("cost of a step, draft", "cost of a step, target"),
+    "speed": ("speedup, target on the GPU, draft on cpu", "speedup, target on the GPU, draft on cuda"),
+}
+"""The rows of each check. docs/MEASURED.md says of each where it was seen, and a test that it says so."""
+
+RESULTS = {
+    "cost of a step, draft": "gpu-engine-draft.json",
+    "cost of a step, target": "gpu-engine-target.json",
+    "speedup, target on the GPU, draft on cpu": "gpu-speedup-draft-on-cpu.json",
+    "speedup, target on the GPU, draft on cuda": "gpu-speedup-draft-on-cuda.json",
+}
+"""Files of their own that rows leave beside the report."""
+
+NEVER_RUN = "never run on a GPU"
+VERDICTS = {True: "held", False: "NOT held", None: "seen"}
 
 
 @dataclass(slots=True)
@@ -15,6 +52,41 @@ class Row:
     held: bool | None  # None: figures, which nothing is asked of
     seen: str
     figures: dict[str, Any] = field(default_factory=dict)
+
+
+def not_listed(check: str, rows: Sequence[Row]) -> Row | None:
+    """A row that has not held, if those of `check` are not the ones that `ROWS` has of it."""
+    found = tuple(row.check for row in rows)
+    if found == ROWS[check]:
+        return None
+    return Row(check, False, f"rows {found} are not those in bench/gpu_rows.py: {ROWS[check]}")
+
+
+def verdicts(results: Path) -> dict[str, str]:
+    """Of every row: what the reports (`gpu*.json`) under `results` say of it, and of which GPU, or that none does.
+
+    A row that has not held in one of them has not held. Raises KeyError for one that is not listed.
+    """
+    found = dict.fromkeys((row for rows in ROWS.values() for row in rows), NEVER_RUN)
+    for path in sorted(results.glob("gpu*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if "rows" not in report or "gpu" not in report["machine"]:
+            continue
+        for row in report["rows"]:
+            # A check that raised is a row by its own name, in place of all of its rows.
+            for name in ROWS.get(row["check"], (row["check"],)):
+                if not found[name].startswith(VERDICTS[False]):
+                    found[name] = f"{VERDICTS[row['held']]} on an {_gpu_of(report)}"
+    main_report = json.loads((results / "gpu.json").read_text(encoding="utf-8"))
+    for row, file in RESULTS.items():
+        if found[row] == NEVER_RUN and (results / file).exists():  # of the same run, which had no such row then
+            found[row] = f"{VERDICTS[None]} on an {_gpu_of(main_report)}"
+    return found
+
+
+def _gpu_of(report: dict[str, Any]) -> str:
+    """`H100` of `NVIDIA H100 80GB HBM3`."""
+    return str(report["machine"]["gpu"]).removeprefix("NVIDIA ").split()[0]
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:

@@ -22,7 +22,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -58,6 +58,17 @@ class Widening:
     @property
     def num_kv_heads(self) -> int:
         return self.old.num_kv_heads * self.width_factor
+
+    @property
+    def new(self) -> ModelConfig:
+        return replace(
+            self.old,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            rms_norm_eps=self.old.rms_norm_eps / self.width_factor,
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The widened shape of the tensor `name`."""
@@ -106,12 +117,13 @@ def widen_head(source: Path, folder: Path, widening: Widening) -> None:
 
 def _write_config(source: Path, folder: Path, widening: Widening) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    new = widening.new
     config |= {
-        "hidden_size": widening.hidden_size,
-        "intermediate_size": widening.intermediate_size,
-        "num_attention_heads": widening.num_heads,
-        "num_key_value_heads": widening.num_kv_heads,
-        "rms_norm_eps": config["rms_norm_eps"] / widening.width_factor,
+        "hidden_size": new.hidden_size,
+        "intermediate_size": new.intermediate_size,
+        "num_attention_heads": new.num_heads,
+        "num_key_value_heads": new.num_kv_heads,
+        "rms_norm_eps": new.rms_norm_eps,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

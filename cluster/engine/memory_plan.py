@@ -106,7 +106,10 @@ class PlannedModel:
     def _from_folder(cls, name: str, dtype: str) -> PlannedModel:
         if not (ASSETS / name).is_dir() and not Path(name).expanduser().is_dir():
             raise ConfigurationError(f"{name!r} is neither a size like 7B nor a model's folder")
-        config = ModelConfig.from_folder(resolve_model_folder(name))
+        return cls.of(name, ModelConfig.from_folder(resolve_model_folder(name)), dtype)
+
+    @classmethod
+    def of(cls, name: str, config: ModelConfig, dtype: str) -> PlannedModel:
         ends, steps = _num_end_parameters(config), StepModel.of(config)
         return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype, steps, ends)
 

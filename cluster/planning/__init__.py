@@ -1,6 +1,7 @@
 """What a cluster would do before there is one: throughput, latency, dollars. Pure functions.
 
 hardware    GPUs, their data sheets and prices
+kernels     what a forward pass reads and computes
 steps       what a forward pass takes
 rounds      what a round takes, and the depth that pays
 latency     how long a client waits

@@ -1,6 +1,7 @@
 """GPUs: what their data sheets say, and what they cost.
 
-Bandwidth and peak are the vendor's: of the SXM forms where there are several, FP16 on tensor cores without sparsity.
+Bandwidth and peak are of NVIDIA's data sheets: of the SXM forms where there are several; FP16 or bfloat16 on tensor
+cores without sparsity, summed in float32 (both have the same figure). What is had of them is `steps.Efficiency`'s.
 Prices are examples, not offers: every command that uses them takes others.
 """
 
@@ -20,7 +21,7 @@ class Gpu:
     name: str
     memory_gb: float  # 10^9 bytes
     bandwidth_gb_s: float
-    tflops: float  # FP16
+    tflops: float  # FP16 or bfloat16, dense
     dollars_per_hour: float
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from cluster.engine.memory_plan import Budget
 from cluster.errors import ConfigurationError
+from cluster.planning.kernels import Segments
 from cluster.planning.latency import Latency, StepLoad, latency, mean_rounds
 from cluster.planning.rounds import MAX_DEPTH, Drafting, Round, plain_round, round_of
 from cluster.planning.steps import Steps
@@ -74,15 +75,16 @@ class Option:
     def step_seconds(self, round_: Round, num_seqs: float, load: Load) -> tuple[float, ...]:
         """Of a round with 0, 1, 2, ... prompts in it, as many as fit: their rows are in a step of the target, and in
         the first of the draft's, for which the others wait."""
-        num_rows = num_seqs * (round_.num_speculative_tokens + 1)
+        rows = round_.num_speculative_tokens + 1
         drafting = self.drafting if round_.num_speculative_tokens else None
 
         def steps(num_prompts: int) -> float:
-            rows, kv_tokens = num_prompts * load.prompt_tokens, num_seqs * load.mean_context
-            draft = 0.0 if drafting is None else drafting.steps.seconds(num_seqs + rows, kv_tokens)
-            return draft + self.target.seconds(num_rows + rows, kv_tokens)
+            prompts = Segments(num_prompts, load.prompt_tokens, 0, sampled_rows=1)
+            drafts, verified = (Segments(num_seqs, n, load.mean_context) for n in (1, rows))
+            draft = 0.0 if drafting is None else drafting.steps.seconds((drafts, prompts))
+            return draft + self.target.seconds((verified, prompts))
 
-        most = max(1, int((load.max_num_batched_tokens - num_rows) / load.prompt_tokens))
+        most = max(1, int((load.max_num_batched_tokens - num_seqs * rows) / load.prompt_tokens))
         return tuple(round_.seconds + steps(n) - steps(0) for n in range(most + 1))
 
     @property

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GPUS, GpuGroup
+from cluster.planning.kernels import linears
 from cluster.planning.steps import IDEAL, Roofline
 from cluster.speculation.theory import expected_tokens
 
@@ -79,20 +80,21 @@ PUBLISHED = (
 
 
 def floor(row: PublishedRow) -> Floor:
-    target = Roofline(_TARGET, row.target, IDEAL)
-    k, draft_seconds = row.num_speculative_tokens, 0.0
+    target, k, draft_seconds = Roofline(_TARGET, row.target, IDEAL), row.num_speculative_tokens, 0.0
+    verified = linears(_TARGET, k + 1)
     if row.draft is not None:
         assert row.draft_gpus is not None
-        draft_seconds = Roofline(row.draft, row.draft_gpus, IDEAL).read_seconds(0)
+        draft_seconds = Roofline(row.draft, row.draft_gpus, IDEAL).read_seconds(linears(row.draft, 1))
     tokens = expected_tokens(row.acceptance_rate, k)
-    round_seconds = max(target.read_seconds(0), k * draft_seconds)
+    verify_seconds = target.read_seconds(verified)
+    round_seconds = max(verify_seconds, k * draft_seconds)
     if row.draft_gpus == row.target:  # on the same GPUs nothing overlaps
-        round_seconds = target.read_seconds(0) + k * draft_seconds
+        round_seconds = verify_seconds + k * draft_seconds
     return Floor(
         tokens,
         1e3 * draft_seconds,
         1e3 * round_seconds / tokens,
-        tokens / target.compute_seconds(k + 1),
+        tokens / target.compute_seconds(verified),
     )
 
 

@@ -72,7 +72,7 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
         "E": ["(1 - a^(K+1)) / (1 - a), bonus included; of K from 0 to 16 the one with the most tokens/s"],
         "round": ["K draft steps + round trip + verify step of K + 1 rows a sequence"],
         "step": [
-            "max((weights + KV) / bandwidth, 2 * parameters * rows / peak) + all-reduces + fixed time",
+            "max(bytes / bandwidth, FLOPs / peak) of linears + attention + sampling + all-reduces + fixed time",
         ],
         "tokens/s": [
             "S * answer / (first token + rounds of the rest * step): S sequences at all times, steps with",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.planning.kernels import Segments, burst_step
 from cluster.planning.steps import Steps
 from cluster.speculation.theory import expected_tokens
 
@@ -61,16 +62,15 @@ class Round:
 
 
 def plain_round(target: Steps, num_seqs: float, context: float) -> Round:
-    return Round(0, 1.0, 0.0, 0.0, target.seconds(num_seqs, num_seqs * context))
+    return Round(0, 1.0, 0.0, 0.0, target.seconds((Segments(num_seqs, 1, context),)))
 
 
 def round_of(target: Steps, drafting: Drafting, num_seqs: float, context: float, num_speculative_tokens: int) -> Round:
     """Of `num_seqs` sequences with `context` tokens each."""
-    kv_tokens = num_seqs * context
     return Round(
         num_speculative_tokens,
         expected_tokens(drafting.acceptance_rate, num_speculative_tokens),
-        num_speculative_tokens * drafting.steps.seconds(num_seqs, kv_tokens),
+        num_speculative_tokens * drafting.steps.seconds(burst_step(num_seqs, context, num_speculative_tokens)),
         drafting.round_trip_seconds,
-        target.seconds(num_seqs * (num_speculative_tokens + 1), kv_tokens),
+        target.seconds((Segments(num_seqs, num_speculative_tokens + 1, context),)),
     )

@@ -1,8 +1,7 @@
 """What a forward pass takes: by the roofline of the GPUs, or as it was measured.
 
-    bytes     weights + KV of all sequences, read once a step
-    FLOPs     2 * parameters * rows (attention's own are left out: under a tenth at 4,096 tokens)
-    step      max(bytes / bandwidth, FLOPs / peak) + 2 * layers * all-reduce (on several GPUs) + a fixed time
+    kernel    max(bytes / bandwidth, operations / peak), of linears, attention and sampling (`kernels`)
+    step      their sum, as they run one after the other, + 2 * layers * all-reduce (on several GPUs) + a fixed time
 
 The roofline is that of Williams, Waterman, Patterson (CACM 2009); that a decode step is bound by reading weights and a
 verify step of few rows therefore costs as much is what speculation lives on.
@@ -17,15 +16,14 @@ from typing import Protocol
 
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GpuGroup
+from cluster.planning.kernels import Kernel, Segments, Step, num_rows, step_kernels
 from cluster.simulation.steps import StepCurve
 
 
 class Steps(Protocol):
     """A model on its devices."""
 
-    def seconds(self, num_rows: float, kv_tokens: float) -> float:
-        """Of a step of `num_rows` rows whose sequences have `kv_tokens` tokens in the KV cache together. Rows may be
-        fractions: means of steps that differ."""
+    def seconds(self, step: Step) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,11 @@ class Efficiency:
     bandwidth: float = 0.8
     compute: float = 0.6
     all_reduce_seconds: float = 10e-6  # of a few rows, over NVLink; two a layer
-    step_seconds: float = 0.3e-3  # scheduling, launches, sampling
+    step_seconds: float = 0.3e-3  # scheduling, launches
 
+
+BOUNDS = ("weights", "KV", "logits", "arithmetic", "all-reduces", "fixed")
+"""What the parts of a step are bound by."""
 
 ASSUMED = Efficiency()
 IDEAL = Efficiency(bandwidth=1.0, compute=1.0, all_reduce_seconds=0.0, step_seconds=0.0)
@@ -48,17 +49,30 @@ class Roofline:
     gpus: GpuGroup
     efficiency: Efficiency = ASSUMED
 
-    def seconds(self, num_rows: float, kv_tokens: float) -> float:
-        reading = self.read_seconds(kv_tokens)
-        computing = self.compute_seconds(num_rows)
-        return max(reading, computing) + self._all_reduces() + self.efficiency.step_seconds
+    logit_passes: int = 1  # of the sampler, over a row's logits
 
-    def read_seconds(self, kv_tokens: float) -> float:
-        num_bytes = self.model.weight_bytes + kv_tokens * self.model.kv_bytes_per_token
-        return num_bytes / (self.gpus.bytes_per_second * self.efficiency.bandwidth)
+    def seconds(self, step: Step) -> float:
+        return sum(self.parts(step).values())
 
-    def compute_seconds(self, num_rows: float) -> float:
-        return 2 * self.model.num_parameters * num_rows / (self.gpus.flops_per_second * self.efficiency.compute)
+    def parts(self, step: Step) -> dict[str, float]:
+        """Seconds by what they are bound by: `weights`, `KV` or `logits` where it is reading these, `arithmetic`,
+        `all-reduces`, `fixed`."""
+        parts = dict.fromkeys(BOUNDS, 0.0)
+        for kernel in step_kernels(self.model, step, self.logit_passes):
+            reading, computing = self.read_seconds(kernel), self.compute_seconds(kernel)
+            parts[kernel.reads if reading >= computing else "arithmetic"] += max(reading, computing)
+        parts["all-reduces"] = self._all_reduces()
+        parts["fixed"] = self.efficiency.step_seconds
+        return parts
+
+    def read_seconds(self, kernel: Kernel) -> float:
+        return kernel.num_bytes / (self.gpus.bytes_per_second * self.efficiency.bandwidth) * self._share(kernel)
+
+    def compute_seconds(self, kernel: Kernel) -> float:
+        return kernel.num_operations / (self.gpus.flops_per_second * self.efficiency.compute) * self._share(kernel)
+
+    def _share(self, kernel: Kernel) -> int:
+        return 1 if kernel.is_sharded else self.gpus.count
 
     def _all_reduces(self) -> float:
         return 2 * self.model.num_layers * self.efficiency.all_reduce_seconds if self.gpus.count > 1 else 0.0
@@ -74,18 +88,21 @@ class MeasuredSteps:
     def _curve(self) -> StepCurve:
         return StepCurve([(rows, 1e3 * seconds) for rows, seconds in self.points])
 
-    def seconds(self, num_rows: float, kv_tokens: float) -> float:
-        return self._curve.at(num_rows)
+    def seconds(self, step: Step) -> float:
+        return self._curve.at(num_rows(step))
 
 
 @dataclass(frozen=True, slots=True)
 class NoSteps:
     """Of a drafter whose proposals cost nothing beside a step, such as n-gram."""
 
-    def seconds(self, num_rows: float, kv_tokens: float) -> float:
+    def seconds(self, step: Step) -> float:
         return 0.0
 
 
-def curve_points(steps: Steps, kv_tokens: float, rows: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Rows and milliseconds of `steps` while `kv_tokens` are in the cache: a curve for simulated engines."""
-    return tuple((count, 1e3 * steps.seconds(count, kv_tokens)) for count in rows)
+def curve_points(
+    steps: Steps, num_seqs: float, cached_tokens: float, rows: Sequence[int]
+) -> tuple[tuple[int, float], ...]:
+    """Rows and milliseconds of `steps` of `num_seqs` sequences, which share the rows evenly and have `cached_tokens`
+    each: a curve for simulated engines."""
+    return tuple((n, 1e3 * steps.seconds((Segments(num_seqs, n / num_seqs, cached_tokens),))) for n in rows)

@@ -1,0 +1,133 @@
+"""What the kernels of a step read and compute on a GPU, by formula. Imports neither torch nor Triton.
+
+    linears     reads the weights once a step; 2 * parameters * rows operations
+    attention   reads a sequence's KV once for every tile of its rows (`cluster.engine.gpu_kernels.tiles`), of each KV
+                head its own; 4 * query heads * head size operations for every position that a row sees, in every layer
+    sampling    reads a row's logits, in float32, once for each pass; its operations are no products of matrices, and
+                noise costs logarithms for a few candidates only: none are counted
+
+They run one after the other, each as long as the slower of its reading and its computing takes (`steps`). Every tile
+is counted as if it read from memory: where the L2 cache holds what neighbouring tiles ask for, attention of many rows
+takes less (`Kernel.bytes_once`).
+
+Left out, each small beside the rest: activations, KV that is written, the splits of a context, the masked parts of
+tiles, the integers of the noise. Where a model's heads are not known (`PlannedModel.steps`), its KV is read once and
+attention's operations and sampling count nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cluster.engine.gpu_kernels.tiles import TILE, padded_group
+from cluster.engine.memory_plan import PlannedModel
+
+_ROUNDING = 1e-9  # of rows that were divided and multiplied: not a tile more
+_LOGIT_BYTES = 4
+_SHAPING_PASSES = 2  # read, and written for the others to read
+_CUT_PASSES = 3  # the best score, what min-p leaves of the others, those that equal the cut
+_TOP_K_PASSES = 33  # halvings of the scores' 2**32 orders, at most, and one more
+_TOP_P_PASSES = 34  # likewise, and one before
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Sequences of a step that are alike. Numbers may be fractions: means of steps that differ."""
+
+    num_seqs: float
+    rows: float  # that each computes
+    cached_tokens: float  # that each has in the KV cache before
+    sampled_rows: float | None = None  # of each; None: all
+
+    @property
+    def num_rows(self) -> float:
+        return self.num_seqs * self.rows
+
+    @property
+    def num_sampled_rows(self) -> float:
+        return self.num_seqs * (self.rows if self.sampled_rows is None else self.sampled_rows)
+
+    @property
+    def positions_seen(self) -> float:
+        """By all rows together; each sees the cache, the rows before it and itself."""
+        return self.num_seqs * (self.rows * self.cached_tokens + self.rows * (self.rows + 1) / 2)
+
+    @property
+    def positions(self) -> float:
+        """Of all contexts together, the rows' own included."""
+        return self.num_seqs * (self.cached_tokens + self.rows)
+
+    def positions_read(self, rows_per_tile: int) -> float:
+        """By all tiles together; each reads as far as its last row sees."""
+        num_full = max(0, math.ceil(self.rows / rows_per_tile - _ROUNDING) - 1)  # before the last one
+        of_full = num_full * self.cached_tokens + rows_per_tile * num_full * (num_full + 1) / 2
+        return self.positions + self.num_seqs * of_full
+
+
+Step = Sequence[Segments]
+"""What is computed in one forward pass."""
+
+
+def num_rows(step: Step) -> float:
+    return sum(segments.num_rows for segments in step)
+
+
+def burst_step(num_seqs: float, cached_tokens: float, num_speculative_tokens: int) -> Step:
+    """The mean step of a draft's burst of k steps, whose sequences grow by a token in each. Reading is linear in the
+    context, so k of it are the burst."""
+    return (Segments(num_seqs, 1, cached_tokens + max(0, num_speculative_tokens - 1) / 2),)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel, or all of one kind, in a step."""
+
+    name: str
+    reads: str  # what most of its bytes are
+    num_bytes: float  # that it asks the memory for
+    num_operations: float  # on tensor cores
+    bytes_once: float  # without what it asks for again
+    is_sharded: bool = True  # over the GPUs of a group; else one has it all
+
+
+def step_kernels(model: PlannedModel, step: Step, logit_passes: int = 1) -> Iterator[Kernel]:
+    """In the order in which they run."""
+    yield linears(model, num_rows(step))
+    yield attention(model, step)
+    yield sampling(model, sum(segments.num_sampled_rows for segments in step), logit_passes)
+
+
+def linears(model: PlannedModel, rows: float) -> Kernel:
+    return Kernel("linears", "weights", model.weight_bytes, 2 * model.num_parameters * rows, model.weight_bytes)
+
+
+def attention(model: PlannedModel, step: Step) -> Kernel:
+    """Over all layers."""
+    token_bytes = model.kv_bytes_per_token
+    bytes_once = token_bytes * sum(segments.positions for segments in step)
+    if model.steps is None:
+        return Kernel("attention", "KV", bytes_once, 0.0, bytes_once)
+    heads, group = model.steps.num_heads, model.steps.num_heads // model.steps.num_kv_heads
+    rows_per_tile = max(1, TILE // padded_group(group))
+    positions_read = sum(segments.positions_read(rows_per_tile) for segments in step)
+    positions_seen = sum(segments.positions_seen for segments in step)
+    operations = 4 * model.num_layers * heads * model.steps.head_dim * positions_seen
+    return Kernel("attention", "KV", token_bytes * positions_read, operations, bytes_once)
+
+
+def sampling(model: PlannedModel, rows: float, logit_passes: int = 1) -> Kernel:
+    """On one GPU, where the logits of all are gathered."""
+    vocab_size = 0 if model.steps is None else model.steps.vocab_size
+    row_bytes = _LOGIT_BYTES * vocab_size
+    return Kernel("sampling", "logits", rows * row_bytes * logit_passes, 0.0, rows * row_bytes, is_sharded=False)
+
+
+def sampler_passes(*, is_shaped: bool = False, min_p: bool = False, top_k: bool = False, top_p: bool = False) -> int:
+    """Passes over a row's logits, at most, by what its request asks for (`cluster.speculation.triton_sampling`). It is
+    shaped by penalties, biases or masks."""
+    passes = 1 + _SHAPING_PASSES * is_shaped
+    if min_p or top_k or top_p:
+        passes += _CUT_PASSES + _TOP_K_PASSES * top_k + _TOP_P_PASSES * top_p
+    return passes

@@ -1,0 +1,78 @@
+"""The page says of every row of `make gpu-check` where it was seen, as the committed reports do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.gpu_rows import NEVER_RUN, ROWS, Row, not_listed, verdicts
+
+ROOT = Path(__file__).parents[2]
+NAMES = [row for rows in ROWS.values() for row in rows]
+
+
+def table() -> dict[str, str]:
+    page = (ROOT / "docs" / "MEASURED.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("### Rows of `make gpu-check`")
+    lines = section.partition("\n#")[0].splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ") and not line.startswith("| ---")]
+    return dict(cells[1:])
+
+
+def patterns() -> Iterator[str]:
+    """Of the names that are written in the source, their fields open."""
+    for path in (ROOT / "bench" / "gpu_check.py", ROOT / "bench" / "gpu_kernels_check.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name(id="Row"), args=[name, *_]) | ast.Assign([ast.Name(id="row")], name):
+                    if isinstance(name, ast.Constant):
+                        yield re.escape(str(name.value))
+                    elif isinstance(name, ast.JoinedStr):
+                        parts = (re.escape(str(p.value)) if isinstance(p, ast.Constant) else ".+" for p in name.values)
+                        yield "".join(parts)
+
+
+def test_the_table_says_what_the_reports_do() -> None:
+    expected = {row: said for row, said in verdicts(ROOT / "bench" / "results").items() if row in NAMES}
+    shown = table()
+    assert list(shown) == NAMES
+    assert {row: said.partition(",")[0] for row, said in shown.items()} == expected
+    for row, said in shown.items():
+        assert said == NEVER_RUN or re.fullmatch(r".+, \d{4}-\d\d-\d\d", said), row
+
+
+def test_rows_are_those_that_the_checks_make() -> None:
+    made = set(patterns())
+    assert len(made) > 8
+    assert not [name for name in NAMES if not any(re.fullmatch(pattern, name) for pattern in made)]
+    assert not [pattern for pattern in made if not any(re.fullmatch(pattern, name) for name in NAMES)]
+
+
+def test_a_row_that_is_not_listed_is_told() -> None:
+    own = [Row("steps in graphs, float32", True, "")]
+    assert not_listed("steps", own) is None
+    wrong = not_listed("steps", [*own, Row("steps on the moon", True, "")])
+    assert wrong is not None
+    assert wrong.held is False
+
+
+def test_a_check_that_raised_has_not_held(tmp_path: Path) -> None:
+    def report(name: str, check: str, held: bool | None) -> None:
+        rows = [{"check": check, "held": held}]
+        document = {"machine": {"gpu": "NVIDIA H200"}, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(document), encoding="utf-8")
+
+    report("gpu.json", "constraints", False)
+    report("gpu-later.json", "steps in graphs, float32", True)
+    found = verdicts(tmp_path)
+    assert {found[row] for row in ROWS["constraints"]} == {"NOT held on an H200"}
+    assert found["steps in graphs, float32"] == "held on an H200"
+    assert found["drafts in bursts, float32"] == NEVER_RUN
+    report("gpu-odd.json", "steps on the moon", True)
+    with pytest.raises(KeyError, match="moon"):
+        verdicts(tmp_path)
