@@ -246,7 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         targets = [case for model, gpus in arguments.target or _TARGETS for case in cases_of(model, gpus, arguments)]
-        drafts = list(cases_of(*arguments.draft, arguments))
+        draft, draft_gpus = arguments.draft
+        drafts = list(cases_of(draft, draft_gpus, arguments))
     except ConfigurationError as error:
         print(f"bench.roofline: {error}", file=sys.stderr)
         return 2
