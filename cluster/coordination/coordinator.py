@@ -118,10 +118,12 @@ class Coordinator:
         self.stats.other_seconds += put_off_until - started_at
         self._take_events()
         held_back: Collection[SpeculativeSequence] = ()
-        if not self.planner.probing.is_probing:
+        if not self.planner.leaves_drafts_out:
             held_back = frozenset(self._waits.wait(decoding))
-            if decoding:  # the first step of an answer, and with it its first token, does not wait for a drafter
-                self._pool.lend_turn()
+        if self.planner.verifies_shadows and self._pool.drafts_in_turn:
+            self._waits.wait_for_shadows(decoding)
+        if decoding:  # the first step of an answer, and with it its first token, does not wait for a drafter
+            self._pool.lend_turn()
         self._begun = [s for s in decoding if s not in held_back] if held_back else decoding
         drafts = self._drafts(self._begun)
         drafting_seconds = self._pool.drafting_seconds - drafting_before
@@ -210,7 +212,7 @@ class Coordinator:
     def _why_plain(self, sequence: SpeculativeSequence) -> str:
         if sequence.num_speculative_tokens == 0:
             return "asked"
-        if self.planner.probing.is_probing:
+        if self.planner.leaves_drafts_out:
             return "probe"
         if sequence.depth == 0:
             return "does_not_pay"

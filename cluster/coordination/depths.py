@@ -185,16 +185,29 @@ class DepthPlanner:
         level = costs.proposal_seconds(1, 1) - costs.round_trip_seconds
         return RoundTime(lambda _: level, lambda _: verify, costs.round_trip_seconds)
 
+    @property
+    def leaves_drafts_out(self) -> bool:
+        """Whether this step is the plain one among those with drafts."""
+        return self.probing.is_probing and not self.shadows
+
+    @property
+    def verifies_shadows(self) -> bool:
+        """Whether this step is, or may be, the one with drafts among plain ones."""
+        return self.probing.is_probing and bool(self.shadows)
+
     def verified_depth(self, sequence: SpeculativeSequence) -> int:
         """How many of the draft tokens of `sequence` that are there this step verifies."""
         if sequence.is_shadow:
             return SHADOW_DEPTH if self.probing.is_probing else 0
-        return 0 if self.probing.is_probing else sequence.depth
+        return 0 if self.leaves_drafts_out else sequence.depth
 
     def observe_rounds(self, rounds: Sequence[Round], ended_at: float, *, is_pure: bool, is_whole: bool) -> None:
         """A step verified and committed these, some perhaps without drafts; `is_pure` without a prefill beside,
         `is_whole` when they are all that it had."""
-        promise = self._promise(rounds) if rounds and is_pure and is_whole and self.needs.measurements else None
+        # A probe is none of what was planned; one that waits for a shadow's drafts has not come to it yet.
+        is_probe = self.leaves_drafts_out or any(r.sequence.is_shadow and r.drafts.token_ids for r in rounds)
+        is_as_planned = rounds and is_pure and is_whole and not is_probe and self.needs.measurements
+        promise = self._promise(rounds) if is_as_planned else None
         num_tokens, has_trees = 0, self.trees.may_branch
         outcomes = []
         for sequence, drafts, chosen in rounds:

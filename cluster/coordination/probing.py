@@ -51,9 +51,9 @@ class Probing:
             self._probe_at = now + _PROBE_SECONDS
 
     def end_step(self, promise: Promise | None, num_tokens: int, now: float) -> None:
-        """It committed `num_tokens` until `now`. One that did something else beside, such as prefill, was promised
-        nothing."""
-        if promise is not None and not self.is_probing:
+        """It committed `num_tokens` until `now`. One of the other kind, or that did something else beside, such as
+        prefill, was promised nothing."""
+        if promise is not None:
             self._calibration.observe(promise, num_tokens, now - self._step_began_at)
 
     def done(self) -> None:

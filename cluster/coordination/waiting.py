@@ -78,6 +78,15 @@ class Waits:
         self._stats.wait_seconds += now - started_at
         return ()
 
+    def wait_for_shadows(self, decoding: Sequence[SpeculativeSequence]) -> None:
+        """Has proposals of shadows made that were asked for, where drafts are made in turn.
+
+        With a turn a step they would come when the tokens that they are for are committed. At most the draft timeout.
+        """
+        deadline = self._clock() + self._timeout
+        while any(s.is_shadow and s.is_awaited and s.proposal is None for s in decoding) and self._clock() < deadline:
+            self._take_events(deadline - self._clock())
+
     def should_not_wait(self, num_plain: int, awaited: Sequence[SpeculativeSequence], seconds_to_wait: float) -> bool:
         """Whether the next step should be of all, with the proposals that are here, as most would wait for nothing.
 

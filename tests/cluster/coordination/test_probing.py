@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .planning import Engine, verified
+from .scripted import new_sequence
 
 
 def test_a_step_in_some_seconds_is_plain() -> None:
@@ -33,3 +34,15 @@ def test_a_shadow_is_verified_now_and_then(off: Engine) -> None:
     off.observe([verified(shadow, 3, 1)])
     off.step()
     assert off.planner.verified_depth(shadow) == 0
+
+
+def test_while_a_shadow_is_awaited_others_have_what_they_asked_for(off: Engine) -> None:
+    """Drafts that are slower than the target's steps may be long in coming."""
+    asked = new_sequence(3)
+    off.planner.join(asked)
+    (shadow, _) = off.shadows
+    off.clock.now += 10.0
+    for _ in range(20):
+        off.step()
+        assert off.planner.verified_depth(shadow) > 0
+        assert off.planner.verified_depth(asked) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -23,7 +24,13 @@ from .scripted import new_sequence
 STEP_S = 0.020
 
 
-def waits(seconds_a_row: float, controller: str = "goodput", *, drafts_in_turn: bool = False) -> Waits:
+def waits(
+    seconds_a_row: float,
+    controller: str = "goodput",
+    *,
+    drafts_in_turn: bool = False,
+    take_events: Callable[[float], None] = lambda _: None,
+) -> Waits:
     planner = DepthPlanner(SpeculationConfig.model_validate({"controller": controller}), 64, lambda: 0.0)
     for _ in range(50):
         for rows in (1, 4, 16, 32):
@@ -34,7 +41,7 @@ def waits(seconds_a_row: float, controller: str = "goodput", *, drafts_in_turn: 
         CoordinatorStats(),
         0.05,
         lambda: 0.0,
-        lambda _: None,
+        take_events,
         drafts_in_turn=drafts_in_turn,
     )
 
@@ -133,3 +140,20 @@ class SpeculativeLink:
         self.sequence.has_answered = True
         self.sequence.planned(1, None, 2.0)
         self.sequence.advance(1, None, 0.0)
+
+
+def test_a_probe_has_the_whole_proposal_of_a_shadow_made() -> None:
+    (shadow,), turns = sequences(1), []
+    shadow.shadowed(is_shadow=True)
+    shadow.asked(3, None, 0.0)
+
+    def take_events(seconds: float) -> None:
+        turns.append(seconds)
+        if len(turns) == 3:
+            shadow.answered(Proposal(1, 1, (5, 6, 7)), 0.0, CoordinatorStats())
+
+    probing = waits(0.0, drafts_in_turn=True, take_events=take_events)
+    probing.wait_for_shadows([shadow])
+    assert len(turns) == 3
+    probing.wait_for_shadows([shadow])  # is here
+    assert len(turns) == 3
