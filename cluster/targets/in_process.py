@@ -210,9 +210,11 @@ class InProcessPool(LinkPool):
 
 def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
     """For a thread that computes with so many."""
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    is_ready.set()
+    try:
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+    finally:
+        is_ready.set()  # who waits for it sees what became of the thread
 
 
 @contextlib.contextmanager
