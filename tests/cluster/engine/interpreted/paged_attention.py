@@ -119,7 +119,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ERRORS)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 24), (8, 1, 64), (16, 2, 128)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 24), (16, 2, 128)])
 @pytest.mark.usefixtures("short_splits")
 def test_ragged_batches(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     cache = Cache(16, 64, num_kv_heads, head_dim, dtype)
@@ -145,7 +145,7 @@ def test_windows(span: int) -> None:
         assert_right(cache, segments, 4, span, may_split=may_split)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.usefixtures("short_splits")
 def test_trees_among_chains(seed: int) -> None:
     rng = random.Random(seed)

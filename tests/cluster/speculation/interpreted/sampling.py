@@ -90,7 +90,7 @@ def assert_same_for(seed: int, vocab_size: int, num_requests: int, scale: float 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_all_mixes_of_parameters(seed: int) -> None:
-    assert_same_for(seed, 700, 40)
+    assert_same_for(seed, 700, 30)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 31, 33, 255, 256, 257, 512])
@@ -102,7 +102,7 @@ def test_vocabularies_of_any_size(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [4096], indirect=True)
-@pytest.mark.parametrize(("vocab_size", "num_requests"), [(4096, 40), (128_256, 6)])
+@pytest.mark.parametrize(("vocab_size", "num_requests"), [(4096, 20), (128_256, 3)])
 def test_vocabularies_of_models(vocab_size: int, num_requests: int) -> None:
     assert_same_for(vocab_size, vocab_size, num_requests)
 
