@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import queue
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,20 @@ class LinkPool(ABC):
     def lend_turn(self) -> None:  # noqa: B027  # drafters with threads of their own need none
         """Lets drafters that compute in turn do one step of what they owe and no step waits for."""
 
-    @abstractmethod
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
+        yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", self.num_links_up)
+        yield Reading("outrider_draft_links_configured", "Draft workers that are listed now.", self.num_endpoints)
+
+
+def take_all(events: queue.SimpleQueue[LinkEvent], timeout: float) -> list[LinkEvent]:
+    """What is in `events`, which only the caller takes from; waits up to `timeout` seconds for something to be."""
+    taken: list[LinkEvent] = []
+    if timeout > 0.0:
+        try:
+            taken.append(events.get(timeout=timeout))
+        except queue.Empty:
+            return taken
+    while not events.empty():
+        taken.append(events.get_nowait())
+    return taken

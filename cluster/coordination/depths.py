@@ -229,18 +229,19 @@ class DepthPlanner:
 
     def _promise(self, rounds: Sequence[Round]) -> Promise | None:
         """What a step of the sequences of `rounds` is to bring by the plan; None while too little is known."""
-        num_rows, num_tokens = 0, 0.0
+        drafted = [r.sequence for r in rounds if r.sequence.link is not None and r.sequence.depth > 0]
+        if not self.step_seconds.is_known or not all(s.link is not None and s.link.costs.is_known for s in drafted):
+            return None
+        num_rows = len(rounds) + sum(sequence.depth for sequence in drafted)
+        num_tokens = len(rounds) + sum(sequence.expected_tokens - 1.0 for sequence in drafted)
+        seconds = self.step_seconds.seconds(num_rows) + self.expected_wait(drafted)
+        return Promise(bool(drafted), num_tokens, seconds)
+
+    def expected_wait(self, drafted: Sequence[SpeculativeSequence]) -> float:
+        """Seconds for which a step waits for the proposals of `drafted`, which have links, by the plan."""
         links: dict[ActiveLink, tuple[int, int]] = {}  # depth and batch
-        for sequence, _, _ in rounds:
-            num_rows += 1
-            if sequence.link is None or sequence.depth == 0 or sequence.is_shadow:
-                num_tokens += 1.0
-                continue
-            num_rows += sequence.depth
-            num_tokens += sequence.expected_tokens
+        for sequence in drafted:
+            assert sequence.link is not None
             depth, batch = links.get(sequence.link, (0, 0))
             links[sequence.link] = max(depth, self.planned_levels(sequence)), batch + 1
-        if not self.step_seconds.is_known or not all(link.costs.is_known for link in links):
-            return None
-        wait = max((link.costs.expected_wait(*asked) for link, asked in links.items()), default=0.0)
-        return Promise(bool(links), num_tokens, self.step_seconds.seconds(num_rows) + wait)
+        return max((link.costs.expected_wait(*asked) for link, asked in links.items()), default=0.0)

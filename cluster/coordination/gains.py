@@ -61,18 +61,9 @@ class Gains:
         drafted = [s for s in planned if s.link is not None and s.depth > 0]
         if not drafted:
             return {}
-        depths: dict[ActiveLink, int] = {}
-        for sequence in drafted:
-            assert sequence.link is not None
-            depths[sequence.link] = max(depths.get(sequence.link, 0), self._planner.planned_levels(sequence))
-        batches = Counter(sequence.link for sequence in drafted)
-        wait = max(
-            float(link.costs.wait_seconds(np.array([depth]), np.array([batches[link]]))[0])
-            for link, depth in depths.items()
-        )
         num_drafts = sum(sequence.depth for sequence in drafted)
         num_tokens = costs.num_rows + sum(sequence.expected_tokens - 1.0 for sequence in drafted)
-        step = costs.seconds(num_drafts, num_tokens) + wait
+        step = costs.seconds(num_drafts, num_tokens) + self._planner.expected_wait(drafted)
         # As the two kinds of plans have come true so far.
         slower = step * costs.plain_rate * self._planner.probing.handicap
         tokens: dict[str, list[float]] = {}

@@ -7,7 +7,7 @@ import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from cluster.config_ray import TRIAL_SHARE
-from cluster.coordination.base import LinkEvent, LinkPool
+from cluster.coordination.base import LinkEvent, LinkPool, take_all
 from cluster.coordination.link import DraftLink
 from cluster.place import SOMEWHERE, Endpoint, Place
 from cluster.telemetry.metrics import Reading
@@ -73,19 +73,10 @@ class DraftPool(LinkPool):
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         """What happened since the last call; waits up to `timeout` seconds for something to happen."""
-        events: list[LinkEvent] = []
-        if timeout > 0.0:
-            try:
-                events.append(self._events.get(timeout=timeout))
-            except queue.Empty:
-                return events
-        while not self._events.empty():  # only this thread takes from it
-            events.append(self._events.get_nowait())
-        return events
+        return take_all(self._events, timeout)
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
-        yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", self.num_links_up)
-        yield Reading("outrider_draft_links_configured", "Draft workers that are listed now.", self.num_endpoints)
+        yield from super().readings()
         for link in tuple(self._links.values()):
             yield from link.readings()

@@ -18,7 +18,7 @@ from cluster.engine.batch import Batch
 from cluster.engine.graph_memory import graph_sizes
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
-from cluster.engine.step_graphs import Recorder
+from cluster.engine.step_graphs import Recorder, first_rows
 from cluster.engine.triton_model import TritonModel
 from cluster.speculation.sampling import SampleRequest
 from cluster.speculation.triton_sampler import POSITION, RowTable, draw, empty_table, table_of
@@ -126,19 +126,7 @@ class Burst:
         self._place.fill_(1)
 
     def _step(self, model: TritonModel, size: int) -> Callable[[], None]:
-        inputs = self._inputs
-        view = Batch(
-            token_ids=inputs.token_ids[:size],
-            positions=inputs.positions[:size],
-            slots=inputs.slots[:size],
-            logit_rows=inputs.logit_rows[:size],
-            row_starts=inputs.row_starts[: size + 1],
-            context_lens=inputs.context_lens[:size],
-            prefix_lens=inputs.prefix_lens[:size],
-            block_tables=inputs.block_tables[:size],
-            paths=None,
-            max_rows=1,
-        )
+        view = first_rows(self._inputs, size)
         table = replace(self._table, rows=self._table.rows[:size])
         moved_on = (view.positions, view.context_lens, view.prefix_lens, table.rows[:, POSITION], self._place)
         last_position = model.config.max_position_embeddings - 1

@@ -74,19 +74,7 @@ class StepGraphs:
         return self._logits[: len(batch.logit_rows)]
 
     def _step(self, compute: Callable[[Batch], torch.Tensor], size: int) -> Callable[[], None]:
-        inputs = self._inputs
-        view = Batch(
-            token_ids=inputs.token_ids[:size],
-            positions=inputs.positions[:size],
-            slots=inputs.slots[:size],
-            logit_rows=inputs.logit_rows[:size],
-            row_starts=inputs.row_starts[: size + 1],
-            context_lens=inputs.context_lens[:size],
-            prefix_lens=inputs.prefix_lens[:size],
-            block_tables=inputs.block_tables[:size],
-            paths=None,
-            max_rows=1,
-        )
+        view = first_rows(self._inputs, size)
 
         def step() -> None:
             self._logits[:size].copy_(compute(view))
@@ -108,6 +96,22 @@ class StepGraphs:
         inputs.context_lens[:num_segments].copy_(batch.context_lens)
         inputs.prefix_lens[:num_segments].copy_(batch.prefix_lens)
         inputs.block_tables[:num_segments, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+
+
+def first_rows(inputs: Batch, size: int) -> Batch:
+    """The first `size` rows of `inputs`, in as many segments: views, which see what is copied into these."""
+    return Batch(
+        token_ids=inputs.token_ids[:size],
+        positions=inputs.positions[:size],
+        slots=inputs.slots[:size],
+        logit_rows=inputs.logit_rows[:size],
+        row_starts=inputs.row_starts[: size + 1],
+        context_lens=inputs.context_lens[:size],
+        prefix_lens=inputs.prefix_lens[:size],
+        block_tables=inputs.block_tables[:size],
+        paths=None,
+        max_rows=1,
+    )
 
 
 class CudaRecorder:

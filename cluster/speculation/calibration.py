@@ -57,8 +57,7 @@ class Calibration:
     def observe(self, promise: Promise, num_tokens: int, seconds: float) -> None:
         """A step of which that was expected committed so many tokens in so long a time, its wait included."""
         if promise.has_drafts != self._window.has_drafts:
-            self._learn()
-            self._window = _Window(promise.has_drafts)
+            self._begin(promise.has_drafts)
         window = self._window
         window.num_steps += 1
         window.promised_tokens += promise.num_tokens
@@ -68,11 +67,11 @@ class Calibration:
         other = self._came_true[not promise.has_drafts]
         self._came_true[not promise.has_drafts] = other + (1.0 - other) * min(1.0, seconds / _FORGET_SECONDS)
         if window.num_steps >= _STEPS:
-            self._learn()
-            self._window = _Window(promise.has_drafts)
+            self._begin(promise.has_drafts)
 
-    def _learn(self) -> None:
-        window = self._window
+    def _begin(self, has_drafts: bool) -> None:
+        """A window of that kind, once the one before is learned from."""
+        window, self._window = self._window, _Window(has_drafts)
         if window.seconds <= 0.0 or window.promised_seconds <= 0.0:
             return
         low, high = _BOUNDS

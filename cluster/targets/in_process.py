@@ -23,7 +23,7 @@ import torch
 
 from cluster.config import SpeculationConfig
 from cluster.coordination.backoff import Backoff
-from cluster.coordination.base import LinkEvent, LinkPool, LinkState
+from cluster.coordination.base import LinkEvent, LinkPool, LinkState, take_all
 from cluster.drafters.base import Drafter
 from cluster.drafting.worker import DraftWorker
 from cluster.telemetry.metrics import Reading
@@ -111,17 +111,11 @@ class InProcessPool(LinkPool):
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         self._watch()
-        if timeout > 0.0 and self.drafts_in_turn:
+        if not self.drafts_in_turn:
+            return take_all(self._events, timeout)
+        if timeout > 0.0:
             self._draft(timeout)
-        events: list[LinkEvent] = []
-        if timeout > 0.0 and not self.drafts_in_turn:
-            try:
-                events.append(self._events.get(timeout=timeout))
-            except queue.Empty:
-                return events
-        while not self._events.empty():  # only this thread takes from it
-            events.append(self._events.get_nowait())
-        return events
+        return take_all(self._events, 0.0)
 
     def lend_turn(self) -> None:
         link = self._link
@@ -129,8 +123,7 @@ class InProcessPool(LinkPool):
             self._do(link.worker.step)
 
     def readings(self) -> Iterator[Reading]:
-        yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", self.num_links_up)
-        yield Reading("outrider_draft_links_configured", "Draft workers that are listed now.", self.num_endpoints)
+        yield from super().readings()
         # By names of their own: the page has the target's too.
         blocks, used = self._drafter.num_blocks, self._drafter.num_used_blocks
         yield Reading("outrider_draft_kv_blocks", "KV blocks of the drafter in this process.", blocks)

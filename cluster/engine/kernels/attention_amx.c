@@ -48,7 +48,7 @@ typedef struct {
 typedef struct {
     const Attention *attention;
     const Part *part;
-    int64_t num_queries, num_columns, max_position;
+    int64_t num_columns, max_position;
     int64_t size;             /* head_dim, in whole tiles */
     __m512 scale;             /* of scores */
     const int32_t *positions; /* [num_columns * 16], of each query */
@@ -135,13 +135,14 @@ INLINE int is_in_place(const Progress *p, const int64_t *path) {
     return path == NULL && p->attention->block_size % 16 == 0 && p->size == p->attention->head_dim;
 }
 
-/* scores = the chunk's keys times a column of queries: [CHUNK, 16]. The tile of 16 * half positions, and of 32 inputs,
-   has its first number at tiles[half] + block * step, and rows `stride` bytes apart. */
+/* The tile of a half's 16 positions and of a block of 32 inputs has its first number at tiles[half] + block * step, and
+   rows `stride` bytes apart. */
 typedef struct {
     const uint16_t *tiles[2]; /* the second NULL: there are no more than 16 positions */
     int64_t step, stride;
 } Keys;
 
+/* scores = the chunk's keys times a column of queries: [CHUNK, 16]. */
 INLINE TILE_TARGET void score(const Progress *p, int64_t column, const Keys *keys, float *scores) {
     const uint16_t *queries = p->queries + column * 16 * p->size;
     tile_zero(SCORES);
@@ -351,7 +352,7 @@ INLINE TILE_TARGET void attend(const Attention *a, const Part *part) {
     for (int64_t head = 0; head < part->num_heads; head++)
         lay_out_queries(a, part, part->first_head + head, num_queries, size, queries + head * num_columns * 16 * size);
     const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)a->head_dim));
-    Progress progress = {a, part, num_queries, num_columns, max_position, size, scale,
+    Progress progress = {a, part, num_columns, max_position, size, scale,
                          positions, queries, keys, values, sums, largest, totals, {.start = -1}};
     walk(a, part, CHUNK, visit, &progress);
     for (int64_t head = 0; head < part->num_heads; head++)

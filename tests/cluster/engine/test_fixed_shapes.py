@@ -13,27 +13,14 @@ from cluster.engine.batch import Segment, pack
 from cluster.engine.cuda_graphs import StepShape
 from cluster.engine.fixed_shape_model import FixedShapeModel
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.loader import load_model
 from cluster.engine.model import Model, TorchModel
 
-CPU = torch.device("cpu")
-BLOCK_SIZE = 4
-NUM_BLOCKS = 64
+from .filled_caches import BLOCK_SIZE, CPU, NUM_BLOCKS, model_and_cache
 
 
 @pytest.fixture(params=[{}, {"family": "mistral", "sliding_window": 6}, {"family": "qwen3"}], ids=lambda p: str(p))
 def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
     return tiny_folder(**request.param)
-
-
-def model_and_cache(folder: Path, form: type[Model]) -> tuple[Model, KVCache]:
-    """Caches are of one content."""
-    loaded = load_model(folder, torch.float32, CPU, form=form)
-    cache = KVCache(loaded.config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
-    generator = torch.Generator().manual_seed(1)
-    for tensor in (cache.keys, cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return loaded.bind(cache), cache
 
 
 def both(folder: Path) -> tuple[tuple[Model, KVCache], tuple[Model, KVCache]]:

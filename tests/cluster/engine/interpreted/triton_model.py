@@ -13,13 +13,10 @@ from cluster.engine import triton_model
 from cluster.engine.batch import Segment, pack
 from cluster.engine.gpu_kernels import paged_attention
 from cluster.engine.kv_cache import KVCache
-from cluster.engine.loader import load_model
 from cluster.engine.model import Model, TorchModel
 from cluster.engine.triton_model import TritonModel
+from tests.cluster.engine.filled_caches import BLOCK_SIZE, CPU, NUM_BLOCKS, model_and_cache
 from tests.interpreter import patch_language_once
-
-CPU = torch.device("cpu")
-BLOCK_SIZE, NUM_BLOCKS = 4, 64
 
 
 @pytest.fixture(autouse=True)
@@ -30,16 +27,6 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[{}, {"family": "mistral", "sliding_window": 6}, {"family": "qwen3"}], ids=lambda p: str(p))
 def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
     return tiny_folder(**request.param)
-
-
-def model_and_cache(folder: Path, form: type[Model]) -> tuple[Model, KVCache]:
-    """Caches are of one content."""
-    loaded = load_model(folder, torch.float32, CPU, form=form)
-    cache = KVCache(loaded.config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
-    generator = torch.Generator().manual_seed(1)
-    for tensor in (cache.keys, cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    return loaded.bind(cache), cache
 
 
 def random_segments(rng: random.Random, *, trees: bool, most: int = 5) -> list[Segment]:
