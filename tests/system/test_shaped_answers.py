@@ -95,18 +95,21 @@ def test_log_probabilities_are_the_models_own(client: httpx.Client, reference: A
                 assert top[: len(best)] == pytest.approx(best, abs=1e-4)
 
 
-def test_a_prompt_is_scored_by_one_prefill(client: httpx.Client, cluster: LocalCluster) -> None:
+def test_a_prompt_is_scored_by_prefill(client: httpx.Client, cluster: LocalCluster) -> None:
+    """In one step or, where the machine is slow, in parts of 16 tokens at least; nothing is decoded."""
+
     def num_steps() -> dict[str, float]:
         page = httpx.get(cluster.targets[0].metrics_url).text
         lines = [line.split() for line in page.splitlines() if line.startswith("outrider_steps_total{")]
-        return {name: float(value) for name, value in lines}
+        return {name.split('"')[1]: float(value) for name, value in lines}
 
     before = num_steps()
     body: Body = {"prompt": list(range(3, 203)), "echo": True, "logprobs": 1, "max_tokens": 0}
     (choice,) = answer(client, body)
     assert len(choice["logprobs"]["tokens"]) == 200
-    after = num_steps()
-    assert sum(after.values()) - sum(before.values()) == 1
+    steps = {kind: number - before[kind] for kind, number in num_steps().items()}
+    assert 1 <= steps.pop("prefill") <= 13
+    assert not any(steps.values())
 
 
 def _prompt_token_ids(body: Body) -> list[int]:
