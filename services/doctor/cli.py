@@ -93,41 +93,61 @@ def run(arguments: argparse.Namespace) -> int:
 def diagnose(arguments: argparse.Namespace) -> Report:
     """Raises ConfigurationError."""
     earlier = _earlier_acceptance(arguments.baseline)
-    prompts = _prompts(arguments.prompts)
+    prompts = read_prompts(arguments.prompts)
     config = load_config(arguments.config, arguments.overrides, os.environ)
     context = trusted_context(arguments)
     with _cluster(arguments, config) as url:
-        return _examine(url, config, prompts, context, earlier, arguments)
+        return examine_cluster(
+            url,
+            num_streams=arguments.streams,
+            temperatures=arguments.temperatures,
+            max_tokens=arguments.max_tokens,
+            seconds=arguments.seconds,
+            repeats=arguments.repeats,
+            prompts=prompts,
+            config=config,
+            context=context,
+            earlier_acceptance=earlier,
+        )
 
 
-def _examine(
+def examine_cluster(
     url: str,
-    config: Config,
-    prompts: Sequence[str],
-    context: ssl.SSLContext | None,
-    earlier: float | None,
-    arguments: argparse.Namespace,
+    *,
+    num_streams: int = 4,
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0),
+    max_tokens: int = 96,
+    seconds: float = 3.0,
+    repeats: int = 2,
+    prompts: Sequence[str] = (),
+    config: Config | None = None,
+    context: ssl.SSLContext | None = None,
+    earlier_acceptance: float | None = None,
 ) -> Report:
+    """Of the router at `url`, whose workers are reached as `config` says; `num_streams`: on each target.
+
+    Raises ConfigurationError.
+    """
+    config = config or Config()
     facts = look_around(url, Dialer.of(config.tls, "router", config.target.tls_server_name), context)
     max_depth = min(target.max_speculative_tokens for target in facts.targets)
     if max_depth == 0:
         raise ConfigurationError(
             f"the targets of {url} have speculation.num_speculative_tokens 0: there is nothing to examine"
         )
-    num_streams = arguments.streams * len(facts.targets)
-    plan = Plan(num_streams, arguments.temperatures, max_depth, arguments.seconds, arguments.repeats)
-    maker = LoadMaker(facts, prompts, arguments.max_tokens, context)
+    plan = Plan(num_streams * len(facts.targets), temperatures, max_depth, seconds, repeats)
+    maker = LoadMaker(facts, prompts or read_prompts(None), max_tokens, context)
     total = plan.repeats * len(set(plan.workloads))
     with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
         found = examine(maker, plan, progress.update)
     told = min(found.fixed, key=lambda one: abs((one.workload.num_speculative_tokens or 0) - TOLD_DEPTH))
-    thought = thought_of(found.alone, told, equal=_equal_acceptance(found, config), earlier=earlier)
+    thought = thought_of(found.alone, told, equal=_equal_acceptance(found, config), earlier=earlier_acceptance)
     wrong = [*findings(found), *check_programs(facts)]
     return Report(facts, found, wrong, waterfall(found.plain, told, thought))
 
 
 def _equal_acceptance(found: Examination, config: Config) -> float | None:
-    """Were drafts sampled as the target's tokens are: about as often as at T = 0, where both are greedy. None: they are."""
+    """Were drafts sampled as the target's tokens are: about that at T = 0, where both are greedy. None: they are."""
     if config.speculation.acceptance != "greedy" or found.auto.workload.temperature == 0:
         return None
     greedy = [one.counts.survival for one in found.temperatures if one.workload.temperature == 0]
@@ -144,7 +164,8 @@ def _cluster(arguments: argparse.Namespace, config: Config) -> Iterator[str]:
         yield cluster.url
 
 
-def _prompts(file: Path | None) -> list[str]:
+def read_prompts(file: Path | None) -> list[str]:
+    """One a line; None: pieces of Python source. Raises ConfigurationError."""
     if file is None:
         texts = [held_out.text for held_out in held_out_texts()]
         return [text[len(text) // 3 :][:_PROMPT_CHARACTERS] for text in texts if len(text) > 3 * _PROMPT_CHARACTERS][
