@@ -165,6 +165,7 @@ class Endpoint(abc.ABC, Generic[R]):
             model=model,
             seed=draw_seed() if request.seed is None else request.seed,
             has_token_ids=request.return_token_ids,
+            has_rounds=request.return_rounds,
             has_speculation_stats=request.return_speculation_stats,
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
@@ -195,6 +196,7 @@ class Endpoint(abc.ABC, Generic[R]):
             request.min_tokens,
             has_no_tokens=request.token_limit[1] == 0,
             shown_special_tokens=self._shown_special_tokens(request),
+            tells_rounds=request.return_rounds,
         )
         window = StartWindow()
         sequences = [

@@ -511,6 +511,7 @@ class GenerateReplies(_message.Message):
     ERRORS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUND_STARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """every one at most once"""
@@ -553,6 +554,12 @@ class GenerateReplies(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallLogprobs]:
         """of further tokens of prompts, from the second one on"""
 
+    @_builtins.property
+    def round_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each round, where its tokens begin among its entry's: accepted drafts, then the target's own. Tokens outside of
+        rounds were decoded plainly. Empty where every entry's rounds follow one another from its first token on.
+        """
+
     def __init__(
         self,
         *,
@@ -567,10 +574,11 @@ class GenerateReplies(_message.Message):
         errors: _abc.Iterable[Global___CallError] | None = ...,
         logprobs: _abc.Iterable[Global___CallLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___CallLogprobs] | None = ...,
+        round_starts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "errors", b"errors", "finish_reasons", b"finish_reasons", "finished", b"finished", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_rounds", b"num_rounds", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "errors", b"errors", "finish_reasons", b"finish_reasons", "finished", b"finished", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_rounds", b"num_rounds", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "round_starts", b"round_starts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -82,7 +82,7 @@ def test_requests_are_as_it_says(document: dict[str, Any], name: str, request_: 
 def test_answers_are_as_it_says(document: dict[str, Any], model: Model) -> None:
     client = model.router.client
     model.will_say("<think>hm</think>So." + call_of("time", "{}"))
-    extras = {"return_token_ids": True, "return_speculation_stats": True}
+    extras = {"return_token_ids": True, "return_speculation_stats": True, "return_rounds": True}
     chat = {"messages": [USER], "tools": [TIME], **extras}
     tools = [{"type": "function", "name": "time"}]
     for path, name, body in [

@@ -165,7 +165,7 @@ def test_a_stream_keeps_one_reply_a_call():
     replies = asyncio.run(run())
     assert replies == {
         1: CallReply(list(range(101)), LENGTH),
-        2: CallReply(list(range(100)), rounds=[RoundCounts(4, token % 5) for token in range(100)]),
+        2: CallReply(list(range(100)), rounds=[RoundCounts(4, token % 5, token) for token in range(100)]),
     }
 
 
@@ -225,7 +225,7 @@ async def test_a_router_that_does_not_read_gets_few_messages_and_every_token(ser
         reply.merge((await read(stream))[5])
         num_messages += 1
     assert len(reply.token_ids) == num_steps * len(tokens)
-    assert reply.rounds == [RoundCounts(9, step % 10) for step in range(num_steps)]
+    assert reply.rounds == [RoundCounts(9, step % 10, 2000 * step) for step in range(num_steps)]
     assert num_messages < num_steps / 2
 
 
@@ -299,7 +299,7 @@ async def test_a_client_that_takes_slowly_gets_few_replies_and_holds_up_nobody(s
             second = asyncio.create_task(anext(quick))
         rest = await anext(slow)
         assert rest.token_ids == list(range(1, 200))
-        assert rest.rounds == [RoundCounts(1, token % 2) for token in range(1, 200)]
+        assert rest.rounds == [RoundCounts(1, token % 2, token - 1) for token in range(1, 200)]
         with pytest.raises(StopAsyncIteration):
             await anext(slow)
         second.cancel()
@@ -405,7 +405,7 @@ async def test_several_steps_of_a_call_come_as_one_reply_up_to_its_last(served):
         served.target.step("one#0", 1, 2, drafts=4, accepted=1)
         served.target.step("one#0", 3, 4, 5, drafts=4, accepted=2)
         served.target.step("one#0", 6, is_last=True)
-        assert await first == CallReply([1, 2, 3, 4, 5, 6], LENGTH, rounds=[RoundCounts(4, 1), RoundCounts(4, 2)])
+        assert await first == CallReply([1, 2, 3, 4, 5, 6], LENGTH, rounds=[RoundCounts(4, 1), RoundCounts(4, 2, 2)])
         with pytest.raises(StopAsyncIteration):
             await anext(replies)
     assert served.target.aborted == []
