@@ -14,5 +14,5 @@ called, is gone.
 4: a request says which trace it belongs to.
 5: requests have constraints, stop tokens, log-probabilities, a salt, a priority and an adapter; openings have the root
 of a cache; descriptions tell the adapters, and targets load and unload them.
-6: replies tell which of their tokens came of which round.
+6: replies tell which of their tokens came of which round; targets can be observed.
 """

@@ -24,6 +24,7 @@ from services.router.generation import TextFormat, generate, interleave
 from services.router.large_work import done_beside
 from services.router.logprobs import LogprobsFormat
 from services.router.middleware import request_id_of
+from services.router.page.feed import Feed
 from services.router.prompt_budget import PromptBudget, StartWindow
 from services.router.replicas import AdapterRef, ReplicaPool
 from services.router.reply import Piece, Reply, Usage, merged
@@ -48,6 +49,7 @@ class Serving:
     tokenizer: Tokenizer
     pool: ReplicaPool
     metrics: RouterMetrics
+    feed: Feed
     switch: SpeculationSwitch
     budget: PromptBudget
     max_body_bytes: int
@@ -205,6 +207,7 @@ class Endpoint(abc.ABC, Generic[R]):
                 choice_request,
                 text_format,
                 metrics=serving.metrics,
+                feed=serving.feed,
                 record=record,
                 max_pause_seconds=serving.max_pause_seconds,
                 window=window,

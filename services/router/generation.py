@@ -13,11 +13,12 @@ from cluster.logprobs import TokenLogprobs
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.telemetry.tracing import NO_SPAN, Span
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
-from cluster.wire.replies import RoundCounts
+from cluster.wire.replies import UNFINISHED, RoundCounts
 from protos.speculation.v1 import target_pb2
 from services.router.access_log import RequestRecord
 from services.router.caller import current_key
 from services.router.failover import run_anywhere
+from services.router.page.feed import Feed
 from services.router.prompt_budget import StartWindow
 from services.router.replicas import ReplicaPool
 from services.router.reply import Piece, Prompt
@@ -54,6 +55,7 @@ async def generate(
     text: TextFormat,
     *,
     metrics: RouterMetrics,
+    feed: Feed,
     record: RequestRecord,
     max_pause_seconds: float,
     window: StartWindow,
@@ -68,7 +70,7 @@ async def generate(
     """
     writer, prompt_logprobs = _Writer(text), TokenLogprobs(request.num_prompt_logprobs or 0)
     stats = SpeculationStats()
-    key = current_key.get()
+    key, choice = current_key.get(), feed.new_choice()
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_later_tokens = 0
@@ -107,6 +109,8 @@ async def generate(
                 metrics.tokens.count_round(num_draft_tokens, num_accepted_tokens)
                 record.count_round(num_draft_tokens, num_accepted_tokens)
                 stats.count_round(num_draft_tokens, num_accepted_tokens)
+            if feed.is_watched:
+                feed.note(choice, len(reply.token_ids), reply.rounds, has_ended=reply.finish_reason != UNFINISHED)
             is_first = not writer.num_tokens
             finish_reason = _FINISH_REASONS[reply.finish_reason]
             piece = writer.write(reply.token_ids, finish_reason, reply.logprobs, reply.rounds)

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from cluster.config import Config
+from cluster.coordination.timeline import AnswerSpan, StepSpan, Timeline
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
@@ -24,6 +25,7 @@ from cluster.targets.base import (
     TargetModel,
     no_adapter,
 )
+from cluster.telemetry.metrics import Reading
 from cluster.wire.codec import encode_sampling
 from cluster.wire.replies import CallReply, RoundCounts, decode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
@@ -47,6 +49,7 @@ class HandDrivenTarget(Target):
         self.requests: list[str] = []
         self.aborted: list[str] = []
         self.held: dict[str, str] = {}
+        self.spans: Timeline | None = None
 
     def start(self, publish: Publish) -> None:
         self._publish = publish
@@ -86,8 +89,15 @@ class HandDrivenTarget(Target):
     def load(self) -> TargetLoad:
         return TargetLoad(0, 0, 0, 1, 0)
 
+    @property
+    def timeline(self) -> Timeline | None:
+        return self.spans
+
     def readings(self):
-        return ()
+        return (
+            Reading("outrider_steps", "Steps.", 7, is_counter=True, labels={"kind": "verify"}),
+            Reading("outrider_ejections", "Of no use to who looks on.", 1),
+        )
 
 
 class Served:
@@ -167,6 +177,28 @@ def test_a_stream_keeps_one_reply_a_call():
         1: CallReply(list(range(101)), LENGTH),
         2: CallReply(list(range(100)), rounds=[RoundCounts(4, token % 5, token) for token in range(100)]),
     }
+
+
+@with_served
+async def test_who_looks_on_is_told_of_each_step_once(served):
+    observation = await served.stub.Observe(target_pb2.ObserveRequest())
+    assert not observation.tells_steps
+    assert [(reading.name, dict(reading.labels), reading.value) for reading in observation.readings] == [
+        ("outrider_steps", {"kind": "verify"}, 7)
+    ]
+    spans = served.target.spans = Timeline()
+    spans.steps.add(StepSpan(10.0, 0.5, 0.25, 2, 8, has_prompts=False))
+    spans.answers.add(AnswerSpan(9.5, 0.5, 0.25, 0.125, 2, 2, "draft:1"))
+    first = await served.stub.Observe(target_pb2.ObserveRequest())
+    assert first.tells_steps
+    assert first.epoch == (await served.stub.Describe(types_pb2.DescribeRequest())).epoch
+    (step,), (answer,) = first.steps, first.answers
+    assert (step.ended_at, step.waited_seconds, step.seconds, step.num_rows) == (10.0, 0.5, 0.25, 8)
+    assert (answer.came_at, answer.held_seconds, answer.draft) == (9.5, 0.25, "draft:1")
+    asked = target_pb2.ObserveRequest(from_step=first.next_step, from_answer=first.next_answer)
+    again = await served.stub.Observe(asked)
+    assert not again.steps
+    assert not again.answers
 
 
 @with_served
