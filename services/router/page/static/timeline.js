@@ -34,7 +34,7 @@ export class Timeline {
       }
       kept.steps = [...kept.steps, ...(target.steps ?? [])].slice(-NUM_KEPT);
       kept.answers = [...kept.answers, ...(target.answers ?? [])].slice(-NUM_KEPT);
-      kept.tellsSteps = target.tells_steps;
+      kept.tellsSteps = target.tells_steps === true;
       this.targets.set(target.name, kept);
     }
     const names = targets.map((target) => target.name);
@@ -53,8 +53,8 @@ export class Timeline {
     const steps = kept?.steps.slice(-NUM_STEPS) ?? [];
     const width = this.figure.clientWidth;
     if (!steps.length || width < 100) {
-      const why = kept?.tellsSteps === false ? "This engine tells of no single steps." : "No step yet: ask for something.";
-      this.figure.replaceChildren(element("p", { class: "empty" }, why));
+      const why = kept?.tellsSteps ? "No step yet: ask for something." : "Nothing tells of single steps here.";
+      this.figure.replaceChildren(element("p", { class: "empty" }, kept ? why : ""));
       this.sentence.textContent = "";
       return;
     }
