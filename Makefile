@@ -11,8 +11,9 @@ READY_DEV := .venv/ready-dev
 READY_VLLM := .venv/ready-vllm
 READY_RAY := .venv/ready-ray
 READY_CLIENTS := .venv/ready-clients
+READY_BROWSER := .venv/ready-browser
 
-.PHONY: help setup setup-vllm setup-ray setup-clients serve test bench gpu-check format lint typecheck protos docs constraints train images clean
+.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser serve test bench gpu-check format lint typecheck protos docs constraints train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
@@ -22,6 +23,7 @@ help:
 	@echo "make setup-vllm                       add vLLM to the environment, for target.engine vllm"
 	@echo "make setup-ray                        add Ray to the environment, for --launcher ray"
 	@echo "make setup-clients                    add the clients that tests/system/clients lets loose on a cluster"
+	@echo "make setup-browser                    add what drives a Chromium, which Debian's package brings, over the page"
 	@echo "make images                           build the container images"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
@@ -63,15 +65,22 @@ $(READY_CLIENTS): pyproject.toml $(KERNELS) | $(READY_DEV)
 	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,clients]'
 	@touch $@ $(READY_DEV) $(READY)
 
+setup-browser: $(READY_BROWSER)
+
+$(READY_BROWSER): pyproject.toml $(KERNELS) | $(READY_DEV)
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,browser]'
+	@touch $@ $(READY_DEV) $(READY)
+
 serve: $(READY)
 	@exec $(BIN)/outrider serve $(ARGS)
 
-# Without vLLM, Ray or the clients their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
-# REQUIRE_RAY or REQUIRE_CLIENTS is set.
+# Without vLLM, Ray, the clients or a browser their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
+# REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set.
 test: $(READY_DEV)
 	@$(MAKE) --no-print-directory setup-vllm || test -z "$(REQUIRE_VLLM)"
 	@$(MAKE) --no-print-directory setup-ray || test -z "$(REQUIRE_RAY)"
 	@$(MAKE) --no-print-directory setup-clients || test -z "$(REQUIRE_CLIENTS)"
+	@$(MAKE) --no-print-directory setup-browser || test -z "$(REQUIRE_BROWSER)"
 	$(BIN)/pytest $(ARGS)
 
 bench: $(READY_DEV)

@@ -104,6 +104,13 @@ class Stream(asyncio.Protocol):
         return token_ids == expected and events[-1]["choices"][0]["finish_reason"] == "length"
 
 
+class Viewer(asyncio.Protocol):
+    """Watches the router's page for as long as the router runs."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(b"GET /page/events HTTP/1.1\r\nhost: bench\r\n\r\n")
+
+
 @dataclass(slots=True)
 class Result:
     """One number of streams. Times are in milliseconds."""
@@ -200,10 +207,11 @@ def main() -> None:
     )
     results = []
     for num_streams in arguments.streams:
-        results.append(measure(config, num_streams, arguments.seconds))
+        results.append(measure(config, num_streams, arguments.seconds, arguments.viewers))
         print(results[-1], flush=True)
     document = {
         "targets": arguments.targets,
+        "viewers": arguments.viewers,
         "chunks_per_second_of_a_stream": CHUNKS_PER_SECOND,
         "machine": describe_machine(),
         "results": [asdict(result) for result in results],
@@ -212,14 +220,14 @@ def main() -> None:
     arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def measure(config: Config, num_streams: int, seconds: float) -> Result:
+def measure(config: Config, num_streams: int, seconds: float, num_viewers: int = 0) -> Result:
     cluster = Cluster(config)
     try:
         cluster.start()
         gc.disable()  # what is received is kept, and searching it in vain would take ever longer
         ramp_seconds = num_streams / RAMP_STREAMS_PER_SECOND
         num_tokens = round((seconds + ramp_seconds) * CHUNKS_PER_SECOND)
-        streams, start, end, cpu = uvloop.run(_run(cluster, num_streams, num_tokens))
+        streams, start, end, cpu = uvloop.run(_run(cluster, num_streams, num_tokens, num_viewers))
     finally:
         gc.enable()
         stamps = cluster.stop()
@@ -235,10 +243,12 @@ def measure(config: Config, num_streams: int, seconds: float) -> Result:
 
 
 async def _run(
-    cluster: Cluster, num_streams: int, num_tokens: int
+    cluster: Cluster, num_streams: int, num_tokens: int, num_viewers: int
 ) -> tuple[list[Stream], float, float, dict[str, float]]:
     """The streams, the time in which all of them ran, and the CPU seconds that each process used in it."""
     loop = asyncio.get_running_loop()
+    for _ in range(num_viewers):
+        await loop.create_connection(Viewer, "127.0.0.1", cluster.port)
     streams: list[Stream] = []
     for seed in range(num_streams):
         streams.append(Stream(seed, num_tokens))
@@ -307,6 +317,7 @@ def _parser() -> argparse.ArgumentParser:
         "--streams", type=lambda text: [int(part) for part in text.split(",")], default=[100, 300, 1000]
     )
     parser.add_argument("--targets", type=int, default=2, help="simulated target workers")
+    parser.add_argument("--viewers", type=int, default=0, help="that watch the router's page meanwhile")
     parser.add_argument("--seconds", type=float, default=20.0, help="that all streams run")
     parser.add_argument("--out", type=Path, default=Path("bench/results/streams.json"))
     return parser

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from cluster.config_types import DrainSeconds, FilePath, HostPort, Port, PositiveSeconds, Section
+from cluster.config_types import DrainSeconds, FilePath, HostPort, Port, PositiveSeconds, Section, is_loopback
 
 
 class RouterConfig(Section):
@@ -98,6 +98,11 @@ class RouterConfig(Section):
         (),
         description="web pages that may call the router from a browser: origins such as `https://chat.example`, or `*`",
     )
+    page: bool | None = Field(
+        None,
+        description="show the cluster at work to browsers, at `/`: counts of everybody's rounds, and no text but the "
+        "page's own; null: where `host` is this machine's alone",
+    )
     allow_different_targets: bool = Field(
         False,
         description="use targets together whose answers may differ (other weights, dtype, processor, ...); what it "
@@ -109,6 +114,10 @@ class RouterConfig(Section):
         if (self.tls_certificate_file is None) != (self.tls_key_file is None):
             raise ValueError("HTTPS needs both: set tls_certificate_file and tls_key_file")
         return self
+
+    @property
+    def has_page(self) -> bool:
+        return is_loopback(self.host) if self.page is None else self.page
 
     @property
     def scheme(self) -> str:

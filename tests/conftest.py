@@ -30,14 +30,15 @@ _OF_EXTRAS = {
     "ray": ("system/ray", "services/launch/ray/test_app.py"),
     "agents": ("system/clients/test_agents.py",),
     "lm_eval": ("system/clients/test_lm_eval.py",),
+    "playwright": ("services/router/page/test_browser.py",),
 }
-_SETUP = {"vllm": "vllm", "ray": "ray", "agents": "clients", "lm_eval": "clients"}
+_SETUP = {"vllm": "vllm", "ray": "ray", "agents": "clients", "lm_eval": "clients", "playwright": "browser"}
 _MISSING = [package for package in _OF_EXTRAS if importlib.util.find_spec(package) is None]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Tests of an extra, where it cannot be had; with REQUIRE_VLLM, REQUIRE_RAY or REQUIRE_CLIENTS set they fail
-    there."""
+    """Tests of an extra, where it cannot be had; with REQUIRE_VLLM, REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER
+    set they fail there."""
     own = collection_path.relative_to(Path(__file__).parent.parent).as_posix().removeprefix("tests/")
     for package in _MISSING:
         if f"REQUIRE_{_SETUP[package].upper()}" not in os.environ and own.startswith(_OF_EXTRAS[package]):

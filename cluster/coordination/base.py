@@ -21,6 +21,7 @@ class LinkState(enum.Enum):
 class Link(Protocol):
     """One draft worker, compared by identity."""
 
+    address: str  # of its worker; "": it is in this process
     model: str  # which draft model its worker runs, as of when the link came up
     expected_round_trip: float | None  # seconds, by its place; None: nobody knows
 

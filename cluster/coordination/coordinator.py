@@ -29,6 +29,7 @@ from cluster.coordination.gains import Gains
 from cluster.coordination.openings import Openings
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
+from cluster.coordination.timeline import AnswerSpan, StepSpan, Timeline
 from cluster.coordination.waiting import Waits
 from cluster.coordination.worth import Worth
 from cluster.engine.limits import StepLimits
@@ -69,6 +70,7 @@ class Coordinator:
     ) -> None:
         timeout_seconds = config.draft_timeout_ms / 1e3
         self.stats = CoordinatorStats()
+        self.timeline = Timeline()
         self.planner = DepthPlanner(config, limits.max_num_batched_tokens, clock)
         self._pool = pool
         self._vocab_size = vocab_size
@@ -86,6 +88,7 @@ class Coordinator:
             drafts_in_turn=pool.drafts_in_turn,
         )
         self._begun: Sequence[SpeculativeSequence] = ()
+        self._waited_seconds = 0.0  # for proposals, before this step
         self._ended: list[_EndedStep] = []  # steps that nothing was learned from yet
 
     def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
@@ -115,6 +118,7 @@ class Coordinator:
         self._openings.assign()
         self._send()
         put_off_until, drafting_before = time.thread_time(), self._pool.drafting_seconds
+        waited_before = self.stats.wait_seconds
         self.stats.other_seconds += put_off_until - started_at
         self._take_events()
         held_back: Collection[SpeculativeSequence] = ()
@@ -125,6 +129,7 @@ class Coordinator:
         if decoding:  # the first step of an answer, and with it its first token, does not wait for a drafter
             self._pool.lend_turn()
             self._take_events()
+        self._waited_seconds = self.stats.wait_seconds - waited_before
         self._begun = [s for s in decoding if s not in held_back] if held_back else decoding
         drafts = self._drafts(self._begun)
         drafting_seconds = self._pool.drafting_seconds - drafting_before
@@ -154,6 +159,12 @@ class Coordinator:
         self._send()
         if rounds or timing is not None:  # else nothing ran, of which there is nothing to learn
             self._ended.append(_EndedStep(rounds, timing, now))
+        if timing is not None:
+            self.timeline.steps.add(
+                StepSpan(
+                    now, self._waited_seconds, timing.seconds, len(self._begun), timing.num_rows, timing.num_prompts > 0
+                )
+            )
         self.stats.critical_seconds += time.thread_time() - started_at
 
     def close(self, sequence: SpeculativeSequence) -> None:
@@ -244,6 +255,19 @@ class Coordinator:
         if link is None:
             return
         link.heard(reply, answer_seconds)
+        if reply.timing is not None and reply.proposals:
+            held_seconds, step_seconds, batch = reply.timing.held_seconds, reply.timing.step_seconds, reply.timing.batch
+            self.timeline.answers.add(
+                AnswerSpan(
+                    self._clock(),
+                    answer_seconds,
+                    held_seconds,
+                    step_seconds,
+                    batch,
+                    len(reply.proposals),
+                    draft_link.address,
+                )
+            )
         now, sequences = self._clock(), link.sequences
         for wire_id, proposal in reply.proposals.items():
             sequence = sequences.get(wire_id)

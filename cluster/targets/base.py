@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.constraints import UNCONSTRAINED, Constraints
+from cluster.coordination.timeline import Timeline
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InvalidRequestError, NotFoundError, OutriderError
@@ -171,6 +172,11 @@ class Target(ABC):
 
     @abstractmethod
     def load(self) -> TargetLoad: ...
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Its last steps and the answers of its drafters; None: it does not tell single ones. Any thread."""
+        return None
 
     @abstractmethod
     def readings(self) -> Iterable[Reading]:

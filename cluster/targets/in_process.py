@@ -38,6 +38,8 @@ _STABLE_SECONDS = 5.0  # a drafter that has worked so long did not fail because 
 class InProcessLink:
     """One life of the drafter."""
 
+    address = ""
+
     def __init__(
         self, worker: DraftWorker, model: str, notify: Callable[[LinkEvent], None], ended: Callable[[], None]
     ) -> None:

@@ -12,6 +12,7 @@ from cluster.config import SpeculationConfig
 from cluster.coordination.base import LinkPool
 from cluster.coordination.coordinator import Coordinator, StepTiming
 from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.timeline import Timeline
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPart
@@ -117,6 +118,10 @@ class StepLoop(Target):
     @property
     def is_stuck(self) -> bool:
         return self._heartbeat.is_stuck
+
+    @property
+    def timeline(self) -> Timeline:
+        return self._coordinator.timeline
 
     def start(self, publish: Publish) -> None:
         self._thread = threading.Thread(target=self._run, args=(publish,), name="target", daemon=True)

@@ -16,10 +16,14 @@ UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class RoundCounts(NamedTuple):
-    """What came of one round that verified at least one draft token."""
+    """What came of one round that verified at least one draft token.
+
+    Its tokens are the accepted ones and the target's own after them, unless the sequence ended before it.
+    """
 
     num_draft_tokens: int
     num_accepted_tokens: int
+    start: int = 0  # where its tokens begin among those of the reply; those outside of rounds were decoded plainly
 
 
 @dataclass(slots=True)
@@ -35,10 +39,12 @@ class CallReply:
 
     def merge(self, newer: CallReply) -> None:
         """Takes in the reply that follows this one."""
+        if newer.rounds:
+            start = len(self.token_ids)
+            later = [counts._replace(start=start + counts.start) for counts in newer.rounds]
+            self.rounds = [*self.rounds, *later]
         self.token_ids += newer.token_ids
         self.finish_reason = newer.finish_reason
-        if newer.rounds:
-            self.rounds = [*self.rounds, *newer.rounds]
         self.error = newer.error
         self.logprobs = joined(self.logprobs, newer.logprobs)
         self.prompt_logprobs = joined(self.prompt_logprobs, newer.prompt_logprobs)
@@ -66,6 +72,8 @@ def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateRepli
         rounds = [counts for reply in replies.values() for counts in reply.rounds]
         message.num_draft_tokens.extend([counts.num_draft_tokens for counts in rounds])
         message.num_accepted_tokens.extend([counts.num_accepted_tokens for counts in rounds])
+        if any(not _follow_one_another(reply.rounds) for reply in replies.values()):
+            message.round_starts.extend([counts.start for counts in rounds])
     return message
 
 
@@ -74,10 +82,11 @@ def decode_replies(message: target_pb2.GenerateReplies) -> dict[int, CallReply]:
     columns = split(message.token_ids[:], message.num_tokens)
     replies = {call: CallReply(list(token_ids)) for call, token_ids in zip(message.calls, columns, strict=True)}
     if message.num_rounds:
-        counts = zip(message.num_draft_tokens, message.num_accepted_tokens, strict=True)
-        columns_of_rounds = split([RoundCounts(*each) for each in counts], message.num_rounds)
-        for reply, rounds in zip(replies.values(), columns_of_rounds, strict=True):
-            reply.rounds = rounds
+        counts = list(zip(message.num_draft_tokens, message.num_accepted_tokens, strict=True))
+        starts = message.round_starts or _starts(counts, message.num_rounds)
+        rounds = [RoundCounts(*each, start) for each, start in zip(counts, starts, strict=True)]
+        for reply, own in zip(replies.values(), split(rounds, message.num_rounds), strict=True):
+            reply.rounds = own
     for call, reason in zip(message.finished, message.finish_reasons, strict=True):
         _of(call, replies).finish_reason = reason
     for error in message.errors:
@@ -90,6 +99,26 @@ def decode_replies(message: target_pb2.GenerateReplies) -> dict[int, CallReply]:
     for scores in message.prompt_logprobs:
         _of(scores.call, replies).prompt_logprobs = _decode_logprobs(scores)
     return replies
+
+
+def _follow_one_another(rounds: Sequence[RoundCounts]) -> bool:
+    end = 0
+    for counts in rounds:
+        if counts.start != end:
+            return False
+        end += counts.num_accepted_tokens + 1
+    return True
+
+
+def _starts(counts: Sequence[tuple[int, int]], num_rounds: Sequence[int]) -> list[int]:
+    """Of the rounds of each entry, which follow one another: (drafted, accepted) of all, and how many each has."""
+    starts: list[int] = []
+    for own in split(counts, num_rounds):
+        start = 0
+        for _, num_accepted in own:
+            starts.append(start)
+            start += num_accepted + 1
+    return starts
 
 
 def _encode_error(call: int, error: OutriderError) -> target_pb2.CallError:

@@ -160,6 +160,7 @@ class ApiRequest(BaseModel, abc.ABC):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_speculation_stats: bool = False
+    return_rounds: bool = False
     num_speculative_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_num_speculative_tokens)] = (
         Field(default=None, description='None and "auto": the target decides')
     )

@@ -40,6 +40,9 @@ from services.router.key_limits import KeyLimits
 from services.router.middleware import Admission, RequestIds
 from services.router.openapi.routes import OpenApi
 from services.router.output.choice import Readers
+from services.router.page.feed import Feed
+from services.router.page.routes import Page
+from services.router.page.workers import Workers
 from services.router.prompt import ChatPrompts
 from services.router.prompt_budget import GivesBack, PromptBudget
 from services.router.replicas import ReplicaPool
@@ -55,7 +58,7 @@ _GENERATING_PATHS = frozenset({_COMPLETIONS_PATH, _CHAT_PATH, RESPONSES_PATH})
 
 def create_app(config: Config) -> Starlette:
     """The ASGI application; its `state` has what the operators' application needs: `switch`, `adapters`, `metrics`,
-    `credentials`, `health`.
+    `credentials`, `health`; and `feed`, which has to be closed before the server waits for its requests to end.
     Raises ConfigurationError when there is no tokenizer, no target to call, or a file of keys that cannot be read.
 
     Targets need not be up: `/health` says 503 until one is.
@@ -73,16 +76,18 @@ def create_app(config: Config) -> Starlette:
             "router.served_model_name"
         )
     metrics = RouterMetrics(model_id)
+    pool = ReplicaPool(
+        follow_addresses(config.target.addresses),
+        tokenizer.fingerprint(),
+        allow_different=config.router.allow_different_targets,
+        dialer=Dialer.of(config.tls, "router", config.target.tls_server_name),
+    )
     serving = Serving(
         model_id=model_id,
         tokenizer=tokenizer,
-        pool=ReplicaPool(
-            follow_addresses(config.target.addresses),
-            tokenizer.fingerprint(),
-            allow_different=config.router.allow_different_targets,
-            dialer=Dialer.of(config.tls, "router", config.target.tls_server_name),
-        ),
+        pool=pool,
         metrics=metrics,
+        feed=Feed(Workers(pool).observe),
         switch=SpeculationSwitch(config.router.speculation_percentage, metrics),
         budget=PromptBudget(config.router.max_waiting_tokens),
         max_body_bytes=config.router.max_body_bytes,
@@ -104,6 +109,7 @@ def create_app(config: Config) -> Starlette:
     template = ChatTemplate.from_folder(folder)
     prompts = ChatPrompts(template, tokenizer)
     health = Health(serving.pool, model_id)
+    page = Page(serving.feed, lambda: _hello(serving, template)) if config.router.has_page else None
     readers = Readers.of(config.router, template, tokenizer)
     app = Starlette(
         routes=[
@@ -113,6 +119,7 @@ def create_app(config: Config) -> Starlette:
             *Tokens(serving, prompts).routes(),
             *_information_routes(serving, health, config.target.model),
             *OpenApi(importlib.metadata.version("outrider")).routes(),
+            *(page.routes() if page is not None else ()),
         ],
         middleware=[
             Middleware(RequestIds),
@@ -122,6 +129,7 @@ def create_app(config: Config) -> Starlette:
                 credentials=credentials,
                 limits=KeyLimits(config.router.requests_per_minute_per_key, config.router.max_requests_per_key),
                 metrics=metrics,
+                open_paths=page.open_paths if page is not None else frozenset(),
             ),
             *([Middleware(Tracing, paths=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
             Middleware(
@@ -138,6 +146,7 @@ def create_app(config: Config) -> Starlette:
     app.router.redirect_slashes = False
     app.state.switch, app.state.metrics, app.state.credentials = serving.switch, metrics, credentials
     app.state.adapters, app.state.health = AdapterCalls(serving.pool, model_id), health
+    app.state.feed = serving.feed
     if origins := config.router.cors_allow_origins:
         # Around all the rest, the answer to a bug of ours too: a page is not told of an error without these headers.
         app.middleware_stack = CORSMiddleware(
@@ -156,6 +165,17 @@ def served_model_id(model: str) -> str:
     if model.startswith((".", "/", "~")) or path.is_dir():
         return path.resolve().name
     return model
+
+
+def _hello(serving: Serving, template: ChatTemplate | None) -> dict[str, Any]:
+    """What the page is told of what it shows."""
+    limits = serving.pool.limits() if serving.pool.usable else None
+    return {
+        "model": serving.model_id,
+        "version": importlib.metadata.version("outrider"),
+        "has_chat": template is not None,
+        "max_speculative_tokens": 0 if limits is None else limits.max_speculative_tokens,
+    }
 
 
 def _information_routes(serving: Serving, health: Health, root: str) -> list[Route]:

@@ -19,6 +19,7 @@ from services.router.output.choice import Readers
 from services.router.output.message import MessageReader, Reader
 from services.router.prompt import ChatPrompts, Conversation, check_continuation
 from services.router.reply import Piece, Reply
+from services.router.rounds import AnswerRound
 from services.router.shapes import ChatMessage, ToolChoiceField, ToolDefinition
 from services.router.speculation_stats import SpeculationStats
 from services.router.tools import Tool, ToolChoice, check_choice, to_tool_choice, to_tools, tool_grammar
@@ -118,6 +119,7 @@ class ChatReply(Reply):
             },
             choice.token_ids,
             choice.speculation,
+            choice.rounds,
         )
 
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
@@ -125,10 +127,11 @@ class ChatReply(Reply):
             yield self._delta(index, {"role": "assistant", "content": ""})
         deltas, finish_reason = self._read(index, piece)
         logprobs = self._logprobs(piece)
-        if not deltas and (logprobs is not None or (self.has_token_ids and piece.token_ids)):
+        if not deltas and (logprobs is not None or piece.rounds or (self.has_token_ids and piece.token_ids)):
             deltas = [{"content": ""}]
         for number, delta in enumerate(deltas):  # the first tells of the tokens of all
-            chunk = self._delta(index, delta, token_ids=() if number else piece.token_ids)
+            token_ids, rounds = ((), ()) if number else (piece.token_ids, piece.rounds)
+            chunk = self._delta(index, delta, token_ids=token_ids, rounds=rounds)
             yield chunk if number else chunk | {"logprobs": logprobs}
         if finish_reason is not None:
             last = self._delta(index, {}, finish_reason=finish_reason, speculation=piece.speculation)
@@ -160,9 +163,10 @@ class ChatReply(Reply):
         token_ids: Sequence[int] = (),
         finish_reason: str | None = None,
         speculation: SpeculationStats | None = None,
+        rounds: Sequence[AnswerRound] = (),
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._with_extras(choice, token_ids, speculation)
+        return self._with_extras(choice, token_ids, speculation, rounds)
 
 
 class ChatCompletions(Endpoint[ChatRequest]):

@@ -96,7 +96,7 @@ class CompletionReply(Reply):
         prompt_logprobs = self._prompt_logprobs(choice)
         if prompt_logprobs is not None:
             value["prompt_logprobs"] = prompt_logprobs
-        return self._with_extras(value, choice.token_ids, choice.speculation)
+        return self._with_extras(value, choice.token_ids, choice.speculation, choice.rounds)
 
     def _logprobs(self, index: int, choice: Piece) -> dict[str, Any] | None:
         if self.logprobs is None or choice.logprobs is None:
@@ -114,7 +114,7 @@ class CompletionReply(Reply):
         return value
 
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        tells_of_tokens = self.has_token_ids or (self.logprobs is not None and piece.token_ids)
+        tells_of_tokens = self.has_token_ids or piece.rounds or (self.logprobs is not None and piece.token_ids)
         if piece.text or piece.finish_reason or tells_of_tokens:
             yield self._choice(index, piece)
 

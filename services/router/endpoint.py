@@ -24,6 +24,7 @@ from services.router.generation import TextFormat, generate, interleave
 from services.router.large_work import done_beside
 from services.router.logprobs import LogprobsFormat
 from services.router.middleware import request_id_of
+from services.router.page.feed import Feed
 from services.router.prompt_budget import PromptBudget, StartWindow
 from services.router.replicas import AdapterRef, ReplicaPool
 from services.router.reply import Piece, Reply, Usage, merged
@@ -48,6 +49,7 @@ class Serving:
     tokenizer: Tokenizer
     pool: ReplicaPool
     metrics: RouterMetrics
+    feed: Feed
     switch: SpeculationSwitch
     budget: PromptBudget
     max_body_bytes: int
@@ -165,6 +167,7 @@ class Endpoint(abc.ABC, Generic[R]):
             model=model,
             seed=draw_seed() if request.seed is None else request.seed,
             has_token_ids=request.return_token_ids,
+            has_rounds=request.return_rounds,
             has_speculation_stats=request.return_speculation_stats,
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
@@ -195,6 +198,7 @@ class Endpoint(abc.ABC, Generic[R]):
             request.min_tokens,
             has_no_tokens=request.token_limit[1] == 0,
             shown_special_tokens=self._shown_special_tokens(request),
+            tells_rounds=request.return_rounds,
         )
         window = StartWindow()
         sequences = [
@@ -203,6 +207,7 @@ class Endpoint(abc.ABC, Generic[R]):
                 choice_request,
                 text_format,
                 metrics=serving.metrics,
+                feed=serving.feed,
                 record=record,
                 max_pause_seconds=serving.max_pause_seconds,
                 window=window,

@@ -6,7 +6,7 @@
 | operator | a key of `router.admin_keys_file`, or of the file above where that is not set | all of the admin address |
 | scraper | the token in `router.metrics_token_file` | GET /metrics, at both |
 | launcher | a key that it made for itself, of which it told the router the hash | GET /health and /metrics |
-| anybody | nothing | probes: is the router alive, can it serve |
+| anybody | nothing | probes: is the router alive, can it serve; the files of the page |
 
 Whoever is refused is told why, before any of the body is read, and leaves a line in the log.
 """
@@ -120,11 +120,21 @@ class Credentials:
 class Gate:
     """At the public address."""
 
-    def __init__(self, app: ASGIApp, *, credentials: Credentials, limits: KeyLimits, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        credentials: Credentials,
+        limits: KeyLimits,
+        metrics: RouterMetrics,
+        open_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        """`open_paths`: those that nobody needs a key for, beside probes."""
         self._app = app
         self._credentials = credentials
         self._limits = limits
         self._metrics = metrics
+        self._open_paths = PROBES | open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -139,7 +149,7 @@ class Gate:
         else:
             refusal = InvalidApiKeyError(_reason(key))
         scope.setdefault("state", {})["caller"] = caller
-        if caller is None and path not in PROBES:
+        if caller is None and path not in self._open_paths:
             self._metrics.keys.count_request("", refusal.http_status)
             await refuse(refusal, scope, receive, send)
         elif caller is None or caller.role != "client" or not caller.name:

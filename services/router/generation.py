@@ -13,13 +13,16 @@ from cluster.logprobs import TokenLogprobs
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.telemetry.tracing import NO_SPAN, Span
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
+from cluster.wire.replies import UNFINISHED, RoundCounts
 from protos.speculation.v1 import target_pb2
 from services.router.access_log import RequestRecord
 from services.router.caller import current_key
 from services.router.failover import run_anywhere
+from services.router.page.feed import Feed
 from services.router.prompt_budget import StartWindow
 from services.router.replicas import ReplicaPool
 from services.router.reply import Piece, Prompt
+from services.router.rounds import answer_rounds
 from services.router.speculation_stats import SpeculationStats
 from services.router.stop import StopMatcher, StopStrings
 from services.router.wire_requests import ChoiceRequest
@@ -43,6 +46,7 @@ class TextFormat:
     min_tokens: int = 0  # in which no stop string is looked for
     has_no_tokens: bool = False  # the only token is not wanted
     shown_special_tokens: Collection[int] = ()  # even where others are skipped
+    tells_rounds: bool = False  # pieces say which step added which token
 
 
 async def generate(
@@ -51,6 +55,7 @@ async def generate(
     text: TextFormat,
     *,
     metrics: RouterMetrics,
+    feed: Feed,
     record: RequestRecord,
     max_pause_seconds: float,
     window: StartWindow,
@@ -65,7 +70,7 @@ async def generate(
     """
     writer, prompt_logprobs = _Writer(text), TokenLogprobs(request.num_prompt_logprobs or 0)
     stats = SpeculationStats()
-    key = current_key.get()
+    key, choice = current_key.get(), feed.new_choice()
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_later_tokens = 0
@@ -100,12 +105,15 @@ async def generate(
                             metrics.keys.count_prompt(key, len(request.prompt_token_ids))
                 last_token_at = now
                 num_later_tokens += len(reply.token_ids)
-            for counts in reply.rounds:
-                metrics.tokens.count_round(*counts)
-                record.count_round(*counts)
-                stats.count_round(*counts)
+            for num_draft_tokens, num_accepted_tokens, _ in reply.rounds:
+                metrics.tokens.count_round(num_draft_tokens, num_accepted_tokens)
+                record.count_round(num_draft_tokens, num_accepted_tokens)
+                stats.count_round(num_draft_tokens, num_accepted_tokens)
+            if feed.is_watched:
+                feed.note(choice, len(reply.token_ids), reply.rounds, has_ended=reply.finish_reason != UNFINISHED)
             is_first = not writer.num_tokens
-            piece = writer.write(reply.token_ids, _FINISH_REASONS[reply.finish_reason], reply.logprobs)
+            finish_reason = _FINISH_REASONS[reply.finish_reason]
+            piece = writer.write(reply.token_ids, finish_reason, reply.logprobs, reply.rounds)
             if is_first and reply.token_ids and request.num_prompt_logprobs is not None:
                 piece.prompt = Prompt(request.prompt_token_ids, prompt_logprobs)
             if piece.finish_reason is not None:
@@ -166,8 +174,15 @@ class _Writer:
             form.tokenizer, skip_special_tokens=form.skip_special_tokens, shown=form.shown_special_tokens
         )
         self._matcher = StopMatcher(form.stop_strings) if form.stop_strings else None
+        self._texts: list[str] = []  # of the tokens of the last piece, where their rounds are told
 
-    def write(self, token_ids: Sequence[int], finish_reason: str | None, logprobs: TokenLogprobs | None) -> Piece:
+    def write(
+        self,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
+        logprobs: TokenLogprobs | None,
+        rounds: Sequence[RoundCounts] = (),
+    ) -> Piece:
         """The piece that `token_ids` add, without those after the stop string; `finish_reason`: they are the last."""
         if self._form.has_no_tokens:
             self.num_tokens += len(token_ids)
@@ -182,21 +197,35 @@ class _Writer:
                 piece.stop_reason = piece.stop_reason or token_ids[-1]
         if logprobs is not None:
             piece.logprobs = logprobs.part(0, len(piece.token_ids))
+        if self._form.tells_rounds:
+            unspelled = [""] * (len(piece.token_ids) - len(self._texts))
+            piece.rounds = list(answer_rounds([*self._texts, *unspelled], rounds))
         self.num_tokens += len(piece.token_ids)
         return piece
 
     def _plain(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
-        text = self._detokenizer.push(token_ids)
+        if self._form.tells_rounds:
+            self._texts = [self._detokenizer.push([token_id]) for token_id in token_ids]
+            text = "".join(self._texts)
+        else:
+            text = self._detokenizer.push(token_ids)
         if finish_reason is not None:
-            text += self._detokenizer.flush()
+            text += self._flush()
         return Piece(text, token_ids, finish_reason)
+
+    def _flush(self) -> str:
+        rest = self._detokenizer.flush()
+        if self._texts:
+            self._texts[-1] += rest
+        return rest
 
     def _matched(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
         # One by one: which token is the last must not depend on how many came at once.
         assert self._matcher is not None
-        text = ""
+        text, self._texts = "", []
         for num_tokens, token_id in enumerate(token_ids, start=1):
             spelled = self._detokenizer.push([token_id])
+            self._texts.append(spelled)
             if self.num_tokens + num_tokens <= self._form.min_tokens:
                 text += spelled
                 continue
@@ -205,7 +234,7 @@ class _Writer:
                 return Piece(text, token_ids[:num_tokens], "stop", stop_reason=self._matcher.stopped_at)
         if finish_reason is None:
             return Piece(text, token_ids, None)
-        text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
+        text += self._matcher.push(self._flush()) + self._matcher.flush()
         if self._matcher.stopped_at is not None:
             return Piece(text, token_ids, "stop", stop_reason=self._matcher.stopped_at)
         return Piece(text, token_ids, finish_reason)

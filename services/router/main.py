@@ -23,6 +23,7 @@ from services.router.app import create_app
 from services.router.connections import Connections, allow_open_files
 from services.router.http_server import HttpServer
 from services.router.https import HttpsCertificate
+from services.router.page.feed import Feed
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ def run(config: Config) -> int:
         admin_listener = _listen(admin_host.strip("[]"), int(admin_port), "router.admin_listen")
         state = app.state
         admin_app = create_admin_app(state.switch, state.metrics, state.credentials, state.adapters, state.health)
-        connections = Connections.of(config.router, state.metrics)
-        admin = _AdminServer(admin_app, connections, https, admin_listener)
-    server = _Server(app, Connections.of(config.router, app.state.metrics), https, config.router.drain_seconds, admin)
+        admin = _AdminServer(admin_app, Connections.of(config.router, state.metrics), https, admin_listener)
+    connections = Connections.of(config.router, app.state.metrics)
+    server = _Server(app, connections, https, config.router.drain_seconds, admin, app.state.feed)
     allow_open_files(config.router.max_connections * (1 if admin is None else 2))
 
     def stop(_: int, __: FrameType | None) -> None:
@@ -116,6 +117,7 @@ class _Server(HttpServer):
         https: HttpsCertificate | None,
         drain_seconds: float,
         admin: _AdminServer | None,
+        feed: Feed,
     ) -> None:
         super().__init__(
             app,
@@ -126,6 +128,7 @@ class _Server(HttpServer):
             timeout_graceful_shutdown=math.ceil(drain_seconds),
         )
         self._admin = admin
+        self._feed = feed
         self._following: asyncio.Task[None] | None = None
         self._admin_task: asyncio.Task[None] | None = None
 
@@ -137,6 +140,7 @@ class _Server(HttpServer):
             self._admin_task = asyncio.create_task(self._admin.run_beside())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._feed.close()  # who watches has no request that is worth waiting for
         await super().shutdown(sockets)  # waits for requests: an operator may want to know of them
         if self._following is not None:
             self._following.cancel()

@@ -158,6 +158,14 @@ class Replica:
             reply: target_pb2.UnloadAdapterReply = await self._stub.UnloadAdapter(asked, timeout=_ADAPTER_TIMEOUT_S)
         return reply.num_running
 
+    async def observe(self, request: target_pb2.ObserveRequest) -> target_pb2.Observation | None:
+        """What it is doing; None: it does not answer now, or is of a version that does not say."""
+        try:
+            observation: target_pb2.Observation = await self._stub.Observe(request, timeout=POLL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return None
+        return observation
+
     @contextlib.contextmanager
     def _admin_errors(self) -> Iterator[None]:
         try:

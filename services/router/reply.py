@@ -11,6 +11,7 @@ from cluster.errors import OutriderError
 from cluster.logprobs import TokenLogprobs, joined
 from services.router.errors import envelope
 from services.router.logprobs import LogprobsFormat
+from services.router.rounds import AnswerRound
 from services.router.speculation_stats import SpeculationStats
 from services.router.streaming import DONE, event
 
@@ -34,6 +35,7 @@ class Piece:
     stop_reason: int | str | None = None  # on the last piece: the stop token or string that the request named
     logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
     prompt: Prompt | None = None  # on the first piece with tokens, where it was asked for
+    rounds: Sequence[AnswerRound] = ()  # of `token_ids`, where they were asked for
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:
@@ -49,6 +51,7 @@ def merged(pieces: Sequence[Piece]) -> Piece:
         stop_reason=pieces[-1].stop_reason,
         logprobs=logprobs,
         prompt=next((piece.prompt for piece in pieces if piece.prompt is not None), None),
+        rounds=[answer_round for piece in pieces for answer_round in piece.rounds],
     )
 
 
@@ -78,6 +81,7 @@ class Reply(abc.ABC):
     model: str
     seed: int
     has_token_ids: bool = False  # choices carry the token IDs of their text
+    has_rounds: bool = False  # choices say which step added which token
     has_speculation_stats: bool = False  # choices say, at their end, what speculation did
     include_usage: bool = False  # the usage of a streamed answer comes at its end and is null until then
     continuous_usage: bool = False  # but for this: that of its choice so far is in every chunk
@@ -146,11 +150,17 @@ class Reply(abc.ABC):
         return {} if choice.stop_reason is None else {"stop_reason": choice.stop_reason}
 
     def _with_extras(
-        self, choice: dict[str, Any], token_ids: Sequence[int], speculation: SpeculationStats | None
+        self,
+        choice: dict[str, Any],
+        token_ids: Sequence[int],
+        speculation: SpeculationStats | None,
+        rounds: Sequence[AnswerRound],
     ) -> dict[str, Any]:
         """`choice` with what the client asked for beyond OpenAI's fields."""
         if self.has_token_ids:
             choice["token_ids"] = list(token_ids)
+        if self.has_rounds:
+            choice["rounds"] = [answer_round.to_json() for answer_round in rounds]
         if self.has_speculation_stats and speculation is not None:
             choice["speculation"] = speculation.to_json()
         return choice

@@ -18,11 +18,13 @@ from cluster.wire.replies import EPOCH_KEY, encode_replies
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.target.calls import Calls, RouterStream
+from services.target.observation import observe
 from services.worker import describe_machine, errors_as_status, new_epoch
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[target_pb2.GenerateCommands, target_pb2.GenerateReplies]
     _DescribeContext = grpc.aio.ServicerContext[types_pb2.DescribeRequest, Awaitable[target_pb2.TargetDescription]]
+    _ObserveContext = grpc.aio.ServicerContext[target_pb2.ObserveRequest, Awaitable[target_pb2.Observation]]
     _LoadContext = grpc.aio.ServicerContext[target_pb2.LoadAdapterRequest, Awaitable[target_pb2.LoadAdapterReply]]
     _UnloadContext = grpc.aio.ServicerContext[target_pb2.UnloadAdapterRequest, Awaitable[target_pb2.UnloadAdapterReply]]
 
@@ -121,6 +123,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             machine=describe_machine(self._metrics_url),
             adapters=target.adapters,
         )
+
+    async def Observe(self, request: target_pb2.ObserveRequest, context: _ObserveContext) -> target_pb2.Observation:
+        return observe(self._target, request, self._epoch)
 
     async def LoadAdapter(
         self, request: target_pb2.LoadAdapterRequest, context: _LoadContext

@@ -87,7 +87,7 @@ def test_a_targets_messages(record: Path):
     replies = decode_replies(read(record, "generate_replies", target_pb2.GenerateReplies))
     refused = replies.pop(42)
     assert replies == {
-        41: CallReply([70, 71], rounds=[RoundCounts(4, 1), RoundCounts(3, 0)]),
+        41: CallReply([70, 71], rounds=[RoundCounts(4, 1), RoundCounts(3, 0, 2)]),
         43: CallReply([72], target_pb2.FINISH_REASON_STOP, rounds=[RoundCounts(5, 5)]),
     }
     assert isinstance(refused.error, InvalidRequestError)

@@ -25,51 +25,65 @@ _sym_db = _symbol_database.Default()
 from protos.speculation.v1 import types_pb2 as protos_dot_speculation_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"protos/speculation/v1/target.proto\x12\x0especulation.v1\x1a!protos/speculation/v1/types.proto\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"\'\n\x10LoadAdapterReply\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\")\n\x12UnloadAdapterReply\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\xf0\x04\n\x11TargetDescription\x12/\n\x05model\x18\x01 \x01(\x0b\x32 .speculation.v1.ModelDescription\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Load\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x1e\n\x16num_speculative_tokens\x18\x04 \x01(\r\x12\x1e\n\x16max_speculative_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_draft_links\x18\x06 \x01(\r\x12\"\n\x1anum_draft_links_configured\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x13\n\x0bis_draining\x18\t \x01(\x08\x12\x10\n\x08is_stuck\x18\n \x01(\x08\x12=\n\x06traits\x18\x0b \x03(\x0b\x32-.speculation.v1.TargetDescription.TraitsEntry\x12\x1a\n\x12\x61\x64vertised_address\x18\x0c \x01(\t\x12\x14\n\x0cwire_version\x18\r \x01(\r\x12\x41\n\x08\x61\x64\x61pters\x18\x0e \x03(\x0b\x32/.speculation.v1.TargetDescription.AdaptersEntry\x12(\n\x07machine\x18\x10 \x01(\x0b\x32\x17.speculation.v1.Machine\x1a-\n\x0bTraitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc8\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.speculation.v1.SamplingParams\x12\x0c\n\x04seed\x18\x05 \x01(\x12\x12\x14\n\x0c\x63hoice_index\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12#\n\x16num_speculative_tokens\x18\t \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ntracestate\x18\x0b \x01(\t\x12\x30\n\x0b\x63onstraints\x18\x0c \x01(\x0b\x32\x1b.speculation.v1.Constraints\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x0f \x01(\rH\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x10\n\x08priority\x18\x11 \x01(\x11\x12\x0f\n\x07\x61\x64\x61pter\x18\x12 \x01(\t\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x13 \x01(\tB\x19\n\x17_num_speculative_tokensB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x93\x01\n\x0b\x43onstraints\x12\x19\n\x11\x61llowed_token_ids\x18\x01 \x03(\r\x12+\n\tbad_words\x18\x02 \x03(\x0b\x32\x18.speculation.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12(\n\x07grammar\x18\x04 \x01(\x0b\x32\x17.speculation.v1.Grammar\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"c\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x04 \x01(\tH\x00\x42\x06\n\x04\x66orm\"L\n\x10GenerateCommands\x12(\n\x05start\x18\x01 \x03(\x0b\x32\x19.speculation.v1.StartCall\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"K\n\tStartCall\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x30\n\x07request\x18\x02 \x01(\x0b\x32\x1f.speculation.v1.GenerateRequest\"\xec\x02\n\x0fGenerateReplies\x12\r\n\x05\x63\x61lls\x18\x01 \x03(\x04\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x66inished\x18\x04 \x03(\x04\x12\x34\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x1c.speculation.v1.FinishReason\x12\x12\n\nnum_rounds\x18\x06 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x07 \x03(\r\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x03(\r\x12)\n\x06\x65rrors\x18\t \x03(\x0b\x32\x19.speculation.v1.CallError\x12.\n\x08logprobs\x18\n \x03(\x0b\x32\x1c.speculation.v1.CallLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1c.speculation.v1.CallLogprobs\"j\n\x0c\x43\x61llLogprobs\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"G\n\tCallError\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05param\x18\x04 \x01(\t*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\"\x04\x08\x03\x10\x03*\x13\x46INISH_REASON_ABORT2\xdf\x02\n\x06Target\x12U\n\x0cGenerateMany\x12 .speculation.v1.GenerateCommands\x1a\x1f.speculation.v1.GenerateReplies(\x01\x30\x01\x12N\n\x08\x44\x65scribe\x12\x1f.speculation.v1.DescribeRequest\x1a!.speculation.v1.TargetDescription\x12S\n\x0bLoadAdapter\x12\".speculation.v1.LoadAdapterRequest\x1a .speculation.v1.LoadAdapterReply\x12Y\n\rUnloadAdapter\x12$.speculation.v1.UnloadAdapterRequest\x1a\".speculation.v1.UnloadAdapterReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"protos/speculation/v1/target.proto\x12\x0especulation.v1\x1a!protos/speculation/v1/types.proto\"8\n\x0eObserveRequest\x12\x11\n\tfrom_step\x18\x01 \x01(\x04\x12\x13\n\x0b\x66rom_answer\x18\x02 \x01(\x04\"\xe2\x01\n\x0bObservation\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\tnext_step\x18\x02 \x01(\x04\x12\x13\n\x0bnext_answer\x18\x03 \x01(\x04\x12\'\n\x05steps\x18\x04 \x03(\x0b\x32\x18.speculation.v1.StepSpan\x12+\n\x07\x61nswers\x18\x05 \x03(\x0b\x32\x1a.speculation.v1.AnswerSpan\x12\x31\n\x08readings\x18\x06 \x03(\x0b\x32\x1f.speculation.v1.ObservedReading\x12\x13\n\x0btells_steps\x18\x07 \x01(\x08\"\x83\x01\n\x08StepSpan\x12\x10\n\x08\x65nded_at\x18\x01 \x01(\x01\x12\x16\n\x0ewaited_seconds\x18\x02 \x01(\x02\x12\x0f\n\x07seconds\x18\x03 \x01(\x02\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x13\n\x0bhas_prompts\x18\x06 \x01(\x08\"\x8f\x01\n\nAnswerSpan\x12\x0f\n\x07\x63\x61me_at\x18\x01 \x01(\x01\x12\x0f\n\x07seconds\x18\x02 \x01(\x02\x12\x14\n\x0cheld_seconds\x18\x03 \x01(\x02\x12\x14\n\x0cstep_seconds\x18\x04 \x01(\x02\x12\r\n\x05\x62\x61tch\x18\x05 \x01(\r\x12\x15\n\rnum_proposals\x18\x06 \x01(\r\x12\r\n\x05\x64raft\x18\x07 \x01(\t\"\x9a\x01\n\x0fObservedReading\x12\x0c\n\x04name\x18\x01 \x01(\t\x12;\n\x06labels\x18\x02 \x03(\x0b\x32+.speculation.v1.ObservedReading.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"\'\n\x10LoadAdapterReply\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\")\n\x12UnloadAdapterReply\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\xf0\x04\n\x11TargetDescription\x12/\n\x05model\x18\x01 \x01(\x0b\x32 .speculation.v1.ModelDescription\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Load\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x1e\n\x16num_speculative_tokens\x18\x04 \x01(\r\x12\x1e\n\x16max_speculative_tokens\x18\x05 \x01(\r\x12\x17\n\x0fnum_draft_links\x18\x06 \x01(\r\x12\"\n\x1anum_draft_links_configured\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x13\n\x0bis_draining\x18\t \x01(\x08\x12\x10\n\x08is_stuck\x18\n \x01(\x08\x12=\n\x06traits\x18\x0b \x03(\x0b\x32-.speculation.v1.TargetDescription.TraitsEntry\x12\x1a\n\x12\x61\x64vertised_address\x18\x0c \x01(\t\x12\x14\n\x0cwire_version\x18\r \x01(\r\x12\x41\n\x08\x61\x64\x61pters\x18\x0e \x03(\x0b\x32/.speculation.v1.TargetDescription.AdaptersEntry\x12(\n\x07machine\x18\x10 \x01(\x0b\x32\x17.speculation.v1.Machine\x1a-\n\x0bTraitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc8\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x1c\n\x14num_generated_tokens\x18\x03 \x01(\r\x12\x30\n\x08sampling\x18\x04 \x01(\x0b\x32\x1e.speculation.v1.SamplingParams\x12\x0c\n\x04seed\x18\x05 \x01(\x12\x12\x14\n\x0c\x63hoice_index\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12#\n\x16num_speculative_tokens\x18\t \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x12\n\ntracestate\x18\x0b \x01(\t\x12\x30\n\x0b\x63onstraints\x18\x0c \x01(\x0b\x32\x1b.speculation.v1.Constraints\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x0f \x01(\rH\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x10 \x01(\t\x12\x10\n\x08priority\x18\x11 \x01(\x11\x12\x0f\n\x07\x61\x64\x61pter\x18\x12 \x01(\t\x12\x1b\n\x13\x61\x64\x61pter_fingerprint\x18\x13 \x01(\tB\x19\n\x17_num_speculative_tokensB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\x93\x01\n\x0b\x43onstraints\x12\x19\n\x11\x61llowed_token_ids\x18\x01 \x03(\r\x12+\n\tbad_words\x18\x02 \x03(\x0b\x32\x18.speculation.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12(\n\x07grammar\x18\x04 \x01(\x0b\x32\x17.speculation.v1.Grammar\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"c\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x04 \x01(\tH\x00\x42\x06\n\x04\x66orm\"L\n\x10GenerateCommands\x12(\n\x05start\x18\x01 \x03(\x0b\x32\x19.speculation.v1.StartCall\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"K\n\tStartCall\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x30\n\x07request\x18\x02 \x01(\x0b\x32\x1f.speculation.v1.GenerateRequest\"\x82\x03\n\x0fGenerateReplies\x12\r\n\x05\x63\x61lls\x18\x01 \x03(\x04\x12\x12\n\nnum_tokens\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08\x66inished\x18\x04 \x03(\x04\x12\x34\n\x0e\x66inish_reasons\x18\x05 \x03(\x0e\x32\x1c.speculation.v1.FinishReason\x12\x12\n\nnum_rounds\x18\x06 \x03(\r\x12\x18\n\x10num_draft_tokens\x18\x07 \x03(\r\x12\x1b\n\x13num_accepted_tokens\x18\x08 \x03(\r\x12)\n\x06\x65rrors\x18\t \x03(\x0b\x32\x19.speculation.v1.CallError\x12.\n\x08logprobs\x18\n \x03(\x0b\x32\x1c.speculation.v1.CallLogprobs\x12\x35\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x1c.speculation.v1.CallLogprobs\x12\x14\n\x0cround_starts\x18\x0c \x03(\r\"j\n\x0c\x43\x61llLogprobs\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\r\n\x05ranks\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"G\n\tCallError\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05param\x18\x04 \x01(\t*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\"\x04\x08\x03\x10\x03*\x13\x46INISH_REASON_ABORT2\xa7\x03\n\x06Target\x12U\n\x0cGenerateMany\x12 .speculation.v1.GenerateCommands\x1a\x1f.speculation.v1.GenerateReplies(\x01\x30\x01\x12N\n\x08\x44\x65scribe\x12\x1f.speculation.v1.DescribeRequest\x1a!.speculation.v1.TargetDescription\x12S\n\x0bLoadAdapter\x12\".speculation.v1.LoadAdapterRequest\x1a .speculation.v1.LoadAdapterReply\x12Y\n\rUnloadAdapter\x12$.speculation.v1.UnloadAdapterRequest\x1a\".speculation.v1.UnloadAdapterReply\x12\x46\n\x07Observe\x12\x1e.speculation.v1.ObserveRequest\x1a\x1b.speculation.v1.Observationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.speculation.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_OBSERVEDREADING_LABELSENTRY']._loaded_options = None
+  _globals['_OBSERVEDREADING_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_TARGETDESCRIPTION_TRAITSENTRY']._loaded_options = None
   _globals['_TARGETDESCRIPTION_TRAITSENTRY']._serialized_options = b'8\001'
   _globals['_TARGETDESCRIPTION_ADAPTERSENTRY']._loaded_options = None
   _globals['_TARGETDESCRIPTION_ADAPTERSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2477
-  _globals['_FINISHREASON']._serialized_end=2599
-  _globals['_LOADADAPTERREQUEST']._serialized_start=89
-  _globals['_LOADADAPTERREQUEST']._serialized_end=154
-  _globals['_LOADADAPTERREPLY']._serialized_start=156
-  _globals['_LOADADAPTERREPLY']._serialized_end=195
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=197
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=233
-  _globals['_UNLOADADAPTERREPLY']._serialized_start=235
-  _globals['_UNLOADADAPTERREPLY']._serialized_end=276
-  _globals['_TARGETDESCRIPTION']._serialized_start=279
-  _globals['_TARGETDESCRIPTION']._serialized_end=903
-  _globals['_TARGETDESCRIPTION_TRAITSENTRY']._serialized_start=809
-  _globals['_TARGETDESCRIPTION_TRAITSENTRY']._serialized_end=854
-  _globals['_TARGETDESCRIPTION_ADAPTERSENTRY']._serialized_start=856
-  _globals['_TARGETDESCRIPTION_ADAPTERSENTRY']._serialized_end=903
-  _globals['_GENERATEREQUEST']._serialized_start=906
-  _globals['_GENERATEREQUEST']._serialized_end=1490
-  _globals['_CONSTRAINTS']._serialized_start=1493
-  _globals['_CONSTRAINTS']._serialized_end=1640
-  _globals['_TOKENIDS']._serialized_start=1642
-  _globals['_TOKENIDS']._serialized_end=1671
-  _globals['_GRAMMAR']._serialized_start=1673
-  _globals['_GRAMMAR']._serialized_end=1772
-  _globals['_GENERATECOMMANDS']._serialized_start=1774
-  _globals['_GENERATECOMMANDS']._serialized_end=1850
-  _globals['_STARTCALL']._serialized_start=1852
-  _globals['_STARTCALL']._serialized_end=1927
-  _globals['_GENERATEREPLIES']._serialized_start=1930
-  _globals['_GENERATEREPLIES']._serialized_end=2294
-  _globals['_CALLLOGPROBS']._serialized_start=2296
-  _globals['_CALLLOGPROBS']._serialized_end=2402
-  _globals['_CALLERROR']._serialized_start=2404
-  _globals['_CALLERROR']._serialized_end=2475
-  _globals['_TARGET']._serialized_start=2602
-  _globals['_TARGET']._serialized_end=2953
+  _globals['_FINISHREASON']._serialized_start=3223
+  _globals['_FINISHREASON']._serialized_end=3345
+  _globals['_OBSERVEREQUEST']._serialized_start=89
+  _globals['_OBSERVEREQUEST']._serialized_end=145
+  _globals['_OBSERVATION']._serialized_start=148
+  _globals['_OBSERVATION']._serialized_end=374
+  _globals['_STEPSPAN']._serialized_start=377
+  _globals['_STEPSPAN']._serialized_end=508
+  _globals['_ANSWERSPAN']._serialized_start=511
+  _globals['_ANSWERSPAN']._serialized_end=654
+  _globals['_OBSERVEDREADING']._serialized_start=657
+  _globals['_OBSERVEDREADING']._serialized_end=811
+  _globals['_OBSERVEDREADING_LABELSENTRY']._serialized_start=766
+  _globals['_OBSERVEDREADING_LABELSENTRY']._serialized_end=811
+  _globals['_LOADADAPTERREQUEST']._serialized_start=813
+  _globals['_LOADADAPTERREQUEST']._serialized_end=878
+  _globals['_LOADADAPTERREPLY']._serialized_start=880
+  _globals['_LOADADAPTERREPLY']._serialized_end=919
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=921
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=957
+  _globals['_UNLOADADAPTERREPLY']._serialized_start=959
+  _globals['_UNLOADADAPTERREPLY']._serialized_end=1000
+  _globals['_TARGETDESCRIPTION']._serialized_start=1003
+  _globals['_TARGETDESCRIPTION']._serialized_end=1627
+  _globals['_TARGETDESCRIPTION_TRAITSENTRY']._serialized_start=1533
+  _globals['_TARGETDESCRIPTION_TRAITSENTRY']._serialized_end=1578
+  _globals['_TARGETDESCRIPTION_ADAPTERSENTRY']._serialized_start=1580
+  _globals['_TARGETDESCRIPTION_ADAPTERSENTRY']._serialized_end=1627
+  _globals['_GENERATEREQUEST']._serialized_start=1630
+  _globals['_GENERATEREQUEST']._serialized_end=2214
+  _globals['_CONSTRAINTS']._serialized_start=2217
+  _globals['_CONSTRAINTS']._serialized_end=2364
+  _globals['_TOKENIDS']._serialized_start=2366
+  _globals['_TOKENIDS']._serialized_end=2395
+  _globals['_GRAMMAR']._serialized_start=2397
+  _globals['_GRAMMAR']._serialized_end=2496
+  _globals['_GENERATECOMMANDS']._serialized_start=2498
+  _globals['_GENERATECOMMANDS']._serialized_end=2574
+  _globals['_STARTCALL']._serialized_start=2576
+  _globals['_STARTCALL']._serialized_end=2651
+  _globals['_GENERATEREPLIES']._serialized_start=2654
+  _globals['_GENERATEREPLIES']._serialized_end=3040
+  _globals['_CALLLOGPROBS']._serialized_start=3042
+  _globals['_CALLLOGPROBS']._serialized_end=3148
+  _globals['_CALLERROR']._serialized_start=3150
+  _globals['_CALLERROR']._serialized_end=3221
+  _globals['_TARGET']._serialized_start=3348
+  _globals['_TARGET']._serialized_end=3771
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,206 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
+class ObserveRequest(_message.Message):
+    """Numbers are those of the worker's last observation; a restart begins anew at 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    FROM_ANSWER_FIELD_NUMBER: _builtins.int
+    from_step: _builtins.int
+    from_answer: _builtins.int
+    def __init__(
+        self,
+        *,
+        from_step: _builtins.int = ...,
+        from_answer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_answer", b"from_answer", "from_step", b"from_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObserveRequest: _TypeAlias = ObserveRequest  # noqa: Y015
+
+@_typing.final
+class Observation(_message.Message):
+    """All times are seconds, points in time those of the worker's own clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NEXT_STEP_FIELD_NUMBER: _builtins.int
+    NEXT_ANSWER_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    READINGS_FIELD_NUMBER: _builtins.int
+    TELLS_STEPS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    next_step: _builtins.int
+    """the number that the next one will have"""
+    next_answer: _builtins.int
+    tells_steps: _builtins.bool
+    """false: an engine that counts steps and tells of no single ones"""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSpan]:
+        """the oldest first; of many, the last"""
+
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerSpan]: ...
+    @_builtins.property
+    def readings(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObservedReading]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        next_step: _builtins.int = ...,
+        next_answer: _builtins.int = ...,
+        steps: _abc.Iterable[Global___StepSpan] | None = ...,
+        answers: _abc.Iterable[Global___AnswerSpan] | None = ...,
+        readings: _abc.Iterable[Global___ObservedReading] | None = ...,
+        tells_steps: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "epoch", b"epoch", "next_answer", b"next_answer", "next_step", b"next_step", "readings", b"readings", "steps", b"steps", "tells_steps", b"tells_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Observation: _TypeAlias = Observation  # noqa: Y015
+
+@_typing.final
+class StepSpan(_message.Message):
+    """A step of the target: it waited for proposals, then ran."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDED_AT_FIELD_NUMBER: _builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    HAS_PROMPTS_FIELD_NUMBER: _builtins.int
+    ended_at: _builtins.float
+    waited_seconds: _builtins.float
+    seconds: _builtins.float
+    num_sequences: _builtins.int
+    """that decoded"""
+    num_rows: _builtins.int
+    """that yielded a choice: those, their drafts, and prompts that ended"""
+    has_prompts: _builtins.bool
+    """parts of some were computed beside"""
+    def __init__(
+        self,
+        *,
+        ended_at: _builtins.float = ...,
+        waited_seconds: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        num_sequences: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+        has_prompts: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_at", b"ended_at", "has_prompts", b"has_prompts", "num_rows", b"num_rows", "num_sequences", b"num_sequences", "seconds", b"seconds", "waited_seconds", b"waited_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepSpan: _TypeAlias = StepSpan  # noqa: Y015
+
+@_typing.final
+class AnswerSpan(_message.Message):
+    """A drafter's answer: the network took what it did not hold the request for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAME_AT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    HELD_SECONDS_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    NUM_PROPOSALS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
+    came_at: _builtins.float
+    seconds: _builtins.float
+    """since the last request"""
+    held_seconds: _builtins.float
+    step_seconds: _builtins.float
+    """of the drafter's last step, a token for each of its sequences"""
+    batch: _builtins.int
+    """sequences in it"""
+    num_proposals: _builtins.int
+    draft: _builtins.str
+    """the worker's address; empty: it is in the target's process"""
+    def __init__(
+        self,
+        *,
+        came_at: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        held_seconds: _builtins.float = ...,
+        step_seconds: _builtins.float = ...,
+        batch: _builtins.int = ...,
+        num_proposals: _builtins.int = ...,
+        draft: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "came_at", b"came_at", "draft", b"draft", "held_seconds", b"held_seconds", "num_proposals", b"num_proposals", "seconds", b"seconds", "step_seconds", b"step_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerSpan: _TypeAlias = AnswerSpan  # noqa: Y015
+
+@_typing.final
+class ObservedReading(_message.Message):
+    """One number of the worker's metrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.float
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ObservedReading: _TypeAlias = ObservedReading  # noqa: Y015
+
+@_typing.final
 class LoadAdapterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -515,6 +715,7 @@ class GenerateReplies(_message.Message):
     ERRORS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUND_STARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """every one at most once"""
@@ -557,6 +758,12 @@ class GenerateReplies(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallLogprobs]:
         """of further tokens of prompts, from the second one on"""
 
+    @_builtins.property
+    def round_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each round, where its tokens begin among its entry's: accepted drafts, then the target's own. Tokens outside of
+        rounds were decoded plainly. Empty where every entry's rounds follow one another from its first token on.
+        """
+
     def __init__(
         self,
         *,
@@ -571,10 +778,11 @@ class GenerateReplies(_message.Message):
         errors: _abc.Iterable[Global___CallError] | None = ...,
         logprobs: _abc.Iterable[Global___CallLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___CallLogprobs] | None = ...,
+        round_starts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "errors", b"errors", "finish_reasons", b"finish_reasons", "finished", b"finished", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_rounds", b"num_rounds", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "errors", b"errors", "finish_reasons", b"finish_reasons", "finished", b"finished", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_rounds", b"num_rounds", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "round_starts", b"round_starts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,11 @@ class TargetStub:
                 request_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterReply.FromString,
                 _registered_method=True)
+        self.Observe = channel.unary_unary(
+                '/speculation.v1.Target/Observe',
+                request_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.ObserveRequest.SerializeToString,
+                response_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.Observation.FromString,
+                _registered_method=True)
 
 
 class TargetServicer:
@@ -89,6 +94,13 @@ class TargetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Observe(self, request, context):
+        """What it is doing, for a person who looks on: a router asks about once a second, and only while somebody does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_TargetServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterReply.SerializeToString,
+            ),
+            'Observe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Observe,
+                    request_deserializer=protos_dot_speculation_dot_v1_dot_target__pb2.ObserveRequest.FromString,
+                    response_serializer=protos_dot_speculation_dot_v1_dot_target__pb2.Observation.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +238,33 @@ class Target:
             '/speculation.v1.Target/UnloadAdapter',
             protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterRequest.SerializeToString,
             protos_dot_speculation_dot_v1_dot_target__pb2.UnloadAdapterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Observe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/speculation.v1.Target/Observe',
+            protos_dot_speculation_dot_v1_dot_target__pb2.ObserveRequest.SerializeToString,
+            protos_dot_speculation_dot_v1_dot_target__pb2.Observation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,6 +26,8 @@ class TargetStub:
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_target_pb2.UnloadAdapterRequest, _target_pb2.UnloadAdapterReply]
     """Takes no new requests for it; those that run end as they began. NOT_FOUND where there is none of that name."""
+    Observe: _aio.UnaryUnaryMultiCallable[_target_pb2.ObserveRequest, _target_pb2.Observation]
+    """What it is doing, for a person who looks on: a router asks about once a second, and only while somebody does."""
 
 class TargetServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -62,5 +64,13 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_target_pb2.UnloadAdapterRequest, _abc.Awaitable[_target_pb2.UnloadAdapterReply]],
     ) -> _abc.Awaitable[_target_pb2.UnloadAdapterReply]:
         """Takes no new requests for it; those that run end as they began. NOT_FOUND where there is none of that name."""
+
+    @_abc_1.abstractmethod
+    def Observe(
+        self,
+        request: _target_pb2.ObserveRequest,
+        context: _aio.ServicerContext[_target_pb2.ObserveRequest, _abc.Awaitable[_target_pb2.Observation]],
+    ) -> _abc.Awaitable[_target_pb2.Observation]:
+        """What it is doing, for a person who looks on: a router asks about once a second, and only while somebody does."""
 
 def add_TargetServicer_to_server(servicer: TargetServicer, server: _aio.Server) -> None: ...

@@ -36,6 +36,7 @@ def _constant(value: str) -> Schema:
 
 _SPECULATION = {
     "speculation": {"type": "object", "description": "with `return_speculation_stats`: what speculation did"},
+    "rounds": items(reference("Round")) | {"description": "with `return_rounds`: the steps that added the tokens"},
     "token_ids": items(INTEGER) | {"description": "with `return_token_ids`"},
 }
 _STOP_REASON = {"stop_reason": {"description": "the stop token or string that the request named"}}
@@ -49,6 +50,7 @@ ANSWERS: dict[str, Schema] = {
     "Error": structure(
         {"error": structure({"message": TEXT, "type": TEXT, "param": nullable(TEXT), "code": nullable(TEXT)})}
     ),
+    "Round": structure({"num_draft_tokens": INTEGER, "num_accepted_tokens": INTEGER, "tokens": items(TEXT)}),
     "Usage": structure({"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER}),
     "Completion": structure(
         _FRAME

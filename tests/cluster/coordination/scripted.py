@@ -24,7 +24,7 @@ class ScriptedLink:
     """Keeps what is sent on it."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = self.address = name
         self.model = "draft"
         self.expected_round_trip: float | None = None
         self.sent: list[SpeculateRequest] = []

@@ -9,7 +9,7 @@ from cluster.wire.replies import CallReply, RoundCounts, decode_replies, encode_
 from protos.speculation.v1 import target_pb2
 
 STOP, LENGTH = target_pb2.FINISH_REASON_STOP, target_pb2.FINISH_REASON_LENGTH
-ROUNDS = [RoundCounts(4, 3), RoundCounts(4, 0)]
+ROUNDS = [RoundCounts(4, 3), RoundCounts(4, 0, 4)]
 
 
 def on_the_wire(message: target_pb2.GenerateReplies) -> target_pb2.GenerateReplies:
@@ -55,7 +55,19 @@ def test_merged_replies_keep_every_token_and_every_round():
     reply = CallReply([1, 2], rounds=(RoundCounts(4, 1),))
     reply.merge(CallReply([3]))
     reply.merge(CallReply([4, 5, 6], LENGTH, rounds=(RoundCounts(2, 2),)))
-    assert reply == CallReply([1, 2, 3, 4, 5, 6], LENGTH, rounds=[RoundCounts(4, 1), RoundCounts(2, 2)])
+    assert reply == CallReply([1, 2, 3, 4, 5, 6], LENGTH, rounds=[RoundCounts(4, 1), RoundCounts(2, 2, 3)])
+
+
+def test_where_rounds_begin_is_told_where_plain_decodes_are_between_them():
+    replies = {1: CallReply([1, 2], rounds=[RoundCounts(4, 1)]), 2: CallReply([3])}
+    assert not encode_replies(replies).round_starts
+    replies[2].merge(CallReply([4, 5], rounds=[RoundCounts(2, 1)]))
+    replies[2].merge(CallReply([6]))
+    message = on_the_wire(encode_replies(replies))
+    assert message.round_starts == [0, 1]
+    decoded = decode_replies(message)
+    assert decoded[1].rounds == [RoundCounts(4, 1, 0)]
+    assert decoded[2].rounds == [RoundCounts(2, 1, 1)]
 
 
 def test_what_is_not_there_takes_no_room():
@@ -73,6 +85,8 @@ def test_what_is_not_there_takes_no_room():
         {"calls": [1], "num_tokens": [0], "finished": [2], "finish_reasons": [STOP]},
         {"calls": [1], "num_tokens": [0], "num_rounds": [1], "num_draft_tokens": [1]},
         {"calls": [1], "num_tokens": [0], "num_rounds": [2], "num_draft_tokens": [1], "num_accepted_tokens": [1]},
+        {"calls": [1], "num_tokens": [1], "token_ids": [1], "num_rounds": [1], "num_draft_tokens": [1]}
+        | {"num_accepted_tokens": [0], "round_starts": [0, 1]},
         {"errors": [target_pb2.CallError(call=4)]},
     ],
 )

@@ -141,6 +141,9 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         await asyncio.sleep(self.describe_delay_s)
         return description
 
+    async def Observe(self, request, context):
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "its version is an older one")
+
     async def LoadAdapter(self, request, context):
         if self.adapter_error is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self.adapter_error)

@@ -52,6 +52,7 @@ BAD_FIELDS = [
     ("stop", ["", [""], ["x", ""], [5], 5, True, {"x": "y"}, ["x", None], [["x"]], ["x"] * 17, "x" * 4097]),
     ("include_stop_str_in_output", [1, "true"]),
     ("return_token_ids", [1, "true"]),
+    ("return_rounds", [1, "true"]),
     ("stop_token_ids", [1, ["1"], [True], [-1], [10**6], [[1]], [1] * 257]),
     ("echo", [1, "true"]),
     ("logprobs", [-1, 21, True, "5", 1.0]),

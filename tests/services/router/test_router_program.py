@@ -215,6 +215,16 @@ def test_what_still_runs_when_draining_is_over_is_told_so(model_folder, target):
     assert "Traceback" not in stderr
 
 
+def test_who_watches_the_page_keeps_it_from_no_end(model_folder, target):
+    with program(model_folder, target, drain_seconds=600) as (process, client):
+        with client.stream("GET", "/page/events") as response:
+            lines = response.iter_lines()
+            assert next(lines) == "event: hello"
+            os.kill(process.pid, signal.SIGTERM)
+            assert ": the router is stopping" in list(lines)
+        assert process.wait(timeout=30) == 0
+
+
 def test_operators_have_an_address_of_their_own(model_folder, target):
     (free_port,) = free_ports(1)
     with program(model_folder, target, admin_listen=f"127.0.0.1:{free_port}") as (process, client):

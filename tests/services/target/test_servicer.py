@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from cluster.config import Config
+from cluster.coordination.timeline import AnswerSpan, StepSpan, Timeline
 from cluster.engine.limits import StepLimits
 from cluster.engine.sequence import FinishReason
 from cluster.errors import InvalidRequestError, NotFoundError, OverloadedError, UnavailableError
@@ -24,6 +25,7 @@ from cluster.targets.base import (
     TargetModel,
     no_adapter,
 )
+from cluster.telemetry.metrics import Reading
 from cluster.wire.codec import encode_sampling
 from cluster.wire.replies import CallReply, RoundCounts, decode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
@@ -47,6 +49,7 @@ class HandDrivenTarget(Target):
         self.requests: list[str] = []
         self.aborted: list[str] = []
         self.held: dict[str, str] = {}
+        self.spans: Timeline | None = None
 
     def start(self, publish: Publish) -> None:
         self._publish = publish
@@ -86,8 +89,15 @@ class HandDrivenTarget(Target):
     def load(self) -> TargetLoad:
         return TargetLoad(0, 0, 0, 1, 0)
 
+    @property
+    def timeline(self) -> Timeline | None:
+        return self.spans
+
     def readings(self):
-        return ()
+        return (
+            Reading("outrider_steps", "Steps.", 7, is_counter=True, labels={"kind": "verify"}),
+            Reading("outrider_ejections", "Of no use to who looks on.", 1),
+        )
 
 
 class Served:
@@ -165,8 +175,30 @@ def test_a_stream_keeps_one_reply_a_call():
     replies = asyncio.run(run())
     assert replies == {
         1: CallReply(list(range(101)), LENGTH),
-        2: CallReply(list(range(100)), rounds=[RoundCounts(4, token % 5) for token in range(100)]),
+        2: CallReply(list(range(100)), rounds=[RoundCounts(4, token % 5, token) for token in range(100)]),
     }
+
+
+@with_served
+async def test_who_looks_on_is_told_of_each_step_once(served):
+    observation = await served.stub.Observe(target_pb2.ObserveRequest())
+    assert not observation.tells_steps
+    assert [(reading.name, dict(reading.labels), reading.value) for reading in observation.readings] == [
+        ("outrider_steps", {"kind": "verify"}, 7)
+    ]
+    spans = served.target.spans = Timeline()
+    spans.steps.add(StepSpan(10.0, 0.5, 0.25, 2, 8, has_prompts=False))
+    spans.answers.add(AnswerSpan(9.5, 0.5, 0.25, 0.125, 2, 2, "draft:1"))
+    first = await served.stub.Observe(target_pb2.ObserveRequest())
+    assert first.tells_steps
+    assert first.epoch == (await served.stub.Describe(types_pb2.DescribeRequest())).epoch
+    (step,), (answer,) = first.steps, first.answers
+    assert (step.ended_at, step.waited_seconds, step.seconds, step.num_rows) == (10.0, 0.5, 0.25, 8)
+    assert (answer.came_at, answer.held_seconds, answer.draft) == (9.5, 0.25, "draft:1")
+    asked = target_pb2.ObserveRequest(from_step=first.next_step, from_answer=first.next_answer)
+    again = await served.stub.Observe(asked)
+    assert not again.steps
+    assert not again.answers
 
 
 @with_served
@@ -225,7 +257,7 @@ async def test_a_router_that_does_not_read_gets_few_messages_and_every_token(ser
         reply.merge((await read(stream))[5])
         num_messages += 1
     assert len(reply.token_ids) == num_steps * len(tokens)
-    assert reply.rounds == [RoundCounts(9, step % 10) for step in range(num_steps)]
+    assert reply.rounds == [RoundCounts(9, step % 10, 2000 * step) for step in range(num_steps)]
     assert num_messages < num_steps / 2
 
 
@@ -299,7 +331,7 @@ async def test_a_client_that_takes_slowly_gets_few_replies_and_holds_up_nobody(s
             second = asyncio.create_task(anext(quick))
         rest = await anext(slow)
         assert rest.token_ids == list(range(1, 200))
-        assert rest.rounds == [RoundCounts(1, token % 2) for token in range(1, 200)]
+        assert rest.rounds == [RoundCounts(1, token % 2, token - 1) for token in range(1, 200)]
         with pytest.raises(StopAsyncIteration):
             await anext(slow)
         second.cancel()
@@ -405,7 +437,7 @@ async def test_several_steps_of_a_call_come_as_one_reply_up_to_its_last(served):
         served.target.step("one#0", 1, 2, drafts=4, accepted=1)
         served.target.step("one#0", 3, 4, 5, drafts=4, accepted=2)
         served.target.step("one#0", 6, is_last=True)
-        assert await first == CallReply([1, 2, 3, 4, 5, 6], LENGTH, rounds=[RoundCounts(4, 1), RoundCounts(4, 2)])
+        assert await first == CallReply([1, 2, 3, 4, 5, 6], LENGTH, rounds=[RoundCounts(4, 1), RoundCounts(4, 2, 2)])
         with pytest.raises(StopAsyncIteration):
             await anext(replies)
     assert served.target.aborted == []

@@ -1,0 +1,59 @@
+"""The last steps of a target and the last answers of its drafters, for whoever wants to see who waits for whom.
+
+Times are of the coordinator's clock, in seconds. The engine's thread writes, any thread reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Generic, NamedTuple, TypeVar
+
+_NUM_KEPT = 256
+
+T = TypeVar("T")
+
+
+class StepSpan(NamedTuple):
+    """The step waited for proposals, and then ran until `ended_at`."""
+
+    ended_at: float
+    waited_seconds: float
+    seconds: float
+    num_sequences: int  # that decoded
+    num_rows: int  # that yielded a choice: a sequence's own, one for each of its drafts, the last one of a prompt
+    has_prompts: bool  # parts of some were computed beside
+
+
+class AnswerSpan(NamedTuple):
+    """A drafter's answer, from the last message to it; what it did not hold the message for, the network took."""
+
+    came_at: float
+    seconds: float
+    held_seconds: float
+    step_seconds: float  # of the drafter's last step, in which `batch` sequences got a token each
+    batch: int
+    num_proposals: int
+    draft: str  # the worker's address
+
+
+class Spans(Generic[T]):
+    """The last spans of one kind, numbered from 0 at the start of the worker."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[int, T]] = deque(maxlen=_NUM_KEPT)
+        self._numbers = itertools.count()
+
+    def add(self, span: T) -> None:
+        self._kept.append((next(self._numbers), span))
+
+    def since(self, number: int) -> tuple[int, list[T]]:
+        """Those from `number` on that are kept, and the number that the next one will have."""
+        kept = list(self._kept)  # a copy in one go, as another thread appends
+        return kept[-1][0] + 1 if kept else 0, [span for own, span in kept if own >= number]
+
+
+class Timeline:
+    def __init__(self) -> None:
+        self.steps: Spans[StepSpan] = Spans()
+        self.answers: Spans[AnswerSpan] = Spans()

@@ -1,0 +1,158 @@
+"""What runs, as it runs, for those who watch the page: how many tokens each step added to each choice, and how many of
+them were accepted drafts. No text, no token, no request's ID.
+
+While nobody watches nothing is kept: a reply costs a look at `is_watched`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from cluster.errors import OverloadedError
+from cluster.wire.replies import RoundCounts
+
+logger = logging.getLogger(__name__)
+
+MAX_VIEWERS = 16
+MAX_STEPS = 500  # in one event, of all choices together
+_INTERVAL_S = 0.1
+_WORKERS_INTERVAL_S = 1.0
+_MAX_BEHIND = 20  # events that wait for one viewer
+
+
+class Feed:
+    """Belongs to one event loop."""
+
+    def __init__(self, observe: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        """`observe`: what the workers do; asked about once a second while somebody watches."""
+        self.is_watched = False
+        self._observe = observe
+        self._numbers = itertools.count(1)
+        self._viewers: set[_Viewer] = set()
+        self._steps: list[list[Any]] = []
+        self._num_steps = 0
+        self._left_out = [0, 0]  # steps, tokens
+        self._running: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def new_choice(self) -> int:
+        """A number for a choice that begins."""
+        return next(self._numbers)
+
+    def note(self, choice: int, num_tokens: int, rounds: Sequence[RoundCounts], *, has_ended: bool) -> None:
+        """A reply came for `choice`. To be called while it `is_watched`."""
+        num_steps = 1 + 2 * len(rounds)  # at most: before each round, and after the last, tokens may have been plain
+        if self._num_steps + num_steps > MAX_STEPS:
+            self._left_out[0] += num_steps
+            self._left_out[1] += num_tokens
+            return
+        self._num_steps += num_steps
+        self._steps.append([choice, num_tokens, _flat(num_tokens, rounds), int(has_ended)])
+
+    async def events(self, hello: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of one viewer, of which the first is `hello`. Raises OverloadedError when there are
+        `MAX_VIEWERS` already."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise OverloadedError(f"{MAX_VIEWERS} pages are fed already; close one, or retry later")
+        with self._watching() as viewer:
+            yield _event("hello", hello)
+            is_last = self._is_closed
+            while not is_last:
+                events = await viewer.take()
+                is_last = self._is_closed
+                yield events
+
+    def close(self) -> None:
+        """Ends the events of all viewers: the router is about to stop."""
+        self._is_closed = True
+        for viewer in self._viewers:
+            viewer.put(b": the router is stopping\n\n")
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[_Viewer]:
+        viewer = _Viewer()
+        self._viewers.add(viewer)
+        if not self.is_watched:
+            self.is_watched = True
+            self._running = {asyncio.create_task(self._tell_steps()), asyncio.create_task(self._tell_workers())}
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                self.is_watched = False
+                for task in self._running:
+                    task.cancel()
+                self._take_steps()
+
+    async def _tell_steps(self) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            if self._num_steps or self._left_out[0]:
+                self._tell("steps", self._take_steps())
+
+    async def _tell_workers(self) -> None:
+        while True:
+            asked_at = time.monotonic()
+            try:
+                self._tell("workers", await self._observe())
+            except Exception:  # whatever it is, the page goes on without
+                logger.exception("the page's workers could not be asked")
+            await asyncio.sleep(max(0.0, asked_at + _WORKERS_INTERVAL_S - time.monotonic()))
+
+    def _take_steps(self) -> dict[str, Any]:
+        steps, self._steps, self._num_steps = self._steps, [], 0
+        left_out, self._left_out = self._left_out, [0, 0]
+        return {"choices": steps, "left_out": left_out}
+
+    def _tell(self, name: str, value: Mapping[str, Any]) -> None:
+        event = _event(name, value)  # once for all
+        for viewer in self._viewers:
+            viewer.put(event)
+
+
+class _Viewer:
+    """The events that wait for one, the oldest of which are dropped."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[bytes] = deque(maxlen=_MAX_BEHIND)
+        self._has_some = asyncio.Event()
+
+    def put(self, event: bytes) -> None:
+        self._waiting.append(event)
+        self._has_some.set()
+
+    async def take(self) -> bytes:
+        """Waits for events and returns all of them."""
+        await self._has_some.wait()
+        self._has_some.clear()
+        events = b"".join(self._waiting)
+        self._waiting.clear()
+        return events
+
+
+def _flat(num_tokens: int, rounds: Sequence[RoundCounts]) -> list[int]:
+    """Drafted and accepted tokens of each step in turn; 0 and n for n plain decodes in a row."""
+    flat: list[int] = []
+    end = 0
+    for counts in rounds:
+        if counts.start > end:
+            flat += (0, counts.start - end)
+        flat += (counts.num_draft_tokens, counts.num_accepted_tokens)
+        end = counts.start + counts.num_accepted_tokens + 1
+    if num_tokens > end:
+        flat += (0, num_tokens - end)
+    return flat
+
+
+def _event(name: str, value: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"

@@ -1,0 +1,78 @@
+"""The page's routes: its files, which anybody may read, and the events that feed it, which need a key like any call."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.router.page.feed import Feed
+from services.router.streaming import EventStream
+
+STATIC = Path(__file__).parent / "static"
+EVENTS_PATH = "/page/events"
+_INDEX = "index.html"
+_MEDIA_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+# All that a page may do: load its own files and call its own router.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # kept, and asked for every time whether it still is the one
+}
+
+
+class Page:
+    """`hello`: what a viewer is told first."""
+
+    def __init__(self, feed: Feed, hello: Callable[[], Mapping[str, Any]]) -> None:
+        self._feed = feed
+        self._hello = hello
+        self._files = {
+            "/" if path.name == _INDEX else f"/page/{path.name}": _File(path)
+            for path in sorted(STATIC.iterdir())
+            if path.suffix in _MEDIA_TYPES
+        }
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """Those that nobody needs a key for."""
+        return frozenset(self._files)
+
+    def routes(self) -> list[Route]:
+        endpoints = {path: file.show for path, file in self._files.items()} | {EVENTS_PATH: self._show_events}
+        # They are the page's own, and not for others to call.
+        return [Route(path, show, methods=["GET"], include_in_schema=False) for path, show in endpoints.items()]
+
+    async def _show_events(self, _: Request) -> Response:
+        # A proxy that collected events before it passes them on would make them late.
+        headers = {"x-content-type-options": "nosniff", "x-accel-buffering": "no", "cache-control": "no-store"}
+        return EventStream(self._feed.events(self._hello()), headers)
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self._content = path.read_bytes()
+        self._media_type = _MEDIA_TYPES[path.suffix]
+        self._headers = _HEADERS | {"etag": f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'}
+
+    async def show(self, request: Request) -> Response:
+        if request.headers.get("if-none-match") == self._headers["etag"]:
+            return Response(status_code=304, headers=self._headers)
+        return Response(self._content, media_type=self._media_type, headers=self._headers)

@@ -1,0 +1,52 @@
+// Calls of this page's own router. A key that was typed in is kept for as long as its tab is open.
+
+const KEY = "outrider-key";
+
+export const saveKey = (key) => sessionStorage.setItem(KEY, key);
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+// The answer to one call, or Refused.
+export async function call(path, body = undefined, signal = undefined) {
+  const headers = {};
+  const key = sessionStorage.getItem(KEY);
+  if (key) headers.authorization = `Bearer ${key}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const method = body === undefined ? "GET" : "POST";
+  const response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal, cache: "no-store" });
+  if (!response.ok) {
+    const told = await response.json().catch(() => null);
+    throw new Refused(response.status, told?.error?.message ?? `the router answers ${response.status}`);
+  }
+  return response;
+}
+
+// The server-sent events of a response: {name, data}, as they come. (EventSource cannot send a key, nor a body.)
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      text += value;
+      const parts = text.split("\n\n");
+      text = parts.pop();
+      for (const part of parts) {
+        const event = { name: "message", data: "" };
+        for (const line of part.split("\n")) {
+          if (line.startsWith("event: ")) event.name = line.slice(7);
+          if (line.startsWith("data: ")) event.data += line.slice(6);
+        }
+        if (event.data) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

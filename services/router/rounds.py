@@ -1,0 +1,46 @@
+"""Which tokens of an answer were drafts that the target accepted, for a client that asks (`return_rounds`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.wire.replies import RoundCounts
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRound:
+    """The tokens that one step added to a choice: accepted drafts, then the target's own unless the choice ended before
+    it. A plain decode drafted nothing."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    texts: Sequence[str]  # that each token added to the answer; "" where it ended inside a character
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "tokens": self.texts,
+        }
+
+
+def answer_rounds(texts: Sequence[str], rounds: Sequence[RoundCounts]) -> Iterator[AnswerRound]:
+    """All tokens of a reply, of which `texts` has one each, by the step that added them.
+
+    There may be fewer tokens than the `rounds` had: a stop string ended the choice.
+    """
+    end = 0
+    for counts in rounds:
+        yield from _plain(texts[end : counts.start])
+        end = counts.start + counts.num_accepted_tokens + 1
+        own = texts[counts.start : end]
+        if own:
+            yield AnswerRound(counts.num_draft_tokens, min(counts.num_accepted_tokens, len(own)), own)
+    yield from _plain(texts[end:])
+
+
+def _plain(texts: Sequence[str]) -> Iterator[AnswerRound]:
+    for text in texts:
+        yield AnswerRound(0, 0, (text,))
