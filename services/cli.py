@@ -27,6 +27,8 @@ from services.adapters import add_arguments as add_adapter_arguments
 from services.adapters import run as change_adapters
 from services.certs import add_arguments as add_certs_arguments
 from services.certs import run as make_certificates
+from services.chat.cli import add_arguments as add_chat_arguments
+from services.chat.cli import run as converse
 from services.check_config import run as check_config
 from services.doctor.cli import add_arguments as add_doctor_arguments
 from services.doctor.cli import run as examine_cluster
@@ -38,6 +40,8 @@ from services.plan.cli import run as plan_cluster
 from services.settings import AppendOverride, settings_parser
 from services.speculation_switch import add_arguments as add_speculation_arguments
 from services.speculation_switch import run as switch_speculation
+from services.top.cli import add_arguments as add_top_arguments
+from services.top.cli import run as show_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +180,14 @@ def make_parser() -> argparse.ArgumentParser:
     add_doctor_arguments(doctor)
     _add_log_options(doctor)
     doctor.set_defaults(run=examine_cluster)
+    top = commands.add_parser("top", help="a running cluster's numbers, live in the terminal")
+    add_top_arguments(top)
+    _add_log_options(top)
+    top.set_defaults(run=show_numbers)
+    chat = commands.add_parser("chat", help="a conversation that shows which tokens were drafted")
+    add_chat_arguments(chat)
+    _add_log_options(chat)
+    chat.set_defaults(run=converse)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     _add_log_options(train)
