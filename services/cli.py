@@ -42,6 +42,8 @@ from services.speculation_switch import add_arguments as add_speculation_argumen
 from services.speculation_switch import run as switch_speculation
 from services.top.cli import add_arguments as add_top_arguments
 from services.top.cli import run as show_numbers
+from services.tune.cli import add_arguments as add_tune_arguments
+from services.tune.cli import run as tune_cluster
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +182,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_doctor_arguments(doctor)
     _add_log_options(doctor)
     doctor.set_defaults(run=examine_cluster)
+    tune = commands.add_parser("tune", help="try the settings that the doctor suspects, and write what was faster")
+    add_tune_arguments(tune)
+    _add_log_options(tune)
+    tune.set_defaults(run=tune_cluster)
     top = commands.add_parser("top", help="a running cluster's numbers, live in the terminal")
     add_top_arguments(top)
     _add_log_options(top)

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from cluster.config_file import load_config
 from services.cli import main
 from services.http_call import call
 from services.launch.local import LocalCluster
@@ -65,6 +67,24 @@ class TestDoctor:
     def test_without_a_cluster_it_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["doctor", "--url", "http://127.0.0.1:9"]) == 2
         assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+class TestTune:
+    def test_mends_what_the_doctor_finds(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file, out = tmp_path / "given.yaml", tmp_path / "tuned.yaml"
+        given = {
+            "target": {"engine": "simulated", "kv_cache_bytes": 1_500_000},
+            "draft": {"drafter": "simulated"},
+            "simulation": {"target_step_ms": [[1, 10], [64, 12]]},
+        }
+        file.write_text(yaml.safe_dump(given), encoding="utf-8")
+        loads = ["--seconds", "0.7", "--repeats", "1", "--trials", "2", "--streams", "8", "--temperatures", "0"]
+        assert main(["tune", "--config", str(file), "--out", str(out), *loads, "--max-tokens", "24"]) == 0
+        tuned = load_config(out)
+        assert tuned.target.kv_cache_bytes in (3_000_000, 6_000_000)
+        assert tuned.simulation.target_step_ms == ((1, 10.0), (64, 12.0))
+        assert "KV cache exhausted" in capsys.readouterr().out
+        assert out.read_text(encoding="utf-8").startswith("# Written by `outrider tune`")
 
 
 class TestTop:
