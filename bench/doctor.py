@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,7 @@ class Outcome:
             "sick_tokens_per_second": self.sick,
             "healthy_tokens_per_second": self.healthy,
             "loss": self.loss,
+            "examination": asdict(self.report.found),
             "report": self.report.to_json(),
         }
 

@@ -6,7 +6,6 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-
 _REACHED_SHARE = 0.8  # of the draft tokens that were asked for: an answer's last rounds have fewer
 
 

@@ -14,8 +14,8 @@ from cluster.training.traffic_draft import answer_logits
 
 @dataclass(frozen=True)
 class TrafficAcceptance:
-    """At one temperature. `length`: tokens committed in a round of `NUM_SPECULATIVE_TOKENS`, bonus token included; 1 where
-    no answer is as long."""
+    """At one temperature. `length`: tokens committed in a round of `NUM_SPECULATIVE_TOKENS`, the bonus token included;
+    1 where no answer is as long."""
 
     temperature: float
     rate: float

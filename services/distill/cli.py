@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON lines with prompt_token_ids, as a router with `router.traffic_log_file` writes them, prompt, or messages",
     )
-    parser.add_argument("--target", required=True, metavar="MODEL", help="Hugging Face folder, hub name or bundled model")
+    parser.add_argument(
+        "--target", required=True, metavar="MODEL", help="Hugging Face folder, hub name or bundled model"
+    )
     parser.add_argument("--draft", metavar="MODEL", help="likewise, to begin with (default: a new one)")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the draft, and a report")
     parser.add_argument(
@@ -60,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the cluster that answers, such as target.dtype=float32",
     )
     answers = parser.add_argument_group("answers")
-    answers.add_argument("--max-tokens", type=above_zero(int), default=128, metavar="N", help="of an answer; default 128")
+    answers.add_argument(
+        "--max-tokens", type=above_zero(int), default=128, metavar="N", help="of an answer; default 128"
+    )
     answers.add_argument("--streams", type=above_zero(int), default=32, metavar="N", help="at once; default 32")
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=above_zero(float), default=3.0, metavar="N", help="default 3")
