@@ -30,6 +30,8 @@ from services.certs import run as make_certificates
 from services.chat.cli import add_arguments as add_chat_arguments
 from services.chat.cli import run as converse
 from services.check_config import run as check_config
+from services.distill.cli import add_arguments as add_distill_arguments
+from services.distill.cli import run as distill_draft
 from services.doctor.cli import add_arguments as add_doctor_arguments
 from services.doctor.cli import run as examine_cluster
 from services.health import add_arguments as add_health_arguments
@@ -194,6 +196,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat_arguments(chat)
     _add_log_options(chat)
     chat.set_defaults(run=converse)
+    distill = commands.add_parser("distill", help="teach a draft what a target answers to your prompts")
+    add_distill_arguments(distill)
+    _add_log_options(distill)
+    distill.set_defaults(run=distill_draft)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     _add_log_options(train)

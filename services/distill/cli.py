@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="JSON lines with prompt_token_ids, as a router with `router.traffic_log_file` writes them, prompt, or messages",
+        help="JSON lines with prompt_token_ids, as `router.traffic_log_file` has them, prompt, or messages",
     )
     parser.add_argument(
         "--target", required=True, metavar="MODEL", help="Hugging Face folder, hub name or bundled model"
@@ -162,10 +162,10 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
 def _renderer(folder: Path) -> Callable[[Any], Sequence[int]]:
     """Of conversations, by the model's chat template."""
     from services.router.chat_template import ChatTemplate
-    from services.router.prompt import ChatPrompts
+    from services.router.prompt import ChatPrompts, Conversation
 
     prompts = ChatPrompts(ChatTemplate.from_folder(folder), Tokenizer(folder))
-    return lambda messages: prompts.token_ids(messages)
+    return lambda messages: prompts.encode(Conversation(messages))
 
 
 def _new_draft(arguments: argparse.Namespace, config: Config) -> Any:
