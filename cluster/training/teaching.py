@@ -12,7 +12,7 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner, load_weights
 from cluster.training.traffic import Answer
 
-NUM_LIKELIEST = 24  # tokens that a label has; the rest of a language model's mass is small
+NUM_LIKELIEST = 24  # tokens that a label has apart; the others are one
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Lesson:
 
     answer: Answer
     likeliest: npt.NDArray[np.int32]  # [len(answer.token_ids), NUM_LIKELIEST]
-    probabilities: npt.NDArray[np.float32]  # likewise; those of a place add up to 1
+    probabilities: npt.NDArray[np.float32]  # likewise, at temperature 1
 
 
 def teach(config: TargetConfig, answers: Iterable[Answer], did_one: Callable[[], object]) -> list[Lesson]:
@@ -39,8 +39,7 @@ def teach(config: TargetConfig, answers: Iterable[Answer], did_one: Callable[[],
         assert table is not None
         logits = runner.run([Segment(read, 0, table, num_logits=asked)])
         runner.blocks.free(table)
-        best = logits.float().topk(min(NUM_LIKELIEST, logits.shape[-1]), dim=-1)
-        probabilities = best.values.softmax(dim=-1)
-        lessons.append(Lesson(answer, best.indices.int().cpu().numpy(), probabilities.to(torch.float32).cpu().numpy()))
+        best = logits.float().softmax(dim=-1).topk(min(NUM_LIKELIEST, logits.shape[-1]), dim=-1)
+        lessons.append(Lesson(answer, best.indices.int().cpu().numpy(), best.values.cpu().numpy()))
         did_one()
     return lessons

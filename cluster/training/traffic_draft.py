@@ -1,6 +1,6 @@
 """A draft for one target and its traffic: a new one, or one that is there, taught on the target's own answers.
 
-The loss is the cross entropy of the draft with the target's likeliest tokens, at the places of answers only. A new
+The loss is the cross entropy of the draft with the target, at the places of answers only. A new
 draft's embedding, which is its head too, begins as the target's in fewer dimensions (its first principal components),
 so that words that mean alike begin alike.
 """
@@ -22,6 +22,7 @@ from cluster.training.teaching import Lesson
 from cluster.training.trainer import Recipe, build_optimizer
 
 _GRADIENT_NORM = 1.0
+_LEAST_OTHERS = 1e-6  # of a draft's probability: below it float32 has no more than noise
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,15 @@ def train_draft(
 
 
 def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
-    """Mean cross entropy of a place, in nats."""
+    """Mean cross entropy of a place, in nats, with all but the likeliest tokens as one: left out they would make the
+    draft surer than its target is."""
     log_probabilities = answer_logits(model, lessons).log_softmax(dim=-1)
     likeliest = torch.from_numpy(np.concatenate([lesson.likeliest for lesson in lessons])).long()
     probabilities = torch.from_numpy(np.concatenate([lesson.probabilities for lesson in lessons]))
-    mean: Tensor = -(probabilities * log_probabilities.gather(1, likeliest)).sum(dim=-1).mean()
+    own = log_probabilities.gather(1, likeliest)
+    others = (1.0 - probabilities.sum(dim=-1)).clamp(min=0.0)
+    own_others = (1.0 - own.exp().sum(dim=-1)).clamp(min=_LEAST_OTHERS).log()
+    mean: Tensor = -((probabilities * own).sum(dim=-1) + others * own_others).mean()
     return mean
 
 
