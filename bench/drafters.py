@@ -1,7 +1,7 @@
-"""Every drafter on one target: what is accepted, and what it brings: `python -m bench.drafters`.
+"""Every drafter on one target: what it takes, what is accepted, and which k is best: `python -m bench.drafters`.
 
-One stream, against a cluster without speculation; the two are interleaved as in `bench.speedup`. Layer-skip is
-measured on the bundled target: the widened one has layers that do nothing, which would flatter it.
+One stream, against a cluster without speculation; the two are interleaved as in `bench.speedup`, and every k with them.
+Layer-skip on the target that `bench.models` widens is flattered: that one has layers that do nothing.
 """
 
 from __future__ import annotations
@@ -9,62 +9,123 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.machine import describe_machine
-from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, measure, without_speculation
+from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure, spread, without_speculation
+from cluster.config import Config
 from cluster.config_file import load_config
+from cluster.drafters.registry import is_model, load_draft_weights
+from cluster.errors import ConfigurationError
 from services.launch.local import LocalCluster
 
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "model": (),
     "model, int8": ("draft.quantization=int8",),
-    "model, int4": ("draft.quantization=int4",),
-    "self-int4": ("draft.drafter=self-int4",),
+    "model, int4 g32": ("draft.quantization=int4", "draft.quantization_group_size=32"),
+    "model, int4 g128": ("draft.quantization=int4", "draft.quantization_group_size=128"),
+    "self-int4 g32": ("draft.drafter=self-int4", "draft.quantization_group_size=32"),
+    "self-int4 g128": ("draft.drafter=self-int4", "draft.quantization_group_size=128"),
     "layer-skip, even": ("draft.drafter=layer-skip", "draft.layers=even"),
     "layer-skip, last-half": ("draft.drafter=layer-skip", "draft.layers=last-half"),
     "ngram": ("draft.drafter=ngram",),
 }
+_COMPARED_DEPTH = 3  # acceptance and times are told of the same k for all
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.drafters", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/drafters.json"))
-    arguments = parser.parse_args()
-    temperatures = [float(text) for text in arguments.temperatures.split(",")]
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One drafter at one temperature."""
+
+    drafter: str
+    gigabytes: float  # that a draft step reads of weights
+    point: Point
+
+    @property
+    def compared(self) -> Depth:
+        return next(depth for depth in self.point.depths if depth.depth == _COMPARED_DEPTH)
+
+    @property
+    def best(self) -> Depth:
+        """Of the fixed k, by the middle of their repeats; 0, without speculation, is one of them."""
+        fixed = [self.point.plain, *(depth for depth in self.point.depths if depth.depth is not None)]
+        return max(fixed, key=lambda depth: statistics.median(depth.tokens_per_second))
+
+    def row(self) -> str:
+        compared, best, point = self.compared, self.best, self.point
+        auto = next(depth for depth in point.depths if depth.depth is None)
+        return (
+            f"| {self.drafter} | {point.temperature:g} | {self.gigabytes:.3f} "
+            f"| {compared.step_ms('outrider_draft_step'):.2f} | {compared.acceptance_rate:.3f} "
+            f"| {compared.acceptance_length:.2f} | {best.name}: {spread(point.speedups(best), 2)} "
+            f"| {spread(point.speedups(auto), 2)} | {auto.mean_drafts:.1f} "
+            f"| {point.plain.step_ms('outrider_step', ':decode'):.2f} |"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"drafter": self.drafter, "gigabytes": self.gigabytes, "best_k": self.best.name, **self.point.to_json()}
+
+
+_HEADER = (
+    f"| drafter | T | GB | draft ms | accepted / drafted, k = {_COMPARED_DEPTH} | acceptance length | best k: speedup "
+    "| auto: speedup | k of auto | decode ms |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = _parser().parse_args(argv)
     base = load_config(None, [*MEASURED, *arguments.overrides])
-    k = base.speculation.num_speculative_tokens
-    print(f"{base.target.model}, k = {k}, one stream, {arguments.repeats} repeats\n")
-    print("| drafter | T | accepted / drafted | acceptance length | speedup | draft ms | verify ms | decode ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    results = []
+    print(f"{base.target.model}, one stream, {arguments.repeats} repeats\n\n{_HEADER}")
+    results: list[Measured] = []
+    depths = [None, *arguments.depths]
     with LocalCluster(without_speculation(base)) as plain:
         plain.wait_ready(READY_TIMEOUT_SECONDS)
-        for name, overrides in DRAFTERS.items():
-            config = load_config(None, [*MEASURED, *arguments.overrides, *overrides])
+        for name in arguments.drafters:
+            config = load_config(None, [*MEASURED, *arguments.overrides, *DRAFTERS[name]])
+            try:
+                gigabytes = _gigabytes(config)
+            except ConfigurationError as error:  # rows that don't divide into groups of 128
+                print(f"| {name} | | none: {error} |", flush=True)
+                continue
             with LocalCluster(config) as speculative:
                 speculative.wait_ready(READY_TIMEOUT_SECONDS)
-                for temperature in temperatures:
-                    point = measure(plain, speculative, [k], 1, temperature, arguments)
-                    results.append({"drafter": name, **point.to_json()})
-                    (depth,) = point.depths
-                    speedups = point.speedups(depth)
-                    print(
-                        f"| {name} | {temperature:g} | {depth.acceptance_rate:.3f} | {depth.acceptance_length:.2f} "
-                        f"| {statistics.median(speedups):.2f} ({min(speedups):.2f}-{max(speedups):.2f}) "
-                        f"| {depth.step_ms('outrider_draft_step'):.2f} "
-                        f"| {depth.step_ms('outrider_step', ':verify'):.2f} "
-                        f"| {point.plain.step_ms('outrider_step', ':decode'):.2f} |",
-                        flush=True,
-                    )
+                for temperature in arguments.temperatures:
+                    point = measure(plain, speculative, depths, 1, temperature, arguments, model=base.target.model)
+                    results.append(Measured(name, gigabytes, point))
+                    print(results[-1].row(), flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    document = {"target": base.target.model, "k": k, "machine": describe_machine(), "points": results}
+    document = {
+        "target": base.target.model,
+        "machine": describe_machine(),
+        "repeats": arguments.repeats,
+        "max_tokens": arguments.max_tokens,
+        "points": [measured.to_json() for measured in results],
+    }
     arguments.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def _gigabytes(config: Config) -> float:
+    if not is_model(config.draft.drafter):
+        return 0.0
+    return load_draft_weights(config).weights.num_bytes_read / 1e9
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.drafters", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=list(DRAFTERS), metavar="NAME")
+    parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0])
+    parser.add_argument("--depths", type=lambda text: [int(k) for k in text.split(",")], default=[1, 3, 5, 7])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/drafters.json"))
+    parser.set_defaults(seconds=None)
+    return parser
 
 
 if __name__ == "__main__":

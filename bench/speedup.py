@@ -183,10 +183,15 @@ def measure(
     num_streams: int,
     temperature: float,
     arguments: argparse.Namespace,
+    *,
+    model: str | None = None,
 ) -> Point:
-    """Runs both clusters in turn, as `arguments` (prompts, repeats, max_tokens) say."""
+    """Runs both clusters in turn, as `arguments` (prompts, repeats, max_tokens, seconds) say.
+
+    `model`: whose tokens the prompts are; None: the bundled target's.
+    """
     num_prompts = max(num_streams, arguments.prompts)
-    prompts = held_out_prompts(num_prompts, seed=num_streams)
+    prompts = held_out_prompts(num_prompts, seed=num_streams, model=model)
 
     def run(cluster: LocalCluster, depth: int | None, prompts: list[list[int]]) -> Run:
         run = run_streams if arguments.seconds is None else partial(run_window, seconds=arguments.seconds)

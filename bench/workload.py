@@ -23,10 +23,10 @@ PROMPT_TOKENS = (32, 160)
 RAMP_TIMEOUT_SECONDS = 120.0
 
 
-def held_out_prompts(count: int, seed: int) -> list[list[int]]:
-    """Pieces of text the bundled pair was not trained on, as token IDs."""
+def held_out_prompts(count: int, seed: int, *, model: str | None = None) -> list[list[int]]:
+    """Pieces of text the bundled pair was not trained on, as token IDs of `model`; None: of the bundled target."""
     rng = random.Random(seed)
-    tokenizer = Tokenizer(resolve_model_folder(Config().target.model))
+    tokenizer = Tokenizer(resolve_model_folder(model or Config().target.model))
     texts = [held_out.text for held_out in held_out_texts()]
     prompts: list[list[int]] = []
     while len(prompts) < count:

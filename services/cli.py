@@ -28,6 +28,8 @@ from services.adapters import run as change_adapters
 from services.certs import add_arguments as add_certs_arguments
 from services.certs import run as make_certificates
 from services.check_config import run as check_config
+from services.doctor.cli import add_arguments as add_doctor_arguments
+from services.doctor.cli import run as examine_cluster
 from services.health import add_arguments as add_health_arguments
 from services.health import run as check_health
 from services.plan.cli import above_zero
@@ -170,6 +172,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan_cluster_arguments(cluster)
     _add_log_options(cluster)
     cluster.set_defaults(run=plan_cluster)
+    doctor = commands.add_parser("doctor", help="examine a running cluster: what drafts give, and what keeps them back")
+    add_doctor_arguments(doctor)
+    _add_log_options(doctor)
+    doctor.set_defaults(run=examine_cluster)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     _add_log_options(train)

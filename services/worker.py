@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import os
 import secrets
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -20,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.config import Config, WorkerConfig
 from cluster.config_types import is_loopback
+from cluster.engine.cpu_kernels import best_instruction_set, has_kernels, instruction_set
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks
 from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
@@ -27,6 +30,7 @@ from cluster.interpreter import switch_threads_soon
 from cluster.telemetry.metrics import Reading, WorkerMetrics
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
 from cluster.transport.listening import Listener
+from protos.speculation.v1 import types_pb2
 from services.addresses import check_worker, warn_of_unknown_hosts
 from services.garbage import keep_collections_short
 
@@ -99,14 +103,36 @@ def log_kv_cache(num_blocks: int, block_size: int, max_num_seqs: int, num_slots:
 
 def serve_readings(
     worker: WorkerConfig, read: Callable[[], Iterable[Reading]], listener: Listener | None = None
-) -> None:
-    """Serves a metrics page with what `read` returns to those whom `listener` knows, if `worker` has a port for one."""
-    if worker.metrics_port is not None:
-        guard = PageGuard.of(listener or Listener(), worker.metrics_token_file)
-        port = serve_metrics(WorkerMetrics(read).registry, worker.metrics_host, worker.metrics_port, guard)
-        scheme = "https" if listener is not None and listener.is_secure else "http"
-        host = f"[{worker.metrics_host}]" if ":" in worker.metrics_host else worker.metrics_host
-        logger.info("metrics page at %s://%s:%d/metrics", scheme, host, port)
+) -> str:
+    """Serves a metrics page with what `read` returns to those whom `listener` knows, if `worker` has a port for one.
+
+    Returns its URL; "" where there is none.
+    """
+    if worker.metrics_port is None:
+        return ""
+    guard = PageGuard.of(listener or Listener(), worker.metrics_token_file)
+    port = serve_metrics(WorkerMetrics(read).registry, worker.metrics_host, worker.metrics_port, guard)
+    scheme = "https" if listener is not None and listener.is_secure else "http"
+    host = f"[{worker.metrics_host}]" if ":" in worker.metrics_host else worker.metrics_host
+    url = f"{scheme}://{host}:{port}/metrics"
+    logger.info("metrics page at %s", url)
+    return url
+
+
+def describe_machine(metrics_url: str = "") -> types_pb2.Machine:
+    """Where this process runs, as of now."""
+    instructions = (instruction_set(torch.bfloat16), best_instruction_set()) if has_kernels() else ()
+    own, best = (choice.name.lower() for choice in instructions) if instructions else ("", "")
+    return types_pb2.Machine(
+        version=importlib.metadata.version("outrider"),
+        host=socket.gethostname(),
+        cpus=sorted(os.sched_getaffinity(0)),
+        num_threads=torch.get_num_threads(),
+        instruction_set=own,
+        best_instruction_set=best,
+        unix_seconds=time.time(),
+        metrics_url=metrics_url,
+    )
 
 
 def new_epoch() -> int:

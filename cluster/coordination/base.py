@@ -70,7 +70,7 @@ class LinkPool(ABC):
         """
 
     def lend_turn(self) -> None:  # noqa: B027  # drafters with threads of their own need none
-        """Lets drafters that compute in turn do one step of what they owe and no step waits for."""
+        """Lets drafters that compute in turn do what they owe and no step waits for; of prompts, one step."""
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""

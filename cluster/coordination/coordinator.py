@@ -128,6 +128,7 @@ class Coordinator:
             self._waits.wait_for_shadows(decoding)
         if decoding:  # the first step of an answer, and with it its first token, does not wait for a drafter
             self._pool.lend_turn()
+            self._take_events()
         self._waited_seconds = self.stats.wait_seconds - waited_before
         self._begun = [s for s in decoding if s not in held_back] if held_back else decoding
         drafts = self._drafts(self._begun)

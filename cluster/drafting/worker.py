@@ -131,6 +131,11 @@ class DraftWorker:
         """Whether something has arrived that was not looked at, or a proposal is owed."""
         return bool(self._inbox) or any(entry.owes_proposal for entry in self._entries.values())
 
+    @property
+    def is_drafting(self) -> bool:
+        """Whether a proposal is owed that has no prompt before it. For the thread that calls `step`."""
+        return any(entry.owes_proposal and entry.is_computed for entry in self._entries.values())
+
     def readings(self) -> Iterator[Reading]:
         """All but those of the drafter's KV cache; any thread."""
         yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", self.num_sequences)

@@ -9,7 +9,7 @@ import torch
 
 from cluster.errors import ConfigurationError
 
-__all__ = ["LANES", "InstructionSet", "has_kernels", "instruction_set", "kernels"]
+__all__ = ["LANES", "InstructionSet", "best_instruction_set", "has_kernels", "instruction_set", "kernels"]
 
 try:
     from cluster.engine import _kernels as kernels
@@ -55,4 +55,9 @@ def instruction_set(dtype: torch.dtype) -> InstructionSet:
         raise ConfigurationError(f"{VARIABLE}={name}: this processor lacks it, or the kernels were built without it")
     if dtype == torch.float32:
         return InstructionSet.AVX512
-    return _CHOICES[name] if name else max(choice for choice in _CHOICES.values() if choice.is_supported)
+    return _CHOICES[name] if name else best_instruction_set()
+
+
+def best_instruction_set() -> InstructionSet:
+    """Of those that the kernels were built for and that run on this processor. There have to be kernels."""
+    return max(choice for choice in _CHOICES.values() if choice.is_supported)

@@ -123,6 +123,9 @@ class InProcessPool(LinkPool):
         link = self._link
         if self.drafts_in_turn and link is not None and link.worker.has_work:
             self._do(link.worker.step)
+            # The target commits a token a step too: a draft token a turn would never be as many as are wanted.
+            while self._link is link and link.worker.is_drafting:
+                self._do(link.worker.step)
 
     def readings(self) -> Iterator[Reading]:
         yield from super().readings()

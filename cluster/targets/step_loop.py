@@ -79,6 +79,8 @@ class StepLoop(Target):
         self._num_committed_tokens = 0
         self._num_failed_steps = 0
         self._num_failed_in_row = 0
+        self._row_seconds: float | None = None  # of a step of one row, as timed at start
+        self._fitting_row_seconds: float | None = None  # the same with fewer threads, where there are too many
         self._thread: threading.Thread | None = None
 
     # What an engine adds; called from the step loop's thread.
@@ -101,6 +103,10 @@ class StepLoop(Target):
     @abstractmethod
     def _time_step(self, num_rows: int) -> float | None:
         """Seconds that a step of `num_rows` rows takes, tried before the first request; None when it cannot be."""
+
+    def _time_fitting_step(self) -> float | None:
+        """Seconds of a step of one row with a thread a core, where more compute than there are cores; else None."""
+        return None
 
     def _recovers(self) -> bool:
         """Whether steps can go on after one that failed."""
@@ -174,6 +180,10 @@ class StepLoop(Target):
         yield Reading("outrider_failed_steps", failed, self._num_failed_steps, is_counter=True)
         stuck = "1 while the engine has work and stands still."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
+        row = "A step of one row, timed at start: as it is, and with one thread a core where there are more."
+        for threads, seconds in (("own", self._row_seconds), ("fitting", self._fitting_row_seconds)):
+            if seconds is not None:
+                yield Reading("outrider_start_step_seconds", row, seconds, labels={"threads": threads})
         yield from self._queue_time.readings()
         yield from self._scheduler.readings()
         yield from self._blocks.readings()
@@ -205,6 +215,14 @@ class StepLoop(Target):
             times = list(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
             self._coordinator.know_step_times(times)
             self._scheduler.pace.know(times)
+            self._row_seconds, self._fitting_row_seconds = dict(times).get(1), self._time_fitting_step()
+            if self._row_seconds is not None and self._fitting_row_seconds is not None:
+                logger.warning(
+                    "more threads compute than there are cores: a step of one row takes %.1f ms, with one a core %.1f; "
+                    "set target.threads to null",
+                    1e3 * self._row_seconds,
+                    1e3 * self._fitting_row_seconds,
+                )
 
     def run_step(self, publish: Publish) -> bool:
         """One step of a target that was not started, in the caller's thread; False when there is nothing to do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 
@@ -23,6 +24,8 @@ from cluster.targets.base import GenerationRequest, TargetModel
 from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
+
+_FITTING_REPEATS = 3
 
 
 class TorchTarget(StepLoop):
@@ -81,6 +84,15 @@ class TorchTarget(StepLoop):
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         self._runner.keep(block_table, start, nodes)
+
+    def _time_fitting_step(self) -> float | None:
+        num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        if self._runner.model.device.type != "cpu" or num_threads <= num_cores:
+            return None
+        torch.set_num_threads(num_cores)
+        times = [self._time_step(1) for _ in range(_FITTING_REPEATS)]
+        torch.set_num_threads(num_threads)
+        return min((seconds for seconds in times if seconds is not None), default=None)
 
     def _time_step(self, num_rows: int) -> float | None:
         blocks = self._runner.blocks

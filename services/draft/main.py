@@ -58,9 +58,9 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
         tunes_temperature=config.speculation.tunes_draft_temperature,
     )
     listener = Listener.of(config.tls, "draft")
-    serve_readings(config.draft, lambda: chain(worker.readings(), drafter.readings()), listener)
+    metrics_url = serve_readings(config.draft, lambda: chain(worker.readings(), drafter.readings()), listener)
     worker.start()
-    servicer = DraftServicer(worker, drafter, description, advertised_address(config.draft))
+    servicer = DraftServicer(worker, drafter, description, advertised_address(config.draft), metrics_url)
     try:
         return await serve(
             config.draft,

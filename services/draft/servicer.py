@@ -17,7 +17,7 @@ from cluster.wire.messages import SpeculateReply
 from cluster.wire.outbox import Outbox
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
-from services.worker import new_epoch
+from services.worker import describe_machine, new_epoch
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[draft_pb2.SpeculateRequest, draft_pb2.SpeculateReply]
@@ -32,12 +32,18 @@ _LAST_WRITE_SECONDS = 5.0
 
 class DraftServicer(draft_pb2_grpc.DraftServicer):
     def __init__(
-        self, worker: DraftWorker, drafter: Drafter, model: types_pb2.ModelDescription, advertised_address: str = ""
+        self,
+        worker: DraftWorker,
+        drafter: Drafter,
+        model: types_pb2.ModelDescription,
+        advertised_address: str = "",
+        metrics_url: str = "",
     ) -> None:
         self._worker = worker
         self._drafter = drafter
         self._model = model
         self._advertised_address = advertised_address
+        self._metrics_url = metrics_url
         self._epoch = new_epoch()
         self._is_draining = False
 
@@ -95,6 +101,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             is_draining=self._is_draining,
             advertised_address=self._advertised_address,
             wire_version=WIRE_VERSION,
+            machine=describe_machine(self._metrics_url),
         )
 
 

@@ -49,7 +49,7 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         folder = resolve_model_folder(config.target.model)
         grammars = GrammarCompiler(folder, target.model.vocab_size, target.model.eos_token_ids)
     listener = Listener.of(config.tls, "target")
-    serve_readings(config.target, target.readings, listener)
+    metrics_url = serve_readings(config.target, target.readings, listener)
     address = advertised_address(config.target)
     # Here, as it starts a thread: the engine may have started processes of its own before.
     tracer = make_tracer(config.tracing, "outrider-target", address)
@@ -62,6 +62,7 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         # An answer whose length nobody bounds ends at the model's limit, and a request must fit wherever it is moved.
         traits=traits_of(config, target.model) | {"max_model_len": str(target.limits.max_model_len)},
         advertised_address=address,
+        metrics_url=metrics_url,
     )
     target.start(calls.publish)
     links = asyncio.create_task(target.run_links(follow(config.draft.addresses)))

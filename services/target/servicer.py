@@ -19,7 +19,7 @@ from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.target.calls import Calls, RouterStream
 from services.target.observation import observe
-from services.worker import errors_as_status, new_epoch
+from services.worker import describe_machine, errors_as_status, new_epoch
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[target_pb2.GenerateCommands, target_pb2.GenerateReplies]
@@ -43,14 +43,16 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         *,
         traits: Mapping[str, str] | None = None,
         advertised_address: str = "",
+        metrics_url: str = "",
     ) -> None:
-        """What it describes: `traits`, None: unknown; where others reach it."""
+        """What it describes: `traits`, None: unknown; where others reach it, and its metrics page."""
         self._calls = calls
         self._target = target
         self._config = config
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._traits = traits
         self._advertised_address = advertised_address
+        self._metrics_url = metrics_url
         self._epoch = new_epoch()
 
     async def GenerateMany(  # type: ignore[override]  # an async generator
@@ -118,6 +120,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             traits=self._traits,
             advertised_address=self._advertised_address,
             wire_version=WIRE_VERSION,
+            machine=describe_machine(self._metrics_url),
             adapters=target.adapters,
         )
 

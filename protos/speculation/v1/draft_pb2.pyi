@@ -29,6 +29,7 @@ class DraftDescription(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     ADVERTISED_ADDRESS_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """differs after every restart of the worker"""
     is_draining: _builtins.bool
@@ -41,6 +42,8 @@ class DraftDescription(_message.Message):
     def model(self) -> _types_pb2.ModelDescription: ...
     @_builtins.property
     def load(self) -> _types_pb2.Load: ...
+    @_builtins.property
+    def machine(self) -> _types_pb2.Machine: ...
     def __init__(
         self,
         *,
@@ -50,10 +53,11 @@ class DraftDescription(_message.Message):
         is_draining: _builtins.bool = ...,
         advertised_address: _builtins.str = ...,
         wire_version: _builtins.int = ...,
+        machine: _types_pb2.Machine | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "machine", b"machine", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertised_address", b"advertised_address", "epoch", b"epoch", "is_draining", b"is_draining", "load", b"load", "model", b"model", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertised_address", b"advertised_address", "epoch", b"epoch", "is_draining", b"is_draining", "load", b"load", "machine", b"machine", "model", b"model", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -384,6 +384,7 @@ class TargetDescription(_message.Message):
     ADVERTISED_ADDRESS_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """differs after every restart of the worker"""
     num_speculative_tokens: _builtins.int
@@ -417,6 +418,8 @@ class TargetDescription(_message.Message):
     def adapters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """LoRA adapters that it can answer with, by name: the SHA-256 of their contents, hexadecimal."""
 
+    @_builtins.property
+    def machine(self) -> _types_pb2.Machine: ...
     def __init__(
         self,
         *,
@@ -434,10 +437,11 @@ class TargetDescription(_message.Message):
         advertised_address: _builtins.str = ...,
         wire_version: _builtins.int = ...,
         adapters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        machine: _types_pb2.Machine | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "machine", b"machine", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "advertised_address", b"advertised_address", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "is_draining", b"is_draining", "is_stuck", b"is_stuck", "load", b"load", "max_speculative_tokens", b"max_speculative_tokens", "model", b"model", "num_draft_links", b"num_draft_links", "num_draft_links_configured", b"num_draft_links_configured", "num_speculative_tokens", b"num_speculative_tokens", "traits", b"traits", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "advertised_address", b"advertised_address", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "is_draining", b"is_draining", "is_stuck", b"is_stuck", "load", b"load", "machine", b"machine", "max_speculative_tokens", b"max_speculative_tokens", "model", b"model", "num_draft_links", b"num_draft_links", "num_draft_links_configured", b"num_draft_links_configured", "num_speculative_tokens", b"num_speculative_tokens", "traits", b"traits", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -154,6 +154,58 @@ class ModelDescription(_message.Message):
 Global___ModelDescription: _TypeAlias = ModelDescription  # noqa: Y015
 
 @_typing.final
+class Machine(_message.Message):
+    """Where a worker runs, for whoever looks into a cluster: nothing is decided by it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    NUM_THREADS_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
+    BEST_INSTRUCTION_SET_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    METRICS_URL_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """of Outrider"""
+    host: _builtins.str
+    """its name"""
+    num_threads: _builtins.int
+    """that compute"""
+    instruction_set: _builtins.str
+    """of its kernels for CPUs; empty: it has none"""
+    best_instruction_set: _builtins.str
+    """that its processor has, and the kernels were built for"""
+    unix_seconds: _builtins.float
+    """its clock, as it answers"""
+    metrics_url: _builtins.str
+    """of its metrics page; empty: it has none"""
+    @_builtins.property
+    def cpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """cores that the worker may use"""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        host: _builtins.str = ...,
+        cpus: _abc.Iterable[_builtins.int] | None = ...,
+        num_threads: _builtins.int = ...,
+        instruction_set: _builtins.str = ...,
+        best_instruction_set: _builtins.str = ...,
+        unix_seconds: _builtins.float = ...,
+        metrics_url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_instruction_set", b"best_instruction_set", "cpus", b"cpus", "host", b"host", "instruction_set", b"instruction_set", "metrics_url", b"metrics_url", "num_threads", b"num_threads", "unix_seconds", b"unix_seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Machine: _TypeAlias = Machine  # noqa: Y015
+
+@_typing.final
 class Load(_message.Message):
     """How full a worker is."""
 

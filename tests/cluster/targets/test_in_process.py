@@ -191,15 +191,15 @@ class TestInTurn:
         self.opened(pool)
         assert "draft-worker" not in {thread.name for thread in threading.enumerate()}
 
-    def test_a_turn_is_one_step_of_what_is_owed(self, new_pool: Callable[..., InProcessPool]) -> None:
+    def test_a_turn_is_all_of_what_is_owed(self, new_pool: Callable[..., InProcessPool]) -> None:
+        """Of a proposal that is never waited for a step a turn would never be the last: each is a token later."""
         pool = new_pool()
         pool.lend_turn()
-        self.opened(pool, k=2)
-        pool.lend_turn()
-        assert pool.poll() == []
+        self.opened(pool, k=4)
         pool.lend_turn()
         (happened,) = pool.poll()
         assert isinstance(happened.event, SpeculateReply)
+        assert len(happened.event.proposals[1].token_ids) == 4
         pool.lend_turn()
         assert pool.poll() == []
 

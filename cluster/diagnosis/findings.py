@@ -1,0 +1,145 @@
+"""What is wrong with a cluster's speculation, what it costs, and what to change.
+
+Each rule is one of the published failure modes. What a mended cluster would give is reckoned with one number put right:
+that of the draft which the same publication counts among the best, of a network within one host, of a cache that
+holds all sequences, or of threads that fit their cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from cluster.diagnosis.measurements import Examination
+from cluster.diagnosis.speed import Speed
+from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
+
+# A draft fits when it costs less of a target step, commits at least so many tokens a round of five, and ...
+MAX_COST_RATIO = 0.15
+MIN_TOKENS_PER_ROUND = 2.0
+MIN_ACCEPTANCE = 0.5
+_RULE_DEPTH = 5
+# ... what is promised of a better one is what a distilled 1B draft gives a 70B target: 0.8 ms beside 12.5, .82.
+GOOD_COST_RATIO = 0.8 / 12.5
+GOOD_ACCEPTANCE = 0.82
+_LEAST_LOSS = 0.05  # that is told of: less is within what two measurements of one cluster differ by
+_SHARE_OF_A_STEP = 0.05  # what a round trip may take of one without being looked at
+_FULL_SHARE = 0.9  # of the streams that are in steps; others wait to be admitted
+_REFUSED_SHARE = 0.05  # of the steps, in which a sequence was refused
+
+Rate = Callable[[Speed], float]
+"""Tokens a second of a cluster that is so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong."""
+
+    name: str
+    what: str  # was seen
+    remedy: str
+    tokens_per_second: float | None  # that a mended cluster would give; None: that cannot be told
+    loss: float | None = None  # 1 - rate now / rate mended
+
+
+def findings(found: Examination) -> list[Finding]:
+    """What costs the cluster at least a twentieth of what it could give, the dearest first."""
+    now = found.auto.counts.tokens_per_second
+    told = [
+        replace(finding, loss=None if rate is None else max(0.0, 1.0 - now / rate))
+        for finding in _suspected(found)
+        if (rate := finding.tokens_per_second) is None or now < (1.0 - _LEAST_LOSS) * rate
+    ]
+    return sorted(told, key=lambda finding: -1.0 if finding.loss is None else -finding.loss)
+
+
+def _suspected(found: Examination) -> Iterator[Finding]:
+    of_rounds = Speed.of(found)
+    auto = found.auto.counts
+    now = replace(of_rounds, num_sequences=auto.mean_batch or of_rounds.num_sequences)
+    # What the formula leaves out, it leaves out of both: only ratios are taken from it.
+    scale = auto.tokens_per_second / max(now.best_rate(), 1e-9)
+
+    def rate(mended: Speed) -> float:
+        return scale * mended.best_rate()
+
+    yield from _threads(found, now, rate)
+    yield from _cache(found, now, rate)
+    yield from _acceptance(now, rate)
+    yield from _draft_time(now, rate)
+    yield from _network(now, rate)
+
+
+def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
+    own, fitting = found.start.own, found.start.fitting
+    if own is None or fitting is None or fitting >= own:
+        return
+    yield Finding(
+        "threads oversubscribed",
+        f"more threads compute than there are cores: a step of one row took {1e3 * own:.1f} ms at start, "
+        f"with one thread a core {1e3 * fitting:.1f}",
+        "set target.threads to null (one a core), and give each worker cores of its own",
+        rate(replace(now, step_factor=fitting / own)),
+    )
+
+
+def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
+    """KV exhausted: of the target, where sequences wait or are preempted, or of a draft worker, which refuses them."""
+    num_streams = found.auto.workload.num_streams
+    auto = found.auto.counts
+    if now.num_sequences < _FULL_SHARE * num_streams and found.is_cache_full:
+        yield Finding(
+            "KV cache exhausted",
+            f"of {num_streams} streams {now.num_sequences:.1f} were in a step, the others waited for blocks; "
+            f"{auto.num_preemptions:.0f} preemptions",
+            "raise target.kv_cache_bytes (or target.memory_utilization), or lower target.max_num_seqs, or k",
+            rate(replace(now, num_sequences=float(num_streams))),
+        )
+    if auto.num_refusals > _REFUSED_SHARE * auto.num_steps:
+        drafted = auto.num_rounds / max(now.num_sequences * auto.num_steps, 1.0)
+        yield Finding(
+            "KV cache of the draft exhausted",
+            f"draft workers had no room {auto.num_refusals:.0f} times; {100 * drafted:.0f} % of the rounds had drafts",
+            "raise draft.kv_cache_bytes or draft.max_num_seqs, or draft.replicas",
+            rate(now),
+        )
+
+
+def _acceptance(now: Speed, rate: Rate) -> Iterator[Finding]:
+    tokens = now.tokens_per_round(_RULE_DEPTH)
+    if tokens < MIN_TOKENS_PER_ROUND:
+        yield Finding(
+            "low acceptance",
+            f"{tokens:.2f} tokens a round of {_RULE_DEPTH}, the first draft token accepted {now.survival_at(1):.2f}; a "
+            f"draft that suits has {MIN_TOKENS_PER_ROUND:g} and more",
+            "another draft (`outrider distill` trains one on your prompts), or ngram or self-int4 for draft.drafter; "
+            "until then a smaller k",
+            rate(now.accepting(GOOD_ACCEPTANCE)),
+        )
+
+
+def _draft_time(now: Speed, rate: Rate) -> Iterator[Finding]:
+    step = now.step_seconds(0)
+    ratio = now.draft_seconds / step
+    if ratio > MAX_COST_RATIO:
+        yield Finding(
+            "draft the bottleneck",
+            f"a draft step takes {1e3 * now.draft_seconds:.1f} ms, {100 * ratio:.0f} % of the target's "
+            f"{1e3 * step:.1f}; what fits takes less than {100 * MAX_COST_RATIO:.0f} %",
+            "a smaller draft, draft.quantization int8 or int4, a faster device or more of it, or layer-skip or ngram "
+            "for draft.drafter",
+            rate(replace(now, draft_seconds=GOOD_COST_RATIO * step)),
+        )
+
+
+def _network(now: Speed, rate: Rate) -> Iterator[Finding]:
+    drafting = _RULE_DEPTH * now.draft_seconds
+    is_felt = now.round_trip_seconds > _SHARE_OF_A_STEP * now.step_seconds(0)
+    if is_felt and now.round_trip_seconds > max(drafting, 2 * LOCAL_ROUND_TRIP_SECONDS):
+        yield Finding(
+            "network dominates",
+            f"a round trip to the draft takes {1e3 * now.round_trip_seconds:.1f} ms, {_RULE_DEPTH} draft tokens "
+            f"{1e3 * drafting:.1f}",
+            "draft.placement sidecar or in-process, pairs within one host or zone, or a drafter on the target",
+            rate(replace(now, round_trip_seconds=LOCAL_ROUND_TRIP_SECONDS)),
+        )

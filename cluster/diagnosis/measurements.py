@@ -1,0 +1,158 @@
+"""What was measured of a cluster while it did one known thing."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of one kind."""
+
+    count: float = 0.0
+    seconds: float = 0.0  # of all of them
+
+    @property
+    def mean_seconds(self) -> float:
+        return self.seconds / self.count if self.count else 0.0
+
+    def __add__(self, other: Steps) -> Steps:
+        return Steps(self.count + other.count, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What grew in `seconds` of a load; times of steps are sums over all targets."""
+
+    seconds: float = 0.0
+    num_tokens: float = 0.0  # committed
+    num_rounds: float = 0.0  # with at least one draft token
+    num_draft_tokens: float = 0.0
+    num_accepted_tokens: float = 0.0
+    accepted_by_position: tuple[float, ...] = ()
+    verify: Steps = Steps()
+    decode: Steps = Steps()
+    prefill: Steps = Steps()
+    draft: Steps = Steps()
+    wait_seconds: float = 0.0  # of steps, for proposals
+    coordination_seconds: float = 0.0  # of the processor, on what a step or a drafter waits for
+    num_preemptions: float = 0.0
+    num_refusals: float = 0.0  # of sequences, by draft workers without room
+    num_late: float = 0.0  # steps that gave up waiting
+    waiting_seconds: float = 0.0  # of sequences for blocks, summed over them
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_accounted_second(self) -> float:
+        """Were there nothing but steps, waits for proposals and the rounds' bookkeeping on the critical path."""
+        steps = self.verify + self.decode + self.prefill
+        return self.num_tokens / max(steps.seconds + self.wait_seconds + self.coordination_seconds, 1e-9)
+
+    @property
+    def num_steps(self) -> float:
+        return self.verify.count + self.decode.count + self.prefill.count
+
+    @property
+    def mean_batch(self) -> float:
+        """Sequences in a step: each commits its accepted drafts and one token more."""
+        return (self.num_tokens - self.num_accepted_tokens) / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def mean_depth(self) -> float:
+        """Draft tokens verified in a round."""
+        return self.num_draft_tokens / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """How often a draft at depth 1, 2, ... was committed."""
+        if not self.num_rounds:
+            return ()
+        return tuple(min(1.0, accepted / self.num_rounds) for accepted in self.accepted_by_position)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """The acceptance length."""
+        return 1.0 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
+
+    @property
+    def mean_waiting(self) -> float:
+        """Sequences that waited for blocks."""
+        return self.waiting_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def wait_a_step(self) -> float:
+        return self.wait_seconds / self.verify.count if self.verify.count else 0.0
+
+
+class StepCurve:
+    """Seconds of a target's step over its rows: linear between what was measured, and on as between the last two."""
+
+    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
+        """`points`: rows and seconds; at least one."""
+        known = sorted(points)
+        self._rows = [rows for rows, _ in known]
+        self._seconds: list[float] = []
+        for _, seconds in known:  # more rows never cost less: what is less is noise
+            self._seconds.append(max(seconds, self._seconds[-1] if self._seconds else 0.0))
+
+    def at(self, rows: float) -> float:
+        if len(self._rows) == 1 or rows <= self._rows[0]:
+            return self._seconds[0]
+        right = min(bisect.bisect_left(self._rows, rows), len(self._rows) - 1)
+        left = right - 1
+        width = self._rows[right] - self._rows[left]
+        slope = (self._seconds[right] - self._seconds[left]) / width if width > 1e-9 else 0.0
+        return self._seconds[left] + slope * (rows - self._rows[left])
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One load that the cluster was put under."""
+
+    num_streams: int
+    temperature: float
+    num_speculative_tokens: int | None  # None: the controller's
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A load, and what came of it."""
+
+    workload: Workload
+    counts: Counts
+    round_trip_seconds: float  # of the links, the shortest
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimes:
+    """A step of one row as the target timed it at its start; seconds. None: it did not."""
+
+    own: float | None = None
+    fitting: float | None = None  # with one thread a core, where it has more
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """All that was measured of a cluster."""
+
+    plain: Measured  # k = 0
+    fixed: Sequence[Measured]  # at the same temperature, by depth
+    alone: Measured  # one stream, with drafts
+    auto: Measured
+    temperatures: Sequence[Measured]  # one depth at several temperatures
+    start: StartTimes = StartTimes()
+
+    @property
+    def is_cache_full(self) -> bool:
+        """Whether sequences were preempted or waited for the target's blocks."""
+        return self.auto.counts.num_preemptions > 0 or self.auto.counts.mean_waiting > 0.5
+
+    @property
+    def longest(self) -> Measured:
+        """Of the fixed depths, which tells of most positions."""
+        return max(self.fixed, key=lambda one: one.workload.num_speculative_tokens or 0)

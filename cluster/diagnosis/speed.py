@@ -1,0 +1,100 @@
+"""Tokens a second of a cluster from what its rounds take, and so what another draft, network or cache would give.
+
+    n E(k) / (step(n (1 + k)) + wait(k) + overhead)    E(k) = 1 + s_1 + ... + s_k, for n sequences in a step
+
+s_j is how often a draft at depth j is committed. It is the formula of `cluster.speculation.theory` with measured parts:
+acceptance by position, the step's time over its rows, and what is neither drafting nor a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cluster.diagnosis.measurements import Examination, StepCurve
+
+MAX_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Times in seconds."""
+
+    num_sequences: float
+    survival: tuple[float, ...]  # by depth from 1 on; beyond the last it falls as from the one before it
+    steps: StepCurve
+    draft_seconds: float  # of a draft step, for all sequences
+    round_trip_seconds: float
+    wait_share: float  # of drafting and round trip, what a step waits
+    overhead_seconds: float  # of a step's time, what is neither the step nor the wait
+    step_factor: float = 1.0
+
+    @classmethod
+    def of(cls, found: Examination) -> Speed:
+        plain, longest = found.plain.counts, found.longest
+        depth = longest.counts.mean_depth
+        draft_seconds = longest.counts.draft.mean_seconds
+        asked = depth * draft_seconds + longest.round_trip_seconds
+        points = [(found.plain.counts.mean_batch, plain.decode.mean_seconds)]
+        points += [
+            (one.counts.mean_batch * (1.0 + one.counts.mean_depth), one.counts.verify.mean_seconds)
+            for one in found.fixed
+            if one.counts.verify.count
+        ]
+        batch = plain.mean_batch
+        overhead = max(0.0, batch / max(plain.tokens_per_second, 1e-9) - plain.decode.mean_seconds)
+        return cls(
+            num_sequences=batch,
+            survival=longest.counts.survival,
+            steps=StepCurve(points),
+            draft_seconds=draft_seconds,
+            round_trip_seconds=longest.round_trip_seconds,
+            wait_share=min(longest.counts.wait_a_step / asked, 2.0) if asked > 0 else 1.0,
+            overhead_seconds=overhead,
+        )
+
+    def survival_at(self, depth: int) -> float:
+        known = self.survival
+        if depth <= len(known):
+            return known[depth - 1]
+        if not known or known[-1] <= 0.0:
+            return 0.0
+        last = known[-1] / known[-2] if len(known) > 1 and known[-2] > 0.0 else known[-1]
+        return float(known[-1] * last ** (depth - len(known)))
+
+    def tokens_per_round(self, depth: int) -> float:
+        return 1.0 + sum(self.survival_at(place) for place in range(1, depth + 1))
+
+    def wait_seconds(self, depth: int) -> float:
+        return self.wait_share * (depth * self.draft_seconds + self.round_trip_seconds) if depth else 0.0
+
+    def step_seconds(self, depth: int) -> float:
+        return self.step_factor * self.steps.at(self.num_sequences * (1 + depth))
+
+    def rate(self, depth: int) -> float:
+        """Tokens a second with so many draft tokens for every sequence."""
+        seconds = self.step_seconds(depth) + self.wait_seconds(depth) + self.overhead_seconds
+        return self.num_sequences * self.tokens_per_round(depth) / seconds
+
+    def best_depth(self) -> int:
+        return max(range(MAX_DEPTH + 1), key=self.rate)
+
+    def best_rate(self) -> float:
+        return self.rate(self.best_depth())
+
+    def break_even_acceptance(self) -> float | None:
+        """How often a draft has to be accepted, at whatever depth, for some k to pay; None: no draft would pay."""
+        plain = self.rate(0)
+        low, high = 0.0, 1.0
+        if self.accepting(high).best_rate() <= plain:
+            return None
+        while high - low > 1e-3:
+            middle = (low + high) / 2
+            if self.accepting(middle).best_rate() > plain * (1.0 + 1e-9):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def accepting(self, rate: float) -> Speed:
+        """With each draft token accepted so often when those before it are."""
+        return replace(self, survival=tuple(rate**depth for depth in range(1, MAX_DEPTH + 1)))

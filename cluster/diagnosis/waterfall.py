@@ -1,0 +1,105 @@
+"""From the speedup that the formula promises to the one that is measured, cause by cause.
+
+The formula, E(a, k) t / (k t_draft + t + t_net), takes four numbers as they are thought to be: one acceptance a for
+every position, the draft's time when it has nothing else to do, a verify step that takes no longer than a decode step,
+and a round that is nothing but these. In each stage one of them gives way to what was measured, and what the speedup
+loses with it is the share of that cause. What then still lies between the last stage and the measured speedup is not
+explained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.diagnosis.measurements import Counts, Measured
+from cluster.speculation.theory import RoundCosts, speedup
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """`speedup`: that is left when `cause` and those before it are counted."""
+
+    cause: str
+    speedup: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfall:
+    promised: float
+    stages: tuple[Stage, ...]
+    measured: float
+
+    @property
+    def unexplained(self) -> float:
+        """Of the measured speedup, the share that no cause accounts for; below nought where they take too much."""
+        return self.stages[-1].speedup / self.measured - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What the draft was thought to be, before it served."""
+
+    acceptance: float  # of a draft token
+    draft_seconds: float
+    earlier_acceptance: float  # of the same draft when it was new; that of now where nobody knows
+    equal_acceptance: float  # were drafts sampled at the target's temperature
+
+
+def waterfall(plain: Measured, drafted: Measured, thought: Thought) -> Waterfall:
+    """`drafted`: with one k for all, at the load and temperature of `plain`."""
+    without, with_drafts = plain.counts, drafted.counts
+    k = max(1, round(with_drafts.mean_depth))
+    decode, verify = without.decode.mean_seconds, with_drafts.verify.mean_seconds
+    net = drafted.round_trip_seconds
+
+    def formula(acceptance: float, draft_seconds: float) -> float:
+        return speedup(acceptance, k, RoundCosts(draft_seconds, decode, net))
+
+    def of_round(tokens: float, draft_seconds: float, step: float, rest: float = 0.0, plain_rest: float = 0.0) -> float:
+        return tokens * (decode + plain_rest) / (k * draft_seconds + step + net + rest)
+
+    measured_draft = with_drafts.draft.mean_seconds
+    tokens = 1.0 + sum(with_drafts.survival[:k])
+    bookkeeping = _bookkeeping(with_drafts, k * measured_draft + net)
+    plain_bookkeeping = _bookkeeping(without, 0.0)
+    promised = formula(thought.equal_acceptance, thought.draft_seconds)
+    at_temperature = formula(thought.earlier_acceptance, thought.draft_seconds)
+    drifted = formula(thought.acceptance, thought.draft_seconds)
+    by_position = of_round(tokens, thought.draft_seconds, decode)
+    slower = of_round(tokens, measured_draft, decode)
+    full = of_round(tokens, measured_draft, verify)
+    booked = of_round(tokens, measured_draft, verify, bookkeeping, plain_bookkeeping)
+    contended = with_drafts.tokens_per_accounted_second / without.tokens_per_accounted_second
+    after = (
+        ("draft sampled at another temperature", at_temperature),
+        ("drift of the draft", drifted),
+        ("acceptance differs by position", by_position),
+        ("draft slower than thought", slower),
+        ("verify takes more than a decode: bandwidth full", full),
+        ("bookkeeping around the steps", booked),
+        ("contention with other requests", contended),
+    )
+    stages, before = [], promised
+    for cause, left in after:
+        stages.append(Stage(cause, left, before - left))
+        before = left
+    measured = with_drafts.tokens_per_second / max(without.tokens_per_second, 1e-9)
+    return Waterfall(promised, tuple(stages), measured)
+
+
+def _bookkeeping(counts: Counts, asked_seconds: float) -> float:
+    """Of a round, beside its step and the drafting: what the wait is longer (shorter, where it overlaps), and the
+    processor's time on the critical path."""
+    longer = counts.wait_a_step - asked_seconds if counts.verify.count else 0.0
+    return longer + counts.coordination_seconds / max(counts.num_steps, 1.0)
+
+
+def thought_of(alone: Measured, drafted: Measured, *, equal: float | None, earlier: float | None) -> Thought:
+    """`alone`: one stream with drafts, when the draft had nothing else to do. `equal`: acceptance where drafts are
+    sampled as the target's tokens are; `earlier`: of the same draft when it was new. None: as it is now."""
+    survival = drafted.counts.survival
+    now = survival[0] if survival else 0.0
+    return Thought(
+        now, alone.counts.draft.mean_seconds, earlier if earlier is not None else now, equal or earlier or now
+    )

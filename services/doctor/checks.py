@@ -1,0 +1,72 @@
+"""What is wrong with the programs of a cluster, whatever they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from cluster.diagnosis.findings import Finding
+from services.doctor.workers import ClusterFacts, WorkerFacts
+
+_CLOCK_SECONDS = 1.0  # apart, from which on traces and certificates suffer
+
+
+def check_programs(facts: ClusterFacts) -> list[Finding]:
+    """What can be told without a request. What it costs cannot."""
+    found = [*_links(facts), *_fingerprints(facts), *_versions(facts), *_clocks(facts.workers), *_cores(facts.workers)]
+    return [Finding(name, what, remedy, None) for name, what, remedy in found]
+
+
+Told = Iterator[tuple[str, str, str]]
+
+
+def _links(facts: ClusterFacts) -> Told:
+    for unreachable in facts.unreachable:
+        yield "worker unreachable", unreachable, "see that it runs, and that its address can be reached from here"
+    for target in facts.targets:
+        if target.num_links < target.num_links_configured:
+            yield (
+                "links down",
+                f"{target.name} has {target.num_links} of {target.num_links_configured} links to draft workers",
+                "its log says why each does not come up: another tokenizer, TLS, or no answer",
+            )
+
+
+def _fingerprints(facts: ClusterFacts) -> Told:
+    tokenizers = {worker.model.tokenizer_fingerprint for worker in facts.workers}
+    if len(tokenizers) > 1:
+        who = "; ".join(f"{worker.name}: {worker.model.tokenizer_fingerprint[:12]}" for worker in facts.workers)
+        yield "tokenizers differ", who, "a draft needs its target's tokenizer: train or choose another"
+
+
+def _versions(facts: ClusterFacts) -> Told:
+    versions = {"router": facts.version} | {worker.name: worker.machine.version for worker in facts.workers}
+    if len(set(versions.values())) > 1:
+        who = ", ".join(f"{name} {version or 'unknown'}" for name, version in versions.items())
+        yield "versions differ", who, "they work together; finish the rollout"
+
+
+def _clocks(workers: Iterable[WorkerFacts]) -> Told:
+    for worker in workers:
+        if abs(worker.clock_ahead_seconds) > _CLOCK_SECONDS:
+            yield (
+                "clocks differ",
+                f"that of {worker.name} is {worker.clock_ahead_seconds:+.1f} s from this one's",
+                "set it by NTP: traces and certificates depend on it, tokens do not",
+            )
+
+
+def _cores(workers: Iterable[WorkerFacts]) -> Told:
+    for worker in workers:
+        machine = worker.machine
+        if machine.best_instruction_set != machine.instruction_set:
+            yield (
+                "lower instruction set",
+                f"{worker.name} has {machine.instruction_set}, its processor {machine.best_instruction_set}",
+                "unset OUTRIDER_CPU_ISA there",
+            )
+        if machine.num_threads > len(machine.cpus) > 0:
+            yield (
+                "more threads than cores",
+                f"{worker.name} computes with {machine.num_threads} threads on {len(machine.cpus)} cores",
+                f"set {worker.pool}.threads to null",
+            )

@@ -1,0 +1,202 @@
+"""The command `outrider doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import ssl
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.diagnosis.findings import findings
+from cluster.diagnosis.measurements import Examination
+from cluster.diagnosis.waterfall import thought_of, waterfall
+from cluster.errors import ConfigurationError
+from cluster.training.corpus import held_out_texts
+from cluster.transport.dialing import Dialer
+from services.doctor.checks import check_programs
+from services.doctor.examine import TOLD_DEPTH, Plan, examine
+from services.doctor.load import LoadMaker
+from services.doctor.report import Report
+from services.doctor.workers import look_around
+from services.http_call import add_trust_arguments, trusted_context
+from services.launch.local import LocalCluster
+from services.plan.cli import above_zero
+
+_READY_SECONDS = 600.0
+_PROMPT_CHARACTERS = 400
+_NUM_PROMPTS = 64
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Puts a running cluster under a few known loads and says whether the draft suits the target, what speculation "
+        "gives, where the rest of the formula's speedup goes, what is wrong, what that costs, and what to change. Its "
+        "requests are answered beside the cluster's others, which make what it measures less certain."
+    )
+    parser.epilog = "example: outrider doctor --url http://127.0.0.1:8000 --streams 4"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--url", metavar="URL", help="of the router; default http://127.0.0.1:8000")
+    which.add_argument(
+        "--start", action="store_true", help="start the cluster of --config and --set on this machine, and end it again"
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML configuration: of what is started, or whose `tls` is used"
+    )
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    add_trust_arguments(parser)
+    load = parser.add_argument_group("loads")
+    load.add_argument(
+        "--streams", type=above_zero(int), default=4, metavar="N", help="at once, on each target; default 4"
+    )
+    load.add_argument(
+        "--temperatures",
+        type=_temperatures,
+        default=(0.0, 0.7, 1.0),
+        metavar="T,...",
+        help="the first is that of all loads, the others are compared with it; default 0,0.7,1",
+    )
+    load.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one prompt a line, of the kind that is asked: acceptance depends on it (default: Python source)",
+    )
+    load.add_argument("--max-tokens", type=above_zero(int), default=96, metavar="N", help="of an answer; default 96")
+    load.add_argument("--seconds", type=above_zero(float), default=3.0, metavar="S", help="of a load; default 3")
+    load.add_argument("--repeats", type=above_zero(int), default=2, metavar="N", help="of all loads; default 2")
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="FILE",
+        help="an earlier --json of this cluster: how the draft has drifted since",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigurationError. The exit code is 1 when something is wrong."""
+    report = diagnose(arguments)
+    print(report.text())
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    return 1 if report.findings else 0
+
+
+def diagnose(arguments: argparse.Namespace) -> Report:
+    """Raises ConfigurationError."""
+    earlier = _earlier_acceptance(arguments.baseline)
+    prompts = read_prompts(arguments.prompts)
+    config = load_config(arguments.config, arguments.overrides, os.environ)
+    context = trusted_context(arguments)
+    with _cluster(arguments, config) as url:
+        return examine_cluster(
+            url,
+            num_streams=arguments.streams,
+            temperatures=arguments.temperatures,
+            max_tokens=arguments.max_tokens,
+            seconds=arguments.seconds,
+            repeats=arguments.repeats,
+            prompts=prompts,
+            config=config,
+            context=context,
+            earlier_acceptance=earlier,
+        )
+
+
+def examine_cluster(
+    url: str,
+    *,
+    num_streams: int = 4,
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0),
+    max_tokens: int = 96,
+    seconds: float = 3.0,
+    repeats: int = 2,
+    prompts: Sequence[str] = (),
+    config: Config | None = None,
+    context: ssl.SSLContext | None = None,
+    earlier_acceptance: float | None = None,
+) -> Report:
+    """Of the router at `url`, whose workers are reached as `config` says; `num_streams`: on each target.
+
+    Raises ConfigurationError.
+    """
+    config = config or Config()
+    facts = look_around(url, Dialer.of(config.tls, "router", config.target.tls_server_name), context)
+    max_depth = min(target.max_speculative_tokens for target in facts.targets)
+    if max_depth == 0:
+        raise ConfigurationError(
+            f"the targets of {url} have speculation.num_speculative_tokens 0: there is nothing to examine"
+        )
+    plan = Plan(num_streams * len(facts.targets), temperatures, max_depth, seconds, repeats)
+    maker = LoadMaker(facts, prompts or read_prompts(None), max_tokens, context)
+    total = plan.repeats * len(set(plan.workloads))
+    with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
+        found = examine(maker, plan, progress.update)
+    told = min(found.fixed, key=lambda one: abs((one.workload.num_speculative_tokens or 0) - TOLD_DEPTH))
+    thought = thought_of(found.alone, told, equal=_equal_acceptance(found, config), earlier=earlier_acceptance)
+    wrong = [*findings(found), *check_programs(facts)]
+    return Report(facts, found, wrong, waterfall(found.plain, told, thought))
+
+
+def _equal_acceptance(found: Examination, config: Config) -> float | None:
+    """Were drafts sampled as the target's tokens are: about that at T = 0, where both are greedy. None: they are."""
+    if config.speculation.acceptance != "greedy" or found.auto.workload.temperature == 0:
+        return None
+    greedy = [one.counts.survival for one in found.temperatures if one.workload.temperature == 0]
+    return greedy[0][0] if greedy and greedy[0] else None
+
+
+@contextlib.contextmanager
+def _cluster(arguments: argparse.Namespace, config: Config) -> Iterator[str]:
+    if not arguments.start:
+        yield (arguments.url or "http://127.0.0.1:8000").rstrip("/")
+        return
+    with LocalCluster(config) as cluster:
+        cluster.wait_ready(_READY_SECONDS)
+        yield cluster.url
+
+
+def read_prompts(file: Path | None) -> list[str]:
+    """One a line; None: pieces of Python source. Raises ConfigurationError."""
+    if file is None:
+        texts = [held_out.text for held_out in held_out_texts()]
+        return [text[len(text) // 3 :][:_PROMPT_CHARACTERS] for text in texts if len(text) > 3 * _PROMPT_CHARACTERS][
+            :_NUM_PROMPTS
+        ]
+    try:
+        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--prompts {file} cannot be read: {error}") from error
+    if not prompts:
+        raise ConfigurationError(f"--prompts {file} has no line that is not empty")
+    return prompts
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= temperature <= 2 for temperature in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not temperatures from 0 to 2, such as 0,0.7,1")
+    return found
+
+
+def _earlier_acceptance(file: Path | None) -> float | None:
+    """Of the first draft token, as a report of then has it."""
+    if file is None:
+        return None
+    try:
+        return float(json.loads(file.read_text(encoding="utf-8"))["suitability"][0]["survival"][0])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigurationError(
+            f"--baseline {file} is no report that `outrider doctor --json` wrote: {error!r}"
+        ) from error

@@ -1,0 +1,171 @@
+"""Requests of known kind, sent to a cluster for some seconds, and what its programs counted meanwhile."""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cluster.diagnosis.measurements import Counts, Measured, StartTimes, Steps, Workload
+from cluster.errors import ConfigurationError
+from services.doctor.pages import read_page, total
+from services.doctor.workers import ClusterFacts
+from services.http_call import call
+
+_ANSWER_SECONDS = 300.0
+_RAMP_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+_KINDS = ("verify", "decode", "prefill")
+_COUNTED = {
+    "tokens": "outrider_committed_tokens_total",
+    "wait": "outrider_proposal_wait_seconds_total",
+    "preemptions": "vllm:num_preemptions_total",
+    "late": "outrider_late_rounds_total",
+}
+_POSITION = "position "
+
+Numbers = defaultdict[str, float]
+
+
+@dataclass(slots=True)
+class LoadMaker:
+    """Puts one cluster under loads, one after the other. `max_tokens`: of an answer."""
+
+    facts: ClusterFacts
+    prompts: Sequence[str]
+    max_tokens: int
+    context: ssl.SSLContext | None = None
+
+    def run(self, workload: Workload, seconds: float) -> Numbers:
+        """How counters grew in so many seconds in which all streams were busy. Raises ConfigurationError."""
+        with self._streams(workload) as failed:
+            before, started_at = self._counters(), time.perf_counter()
+            grown: Numbers = defaultdict(float)
+            while (now := time.perf_counter()) < started_at + seconds:
+                if failed:
+                    raise failed[0]
+                grown["waiting"] += self._num_waiting() * _POLL_SECONDS
+                time.sleep(max(0.0, min(_POLL_SECONDS, started_at + seconds - now)))
+            after, grown["seconds"] = self._counters(), time.perf_counter() - started_at
+        grown["round trips"], grown["runs"] = self._round_trip(), 1.0
+        for name, value in after.items():
+            grown[name] += value - before[name]
+        return grown
+
+    def start_times(self) -> StartTimes:
+        """Of the first target that has timed a step at its start."""
+        for page in self.facts.target_pages(self.context):
+            own, fitting = (page.find("outrider_start_step_seconds", threads=threads) for threads in ("own", "fitting"))
+            if own is not None:
+                return StartTimes(own, fitting)
+        return StartTimes()
+
+    @contextmanager
+    def _streams(self, workload: Workload) -> Iterator[list[ConfigurationError]]:
+        """Streams under way, each with one request after the other; what goes wrong is put into what is yielded."""
+        is_over, has_answered = threading.Event(), threading.Semaphore(0)
+        failed: list[ConfigurationError] = []
+
+        def stream(first: int) -> None:
+            number = first
+            # The first answers are short, of different lengths: streams that begin together would end together.
+            max_tokens = max(8, self.max_tokens * (first + 1) // (2 * workload.num_streams))
+            while not is_over.is_set():
+                try:
+                    self._generate(number, workload, max_tokens)
+                except ConfigurationError as error:
+                    failed.append(error)
+                    is_over.set()
+                has_answered.release()
+                number, max_tokens = number + workload.num_streams, self.max_tokens
+
+        with ThreadPoolExecutor(workload.num_streams) as threads:
+            for first in range(workload.num_streams):
+                threads.submit(stream, first)
+            try:
+                deadline = time.monotonic() + _RAMP_SECONDS
+                for _ in range(workload.num_streams):
+                    if not has_answered.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                        raise ConfigurationError(
+                            f"{self.facts.url} has not answered all of {workload.num_streams} streams"
+                        )
+                if failed:
+                    raise failed[0]
+                yield failed
+            finally:
+                is_over.set()
+
+    def _generate(self, number: int, workload: Workload, max_tokens: int) -> None:
+        depth = workload.num_speculative_tokens
+        body = {
+            "model": self.facts.model,
+            "prompt": self.prompts[number % len(self.prompts)],
+            "seed": number,
+            "temperature": workload.temperature,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "num_speculative_tokens": "auto" if depth is None else depth,
+        }
+        call(self.facts.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS, context=self.context)
+
+    def _counters(self) -> Numbers:
+        router = read_page(f"{self.facts.url}/metrics", self.context)
+        targets, drafts = self.facts.target_pages(self.context), self.facts.draft_pages(self.context)
+        found: Numbers = defaultdict(float, {name: total(targets, metric) for name, metric in _COUNTED.items()})
+        for kind in _KINDS:
+            found[kind] = total(targets, "outrider_steps_total", kind=kind)
+            found[f"{kind} seconds"] = total(targets, "outrider_step_seconds_total", kind=kind)
+        found["coordination"] = total(targets, "outrider_coordination_seconds_total", part="critical")
+        for reason in ("full", "no_credit"):
+            found["refusals"] += total(targets, "outrider_sequences_refused_total", reason=reason)
+        drafting = [*targets, *drafts]
+        found["draft"] = total(drafting, "outrider_draft_steps_total")
+        found["draft seconds"] = total(drafting, "outrider_draft_step_seconds_total")
+        found["rounds"] = router.sum("vllm:spec_decode_num_drafts_total")
+        found["drafted"] = router.sum("vllm:spec_decode_num_draft_tokens_total")
+        found["accepted"] = router.sum("vllm:spec_decode_num_accepted_tokens_total")
+        accepted = router.by_label("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position")
+        found.update({f"{_POSITION}{position}": value for position, value in accepted.items()})
+        return found
+
+    def measured(self, workload: Workload, grown: Numbers) -> Measured:
+        """What `grown`, of one run or the sum of several, says of one target, on the average."""
+        share = 1.0 / len(self.facts.targets)
+        kinds = {kind: Steps(share * grown[kind], share * grown[f"{kind} seconds"]) for kind in (*_KINDS, "draft")}
+        positions = sorted(int(name.removeprefix(_POSITION)) for name in grown if name.startswith(_POSITION))
+        counts = Counts(
+            seconds=grown["seconds"],
+            num_tokens=share * grown["tokens"],
+            num_rounds=share * grown["rounds"],
+            num_draft_tokens=share * grown["drafted"],
+            num_accepted_tokens=share * grown["accepted"],
+            accepted_by_position=tuple(share * grown[f"{_POSITION}{position}"] for position in positions),
+            verify=kinds["verify"],
+            decode=kinds["decode"],
+            prefill=kinds["prefill"],
+            draft=kinds["draft"],
+            wait_seconds=share * grown["wait"],
+            coordination_seconds=share * grown["coordination"],
+            num_preemptions=share * grown["preemptions"],
+            num_refusals=share * grown["refusals"],
+            num_late=share * grown["late"],
+            waiting_seconds=share * grown["waiting"],
+        )
+        return Measured(workload, counts, grown["round trips"] / grown["runs"])
+
+    def _num_waiting(self) -> float:
+        return total(self.facts.target_pages(self.context), "vllm:num_requests_waiting")
+
+    def _round_trip(self) -> float:
+        """Seconds of the links' answers, in the middle; 0 where no draft is apart."""
+        times = sorted(
+            value
+            for page in self.facts.target_pages(self.context)
+            for value in page.by_label("outrider_link_round_trip_seconds", "draft").values()
+        )
+        return times[len(times) // 2] if times else 0.0

@@ -1,0 +1,137 @@
+"""Who is in a cluster, by what its programs say of themselves."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from cluster.errors import ConfigurationError
+from cluster.transport.dialing import Dialer
+from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
+from services.doctor.pages import Page, read_page
+from services.http_call import call
+
+_SECONDS = 10.0
+_CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """One worker, as it describes itself."""
+
+    pool: str  # target or draft
+    address: str
+    model: types_pb2.ModelDescription
+    load: types_pb2.Load
+    machine: types_pb2.Machine
+    wire_version: int
+    clock_ahead_seconds: float  # of ours, less half of what the call took
+    num_links: int = 0
+    num_links_configured: int = 0
+    max_speculative_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.pool} {self.address}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """A router and the workers that it can reach."""
+
+    url: str
+    model: str  # as clients call it
+    version: str  # of the router
+    targets: tuple[WorkerFacts, ...]
+    drafts: tuple[WorkerFacts, ...]
+    unreachable: tuple[str, ...] = ()  # workers that did not answer, and why
+
+    @property
+    def workers(self) -> tuple[WorkerFacts, ...]:
+        return *self.targets, *self.drafts
+
+    def target_pages(self, context: ssl.SSLContext | None) -> list[Page]:
+        return _pages(self.targets, context)
+
+    def draft_pages(self, context: ssl.SSLContext | None) -> list[Page]:
+        """A drafter in a target's process has that target's page."""
+        return _pages(self.drafts, context)
+
+
+def _pages(workers: Sequence[WorkerFacts], context: ssl.SSLContext | None) -> list[Page]:
+    without = [worker.name for worker in workers if not worker.machine.metrics_url]
+    if without:
+        raise ConfigurationError(f"{', '.join(without)}: without a metrics page: set metrics_port")
+    return [read_page(worker.machine.metrics_url, context) for worker in workers]
+
+
+def look_around(url: str, dialer: Dialer, context: ssl.SSLContext | None) -> ClusterFacts:
+    """The cluster behind the router at `url`. Raises ConfigurationError when none of its targets answers."""
+    health = call(url, "GET", "/health", context=context)
+    version = call(url, "GET", "/version", context=context)["version"]
+    targets, drafts, unreachable = [], [], []
+    for entry in health.get("targets", ()):
+        address = entry.get("address")
+        if address is None:
+            raise ConfigurationError(
+                f"{url} does not say where its targets are: give the key of an operator, or ask its router.admin_listen"
+            )
+        try:
+            targets.append(_describe_target(address, dialer))
+        except grpc.RpcError as error:
+            unreachable.append(f"target {address}: {_reason(error)}")
+    if not targets:
+        raise ConfigurationError(f"no target of {url} answers: {'; '.join(unreachable) or 'it has none'}")
+    for address in _draft_addresses(targets, context):
+        try:
+            drafts.append(_describe_draft(address, dialer))
+        except grpc.RpcError as error:
+            unreachable.append(f"draft {address}: {_reason(error)}")
+    return ClusterFacts(url, health["model"], version, tuple(targets), tuple(drafts), tuple(unreachable))
+
+
+def _draft_addresses(targets: Sequence[WorkerFacts], context: ssl.SSLContext | None) -> list[str]:
+    """Of the links that the targets have or had; none of those whose drafter is in their own process."""
+    found: set[str] = set()
+    for page in _pages(targets, context):
+        found |= page.by_label("outrider_link_bytes_total", "draft").keys()
+    return sorted(found)
+
+
+def _describe_target(address: str, dialer: Dialer) -> WorkerFacts:
+    with dialer.blocking_channel(address, _CHANNEL_OPTIONS) as channel:
+        said, ahead = _timed(target_pb2_grpc.TargetStub(channel).Describe)  # type: ignore[arg-type]  # likewise
+    return WorkerFacts(
+        "target",
+        address,
+        said.model,
+        said.load,
+        said.machine,
+        said.wire_version,
+        ahead,
+        said.num_draft_links,
+        said.num_draft_links_configured,
+        said.max_speculative_tokens,
+    )
+
+
+def _describe_draft(address: str, dialer: Dialer) -> WorkerFacts:
+    with dialer.blocking_channel(address, _CHANNEL_OPTIONS) as channel:
+        said, ahead = _timed(draft_pb2_grpc.DraftStub(channel).Describe)  # type: ignore[arg-type]  # made for async ones
+    return WorkerFacts("draft", address, said.model, said.load, said.machine, said.wire_version, ahead)
+
+
+def _timed(describe: Any) -> tuple[Any, float]:
+    describe(types_pb2.DescribeRequest(), timeout=_SECONDS)  # the connection is made with the first call
+    asked_at = time.time()
+    said = describe(types_pb2.DescribeRequest(), timeout=_SECONDS)
+    return said, said.machine.unix_seconds - (asked_at + time.time()) / 2
+
+
+def _reason(error: grpc.RpcError) -> str:
+    return str(error.details()) if isinstance(error, grpc.Call) else str(error)

@@ -1,0 +1,70 @@
+"""Clusters that follow the formula to the letter, measured without noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.diagnosis.measurements import Counts, Examination, Measured, StartTimes, Steps, Workload
+
+_SECONDS = 10.0
+_AT_START = StartTimes(0.018)
+
+
+@dataclass(frozen=True, slots=True)
+class FormulaCluster:
+    """Times in seconds. Steps take `decode_seconds`, and `row_seconds` for each row beyond one of a sequence."""
+
+    acceptance: float = 0.8
+    decode_seconds: float = 0.020
+    row_seconds: float = 0.0
+    draft_seconds: float = 0.0005
+    round_trip_seconds: float = 0.0005
+    num_streams: int = 4
+    num_running: int = 4  # of the streams; others wait for blocks
+    num_preemptions: int = 0
+    start: StartTimes = _AT_START
+
+    def measured(self, depth: int, *, is_auto: bool = False, temperature: float = 0.0, streams: int = 0) -> Measured:
+        running = min(self.num_running, streams or self.num_streams)
+        survival = tuple(self.acceptance**place for place in range(1, depth + 1))
+        tokens = 1.0 + sum(survival)
+        step = self.decode_seconds + self.row_seconds * depth * running
+        wait = depth * self.draft_seconds + self.round_trip_seconds if depth else 0.0
+        num_steps = _SECONDS / (step + wait)
+        rounds = num_steps * running if depth else 0.0
+        steps = Steps(num_steps, num_steps * step)
+        counts = Counts(
+            seconds=_SECONDS,
+            num_tokens=num_steps * running * tokens,
+            num_rounds=rounds,
+            num_draft_tokens=rounds * depth,
+            num_accepted_tokens=rounds * (tokens - 1.0),
+            accepted_by_position=tuple(rounds * share for share in survival),
+            verify=steps if depth else Steps(),
+            decode=Steps() if depth else steps,
+            draft=Steps(num_steps * depth, num_steps * depth * self.draft_seconds),
+            wait_seconds=num_steps * wait,
+            num_preemptions=self.num_preemptions,
+            waiting_seconds=_SECONDS * (self.num_streams - self.num_running),
+        )
+        workload = Workload(streams or self.num_streams, temperature, None if is_auto else depth)
+        return Measured(workload, counts, self.round_trip_seconds)
+
+    @property
+    def best_depth(self) -> int:
+        return max(range(17), key=lambda depth: self.measured(depth).counts.tokens_per_second)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """At the best depth."""
+        return self.measured(self.best_depth).counts.tokens_per_second
+
+    def examine(self) -> Examination:
+        return Examination(
+            plain=self.measured(0),
+            fixed=[self.measured(depth) for depth in (2, 5, 10)],
+            alone=self.measured(5, streams=1),
+            auto=self.measured(self.best_depth, is_auto=True),
+            temperatures=[self.measured(5)],
+            start=self.start,
+        )
