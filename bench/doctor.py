@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Sickness:
 
 def _sicknesses(pair: Path, folder: Path) -> list[Sickness]:
     slow = {size: _slow_draft(pair, folder / f"slow-{size}", size) for size in (4096, 12288)}
-    wrong = {noise: _wrong_draft(pair, folder / f"wrong-{noise}", noise) for noise in (0.6, 100.0)}
+    wrong = {noise: _wrong_draft(pair, folder / f"wrong-{noise}", noise) for noise in (1.2, 100.0)}
     block = 2 * 16 * ModelConfig.from_folder(pair / "target").kv_size * 2 * _num_layers(pair / "target")
     return [
         *(Sickness("low acceptance", f"noise {noise:g}", (f"draft.model={at}",)) for noise, at in wrong.items()),
@@ -133,6 +133,7 @@ class Outcome:
             "sick_tokens_per_second": self.sick,
             "healthy_tokens_per_second": self.healthy,
             "loss": self.loss,
+            "examination": asdict(self.report.found),
             "report": self.report.to_json(),
         }
 

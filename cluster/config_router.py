@@ -94,6 +94,12 @@ class RouterConfig(Section):
         "only. A file that changes is read anew",
     )
     tls_key_file: FilePath | None = Field(None, description="its private key (PEM)")
+    traffic_log_file: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="where prompts are appended as token IDs, one a line, for `outrider distill`: whoever can read the "
+        "file reads what was asked; null: nowhere",
+    )
+    traffic_log_max_bytes: PositiveInt = Field(2**30, description="size of that file from which on nothing is added")
     cors_allow_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = Field(
         (),
         description="web pages that may call the router from a browser: origins such as `https://chat.example`, or `*`",

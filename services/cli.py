@@ -27,7 +27,11 @@ from services.adapters import add_arguments as add_adapter_arguments
 from services.adapters import run as change_adapters
 from services.certs import add_arguments as add_certs_arguments
 from services.certs import run as make_certificates
+from services.chat.cli import add_arguments as add_chat_arguments
+from services.chat.cli import run as converse
 from services.check_config import run as check_config
+from services.distill.cli import add_arguments as add_distill_arguments
+from services.distill.cli import run as distill_draft
 from services.doctor.cli import add_arguments as add_doctor_arguments
 from services.doctor.cli import run as examine_cluster
 from services.health import add_arguments as add_health_arguments
@@ -38,6 +42,10 @@ from services.plan.cli import run as plan_cluster
 from services.settings import AppendOverride, settings_parser
 from services.speculation_switch import add_arguments as add_speculation_arguments
 from services.speculation_switch import run as switch_speculation
+from services.top.cli import add_arguments as add_top_arguments
+from services.top.cli import run as show_numbers
+from services.tune.cli import add_arguments as add_tune_arguments
+from services.tune.cli import run as tune_cluster
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +184,22 @@ def make_parser() -> argparse.ArgumentParser:
     add_doctor_arguments(doctor)
     _add_log_options(doctor)
     doctor.set_defaults(run=examine_cluster)
+    tune = commands.add_parser("tune", help="try the settings that the doctor suspects, and write what was faster")
+    add_tune_arguments(tune)
+    _add_log_options(tune)
+    tune.set_defaults(run=tune_cluster)
+    top = commands.add_parser("top", help="a running cluster's numbers, live in the terminal")
+    add_top_arguments(top)
+    _add_log_options(top)
+    top.set_defaults(run=show_numbers)
+    chat = commands.add_parser("chat", help="a conversation that shows which tokens were drafted")
+    add_chat_arguments(chat)
+    _add_log_options(chat)
+    chat.set_defaults(run=converse)
+    distill = commands.add_parser("distill", help="teach a draft what a target answers to your prompts")
+    add_distill_arguments(distill)
+    _add_log_options(distill)
+    distill.set_defaults(run=distill_draft)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     _add_log_options(train)

@@ -57,8 +57,10 @@ def _suspected(found: Examination) -> Iterator[Finding]:
     of_rounds = Speed.of(found)
     auto = found.auto.counts
     now = replace(of_rounds, num_sequences=auto.mean_batch or of_rounds.num_sequences)
-    # What the formula leaves out, it leaves out of both: only ratios are taken from it.
-    scale = auto.tokens_per_second / max(now.best_rate(), 1e-9)
+    # What the formula leaves out, it leaves out of both: only ratios are taken from it. Where drafts come late the
+    # controller's run has more that is left out than rounds of a depth that was reached.
+    told = found.longest
+    scale = told.counts.tokens_per_second / max(of_rounds.rate(told.workload.num_speculative_tokens or 0), 1e-9)
 
     def rate(mended: Speed) -> float:
         return scale * mended.best_rate()

@@ -6,6 +6,8 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+_REACHED_SHARE = 0.8  # of the draft tokens that were asked for: an answer's last rounds have fewer
+
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -127,6 +129,10 @@ class Measured:
     counts: Counts
     round_trip_seconds: float  # of the links, the shortest
 
+    @property
+    def has_reached_its_depth(self) -> bool:
+        return self.counts.mean_depth >= _REACHED_SHARE * (self.workload.num_speculative_tokens or 0)
+
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
@@ -154,5 +160,16 @@ class Examination:
 
     @property
     def longest(self) -> Measured:
-        """Of the fixed depths, which tells of most positions."""
-        return max(self.fixed, key=lambda one: one.workload.num_speculative_tokens or 0)
+        """Of the fixed depths that were reached, the deepest. Where drafts come too late rounds have fewer."""
+        by_depth = sorted(self.fixed, key=lambda one: one.workload.num_speculative_tokens or 0)
+        reached = [one for one in by_depth if one.has_reached_its_depth]
+        return reached[-1] if reached else by_depth[0]
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """How often a draft at depth 1, 2, ... is committed: each from the shallowest rounds that were so deep."""
+        found: list[float] = []
+        for one in sorted(self.fixed, key=lambda one: one.workload.num_speculative_tokens or 0):
+            if one.has_reached_its_depth or not found:
+                found += one.counts.survival[len(found) : one.workload.num_speculative_tokens]
+        return tuple(found)

@@ -44,7 +44,7 @@ class Speed:
         overhead = max(0.0, batch / max(plain.tokens_per_second, 1e-9) - plain.decode.mean_seconds)
         return cls(
             num_sequences=batch,
-            survival=longest.counts.survival,
+            survival=found.survival,
             steps=StepCurve(points),
             draft_seconds=draft_seconds,
             round_trip_seconds=longest.round_trip_seconds,

@@ -108,7 +108,7 @@ class Trainer(Generic[ModelT]):
         self._runtime = runtime
         self._checkpoint_path = directory / "checkpoint.pt"
         self._log_path = log
-        self._optimizer = _build_optimizer(model, recipe, runtime)
+        self._optimizer = build_optimizer(model, recipe, is_fused=runtime.device.type == "cuda")
         self._step = 0
         self._stopwatch = _Stopwatch()
 
@@ -252,7 +252,8 @@ class _Stopwatch:
         return self._lap_tokens / seconds
 
 
-def _build_optimizer(model: nn.Module, recipe: Recipe, runtime: Runtime) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, recipe: Recipe, *, is_fused: bool = False) -> torch.optim.AdamW:
+    """Norms and biases do not decay."""
     parameters = list(model.parameters())
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim == 1]
@@ -263,5 +264,5 @@ def _build_optimizer(model: nn.Module, recipe: Recipe, runtime: Runtime) -> torc
         ],
         lr=recipe.learning_rate,
         betas=recipe.betas,
-        fused=runtime.device.type == "cuda",
+        fused=is_fused,
     )

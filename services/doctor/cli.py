@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -52,6 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     add_trust_arguments(parser)
+    add_load_arguments(parser)
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        metavar="FILE",
+        help="an earlier --json of this cluster: how the draft has drifted since",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> Any:
+    """What a cluster is put under; returns their group."""
     load = parser.add_argument_group("loads")
     load.add_argument(
         "--streams", type=above_zero(int), default=4, metavar="N", help="at once, on each target; default 4"
@@ -72,13 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--max-tokens", type=above_zero(int), default=96, metavar="N", help="of an answer; default 96")
     load.add_argument("--seconds", type=above_zero(float), default=3.0, metavar="S", help="of a load; default 3")
     load.add_argument("--repeats", type=above_zero(int), default=2, metavar="N", help="of all loads; default 2")
-    parser.add_argument(
-        "--baseline",
-        type=Path,
-        metavar="FILE",
-        help="an earlier --json of this cluster: how the draft has drifted since",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+    return load
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -55,6 +55,10 @@ class ClusterFacts:
     def workers(self) -> tuple[WorkerFacts, ...]:
         return *self.targets, *self.drafts
 
+    def workers_by_name(self) -> set[tuple[str, str]]:
+        """With the metrics page of each, which differs after a restart."""
+        return {(worker.name, worker.machine.metrics_url) for worker in self.workers}
+
     def target_pages(self, context: ssl.SSLContext | None) -> list[Page]:
         return _pages(self.targets, context)
 

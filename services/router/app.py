@@ -50,6 +50,7 @@ from services.router.responses.endpoint import RESPONSES_PATH, Responses
 from services.router.switch import SpeculationSwitch
 from services.router.tokens import TOKEN_PATHS, Tokens
 from services.router.tracing import Tracing
+from services.router.traffic_log import TrafficLog
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
@@ -92,6 +93,7 @@ def create_app(config: Config) -> Starlette:
         budget=PromptBudget(config.router.max_waiting_tokens),
         max_body_bytes=config.router.max_body_bytes,
         max_pause_seconds=config.router.max_pause_seconds,
+        traffic=TrafficLog.of(config.router),
     )
 
     is_traced = config.tracing.endpoint is not None
@@ -104,6 +106,8 @@ def create_app(config: Config) -> Starlette:
         async with serving.pool:
             yield
         following.cancel()
+        if serving.traffic is not None:
+            serving.traffic.close()
         tracer.close()
 
     template = ChatTemplate.from_folder(folder)

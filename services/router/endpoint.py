@@ -36,6 +36,7 @@ from services.router.streaming import (
 )
 from services.router.switch import SpeculationSwitch
 from services.router.tracing import AnswerTrace, span_of
+from services.router.traffic_log import TrafficLog
 from services.router.wire_requests import build_choice_requests, check_prompt
 
 R = TypeVar("R", bound=ApiRequest)
@@ -54,6 +55,7 @@ class Serving:
     budget: PromptBudget
     max_body_bytes: int
     max_pause_seconds: float
+    traffic: TrafficLog | None  # None: no prompt is kept
 
     def check_model(self, model: str | None) -> AdapterRef | None:
         """The adapter that `model` names; None: the model that is served, which leaving it open means too.
@@ -187,6 +189,8 @@ class Endpoint(abc.ABC, Generic[R]):
             adapter=adapter,
             may_speculate=serving.switch.draw(),
         )
+        if serving.traffic is not None:
+            serving.traffic.add(prompts)
         stop_token_ids = frozenset(request.stop_token_ids)
         end_token_ids = stop_token_ids | limits.eos_token_ids
         text_format = TextFormat(

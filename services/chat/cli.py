@@ -1,0 +1,110 @@
+"""The command `outrider chat`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import ssl
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from services.chat.painter import Painter
+from services.event_stream import stream_events
+from services.http_call import add_trust_arguments, call, trusted_context
+from services.plan.cli import above_zero
+
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "A conversation with a running cluster. Each token is shown as it came about: accepted drafts in green, the "
+        "target's corrections underlined in yellow, bonus tokens bold in cyan, plain decodes as they are. Without a "
+        "question it reads a line for each turn, until an empty one or Ctrl-D."
+    )
+    parser.epilog = "example: outrider chat --url http://127.0.0.1:8000 --temperature 0 'def main('"
+    parser.add_argument("words", nargs="*", help="one question, to be answered once")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", metavar="URL", help="of the router; default %(default)s"
+    )
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the router has")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="default 0.7")
+    parser.add_argument(
+        "--max-tokens", type=above_zero(int), default=256, metavar="N", help="of an answer; default 256"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="the same words are then answered the same")
+    parser.add_argument(
+        "--num-speculative-tokens", default="auto", type=_depth, metavar="K", help="auto (default) or a number"
+    )
+    parser.add_argument(
+        "--completion", action="store_true", help="go on with the words instead of answering them: no chat template"
+    )
+    parser.add_argument("--no-color", action="store_true", help="as where NO_COLOR is set, or this is no terminal")
+    add_trust_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigurationError."""
+    context = trusted_context(arguments)
+    url = arguments.url.rstrip("/")
+    model = arguments.model or call(url, "GET", "/v1/models", context=context)["data"][0]["id"]
+    has_colours = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
+    if has_colours:
+        print(f"{model}: {Painter(has_colours).legend()}")
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    for words in [" ".join(arguments.words)] if arguments.words else _lines():
+        messages.append({"role": "user", "content": words})
+        body: dict[str, Any] = {
+            "model": model,
+            "temperature": arguments.temperature,
+            "max_tokens": arguments.max_tokens,
+            "num_speculative_tokens": arguments.num_speculative_tokens,
+            "return_rounds": True,
+        }
+        if arguments.seed is not None:
+            body["seed"] = arguments.seed
+        body |= {"prompt": words} if arguments.completion else {"messages": messages}
+        painter = Painter(has_colours)
+        answer = _answer(url, _COMPLETIONS if arguments.completion else _CHAT, body, painter, context)
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _answer(url: str, path: str, body: dict[str, Any], painter: Painter, context: ssl.SSLContext | None) -> str:
+    """Prints it as it comes, and what it was made of; returns its text."""
+    started_at, text = time.perf_counter(), []
+    try:
+        for event in stream_events(url, path, body, context):
+            for choice in event.get("choices", ()):
+                text.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+                print(painter.paint(choice.get("rounds") or ()), end="", flush=True)
+    except KeyboardInterrupt:  # ends the answer, not the conversation
+        pass
+    print(f"\n[{painter.summary(time.perf_counter() - started_at)}]")
+    return "".join(text)
+
+
+def _lines() -> Iterable[str]:
+    def read() -> Iterator[str]:
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return
+            if not line.strip():
+                return
+            yield line
+
+    return read()
+
+
+def _depth(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None

@@ -1,0 +1,218 @@
+"""The command `outrider distill`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.engine.model_config import ModelConfig
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
+from services.plan.cli import above_zero
+
+if TYPE_CHECKING:
+    from cluster.training.teaching import Lesson
+    from cluster.training.traffic import Answer
+    from cluster.training.traffic_acceptance import TrafficAcceptance
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_HELD_OUT_ONE_IN = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Teaches a draft on what its target says to your prompts: the target answers them, on this machine; the draft "
+        "learns its distributions; one prompt in ten is held out, and acceptance on these is told before and after. "
+        "Needs the extra `train`."
+    )
+    parser.epilog = (
+        "example: outrider distill --traffic traffic.jsonl --target outrider-target-12m --draft outrider-draft-2m "
+        "--out my-draft"
+    )
+    parser.add_argument(
+        "--traffic",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="JSON lines with prompt_token_ids, as `router.traffic_log_file` has them, prompt, or messages",
+    )
+    parser.add_argument(
+        "--target", required=True, metavar="MODEL", help="Hugging Face folder, hub name or bundled model"
+    )
+    parser.add_argument("--draft", metavar="MODEL", help="likewise, to begin with (default: a new one)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the draft, and a report")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="of the cluster that answers, such as target.dtype=float32",
+    )
+    answers = parser.add_argument_group("answers")
+    answers.add_argument(
+        "--max-tokens", type=above_zero(int), default=128, metavar="N", help="of an answer; default 128"
+    )
+    answers.add_argument("--streams", type=above_zero(int), default=32, metavar="N", help="at once; default 32")
+    training = parser.add_argument_group("training")
+    training.add_argument("--epochs", type=above_zero(float), default=3.0, metavar="N", help="default 3")
+    training.add_argument("--batch-size", type=above_zero(int), default=16, metavar="N", help="answers; default 16")
+    training.add_argument(
+        "--learning-rate", type=above_zero(float), metavar="R", help="default 1e-3, and 3e-4 from a draft that is there"
+    )
+    training.add_argument("--seed", type=int, default=0, metavar="N")
+    shape = parser.add_argument_group("shape of a new draft")
+    shape.add_argument("--hidden-size", type=above_zero(int), default=128, metavar="N", help="default 128")
+    shape.add_argument("--num-layers", type=above_zero(int), default=3, metavar="N", help="default 3")
+    shape.add_argument("--intermediate-size", type=above_zero(int), default=512, metavar="N", help="default 512")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigurationError."""
+    try:
+        import transformers  # noqa: F401  # of the extra
+    except ImportError as error:
+        raise ConfigurationError("outrider distill needs transformers: pip install 'outrider[train]'") from error
+    try:
+        return _run(arguments)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from cluster.training.teaching import teach
+    from cluster.training.traffic import is_held_out
+    from cluster.training.traffic_acceptance import measure_traffic_acceptance
+    from cluster.training.traffic_draft import load_draft, train_draft
+    from cluster.training.trainer import Recipe
+
+    settings = ["router.port=0", f"target.model={arguments.target}", "speculation.num_speculative_tokens=0"]
+    config = load_config(None, [*settings, *arguments.overrides], os.environ)
+    folder = resolve_model_folder(arguments.target)
+    draft_folder = None if arguments.draft is None else resolve_model_folder(arguments.draft)
+    if draft_folder is not None and Tokenizer(draft_folder).fingerprint() != Tokenizer(folder).fingerprint():
+        raise ConfigurationError(f"--draft {arguments.draft} has another tokenizer than {arguments.target}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    answers = _answers(arguments, config, folder)
+    with _progress("the target reads", len(answers)) as progress:
+        lessons = teach(config.target, answers, progress.update)
+    held_out = [one for one in lessons if is_held_out(one.answer.prompt_token_ids, _HELD_OUT_ONE_IN)]
+    taught = [one for one in lessons if not is_held_out(one.answer.prompt_token_ids, _HELD_OUT_ONE_IN)]
+    if not held_out or not taught:
+        raise ConfigurationError(f"{len(lessons)} answers are too few: one prompt in {_HELD_OUT_ONE_IN} is held out")
+    draft = _new_draft(arguments, config) if draft_folder is None else load_draft(draft_folder)
+    with _progress("acceptance before", len(held_out)) as progress:
+        before = measure_traffic_acceptance(draft, held_out, progress.update)
+    recipe = Recipe(
+        steps=max(1, round(arguments.epochs * len(taught) / arguments.batch_size)),
+        batch_size=arguments.batch_size,
+        sequence_length=arguments.max_tokens,
+        learning_rate=arguments.learning_rate or (1e-3 if draft_folder is None else 3e-4),
+        seed=arguments.seed,
+    )
+    with _progress("training", recipe.steps) as progress:
+
+        def did_step(loss: float) -> None:
+            progress.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            progress.update()
+
+        train_draft(draft, taught, recipe, did_step)
+    _save(draft, folder, arguments.out)
+    saved = load_draft(arguments.out)  # in bfloat16, as it will serve
+    with _progress("acceptance after", len(held_out)) as progress:
+        after = measure_traffic_acceptance(saved, held_out, progress.update)
+    _tell(arguments, taught, held_out, before, after)
+    return 0
+
+
+def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> list[Answer]:
+    """Those of an earlier run of the same, if there are some: they take longest."""
+    from cluster.training.traffic import read_answers, read_prompts, write_answers
+    from services.distill.answers import ask
+
+    prompts = read_prompts(arguments.traffic, Tokenizer(folder).encode, _renderer(folder))
+    longest = ModelConfig.from_folder(folder).resolve_max_model_len(config.target.max_model_len) - arguments.max_tokens
+    prompts = [prompt for prompt in prompts if len(prompt) <= longest]
+    file = arguments.out / "answers.jsonl"
+    if file.exists():
+        known = read_answers(file)
+        if {one.prompt_token_ids for one in known} <= set(prompts):
+            print(f"{file}: {len(known)} answers of before are used", file=sys.stderr)
+            return known
+    with _progress("answers", len(prompts)) as progress:
+        answers = ask(
+            config, prompts, max_tokens=arguments.max_tokens, num_streams=arguments.streams, did_one=progress.update
+        )
+    write_answers(file, answers)
+    return answers
+
+
+def _renderer(folder: Path) -> Callable[[Any], Sequence[int]]:
+    """Of conversations, by the model's chat template."""
+    from services.router.chat_template import ChatTemplate
+    from services.router.prompt import ChatPrompts, Conversation
+
+    prompts = ChatPrompts(ChatTemplate.from_folder(folder), Tokenizer(folder))
+    return lambda messages: prompts.encode(Conversation(messages))
+
+
+def _new_draft(arguments: argparse.Namespace, config: Config) -> Any:
+    import torch
+
+    from cluster.engine.runner import load_weights
+    from cluster.training.traffic_draft import DraftShape, new_draft
+
+    loaded = load_weights(config.target, dtype_on_cpu=torch.bfloat16)
+    shape = DraftShape(arguments.hidden_size, arguments.num_layers, arguments.intermediate_size)
+    return new_draft(loaded.config, loaded.weights.embedding, shape, arguments.seed)
+
+
+def _save(draft: Any, target_folder: Path, out: Path) -> None:
+    """A Hugging Face folder, with the target's tokenizer."""
+    import torch
+
+    draft.to(torch.bfloat16)
+    draft.save_pretrained(out)
+    for name in _TOKENIZER_FILES:
+        if (target_folder / name).is_file():
+            shutil.copyfile(target_folder / name, out / name)
+
+
+def _tell(
+    arguments: argparse.Namespace,
+    taught: Sequence[Lesson],
+    held_out: Sequence[Lesson],
+    before: Sequence[TrafficAcceptance],
+    after: Sequence[TrafficAcceptance],
+) -> None:
+    print(f"{arguments.out}: taught on {len(taught)} answers; acceptance on {len(held_out)} that it has not seen:")
+    for old, new in zip(before, after, strict=True):
+        print(
+            f"  T = {old.temperature:g}: {old.rate:.3f} -> {new.rate:.3f} ({100 * (new.rate - old.rate):+.1f} points), "
+            f"{old.length:.2f} -> {new.length:.2f} tokens a round of 4"
+        )
+    report = {
+        "target": arguments.target,
+        "draft": arguments.draft,
+        "num_taught": len(taught),
+        "num_held_out": len(held_out),
+        "before": [asdict(one) for one in before],
+        "after": [asdict(one) for one in after],
+    }
+    (arguments.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _progress(what: str, total: int) -> tqdm[Any]:
+    return tqdm(total=total, desc=what, file=sys.stderr, disable=None)

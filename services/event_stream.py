@@ -1,0 +1,63 @@
+"""A streamed answer of a router, event by event, for commands."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from cluster.errors import ConfigurationError
+from services.http_call import API_KEY
+
+_SECONDS = 300.0  # without a byte
+_MAX_ERROR_BYTES = 65_536
+_DATA = b"data: "
+
+
+def stream_events(
+    url: str, path: str, body: dict[str, Any], context: ssl.SSLContext | None = None
+) -> Iterator[dict[str, Any]]:
+    """The events of the answer to `body`, posted to `path` of the router at `url`, with the environment's key.
+
+    Closing it ends the request. Raises ConfigurationError when there is no such answer, or it ends with an error.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigurationError(f"{url!r} is no http://host:port")
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(API_KEY):
+        headers["authorization"] = f"Bearer {key}"
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SECONDS)
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(
+            parts.hostname, parts.port, timeout=_SECONDS, context=context or ssl.create_default_context()
+        )
+    try:
+        connection.request("POST", path, json.dumps(body | {"stream": True}), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise ConfigurationError(_explain(url, answer.status, answer.read(_MAX_ERROR_BYTES)))
+        for line in answer:
+            if line.startswith(_DATA) and line.strip() != b"data: [DONE]":
+                event = json.loads(line.removeprefix(_DATA))
+                if "error" in event:
+                    raise ConfigurationError(f"{url}: the answer ends with an error: {event['error'].get('message')}")
+                yield event
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigurationError(f"{url} does not answer as expected: {error or type(error).__name__}") from error
+    finally:
+        connection.close()
+
+
+def _explain(url: str, status: int, content: bytes) -> str:
+    if status == 401:
+        return f"{url} asks for a key: set {API_KEY} in the environment to one that it knows"
+    try:
+        message = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = repr(content[:300])
+    return f"{url} answers {status}: {message}"

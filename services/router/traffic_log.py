@@ -1,0 +1,58 @@
+"""Prompts that were asked, kept for `outrider distill` where an operator wants that.
+
+A line for each prompt, with its token IDs and nothing of who asked; from these its text can be read. Off by default.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+
+from cluster.config_router import RouterConfig
+from cluster.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_OWNER_ONLY = 0o600
+
+
+class TrafficLog:
+    """Appends to a file, up to a size, after which nothing more is kept."""
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        """Raises ConfigurationError when the file cannot be written."""
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWNER_ONLY)
+        except OSError as error:
+            raise ConfigurationError(f"router.traffic_log_file {path} cannot be written: {error.strerror}") from error
+        self._path = path
+        self._room: int = max_bytes - os.fstat(self._file).st_size
+        logger.warning("prompts are kept in %s, for whoever can read it", path)
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> TrafficLog | None:
+        return None if config.traffic_log_file is None else cls(config.traffic_log_file, config.traffic_log_max_bytes)
+
+    def add(self, prompts: Iterable[Sequence[int]]) -> None:
+        """A disk that is full ends the log, and no request."""
+        for prompt in prompts:
+            line = json.dumps({"prompt_token_ids": list(prompt)}, separators=(",", ":")).encode() + b"\n"
+            if len(line) > self._room:
+                self._end("it is full: see router.traffic_log_max_bytes")
+                return
+            try:
+                os.write(self._file, line)
+            except OSError as error:
+                self._end(str(error.strerror))
+                return
+            self._room -= len(line)
+
+    def _end(self, why: str) -> None:
+        if self._room > 0:
+            logger.warning("no more prompts are kept in %s: %s", self._path, why)
+        self._room = 0
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -1,0 +1,1 @@
+"""`outrider top`: a running cluster's numbers, live in the terminal."""

@@ -1,0 +1,1 @@
+"""`outrider tune`: tries the settings that the doctor suspects, on the cluster itself, and writes what was faster."""

@@ -1,0 +1,154 @@
+"""The command `outrider tune`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from tqdm import tqdm
+
+from cluster.config import Config
+from cluster.config_file import load_config, parse_config, read_tree
+from cluster.diagnosis.measurements import Workload
+from cluster.engine.model_config import ModelConfig
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from cluster.tokenization import Tokenizer
+from cluster.transport.dialing import PLAIN
+from services.doctor.cli import add_load_arguments, examine_cluster, read_prompts
+from services.doctor.load import LoadMaker
+from services.doctor.workers import look_around
+from services.launch.local import LocalCluster
+from services.plan.cli import above_zero
+from services.tune.candidates import Candidate, candidates
+
+_READY_SECONDS = 600.0
+_NUM_TEXTS = 4  # that layers are searched with
+_LEAST_GAIN = 1.03  # that a setting is kept for: less may be chance
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A candidate beside the best until then, in turn."""
+
+    candidate: Candidate
+    ratios: tuple[float, ...]  # of their tokens a second; none: it could not be tried
+    problem: str = ""
+
+    @property
+    def gain(self) -> float:
+        return statistics.median(self.ratios) if self.ratios else 0.0
+
+    @property
+    def is_better(self) -> bool:
+        """In the middle of the repeats, and in each of them at all."""
+        return self.gain >= _LEAST_GAIN and min(self.ratios) > 1.0
+
+    def line(self) -> str:
+        if not self.ratios:
+            return f"  {self.candidate.name}: cannot be: {self.problem}"
+        kept = "kept" if self.is_better else "left as it was"
+        spread = f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
+        return f"  {self.candidate.name}: {self.gain:.2f} times ({spread}), {kept}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Starts the cluster of a configuration on this machine, has the doctor examine it, tries the settings that may "
+        "mend what it finds, each beside the best until then, and writes a configuration with those that were faster. "
+        "None of them changes a token of an answer."
+    )
+    parser.epilog = "example: outrider tune --set target.threads=8 --out tuned.yaml"
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="YAML configuration to write")
+    load = add_load_arguments(parser)
+    load.add_argument("--trials", type=above_zero(int), default=3, metavar="N", help="repeats of a trial; default 3")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigurationError. The exit code is 1 when nothing was faster."""
+    if not arguments.out.parent.is_dir():
+        raise ConfigurationError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
+    prompts = read_prompts(arguments.prompts)
+    overrides = ["router.port=0", *arguments.overrides]
+    config = load_config(arguments.config, overrides, os.environ)
+    with LocalCluster(config) as cluster:
+        cluster.wait_ready(_READY_SECONDS)
+        report = examine_cluster(
+            cluster.url,
+            num_streams=arguments.streams,
+            temperatures=arguments.temperatures[:1],
+            max_tokens=arguments.max_tokens,
+            seconds=arguments.seconds,
+            repeats=arguments.repeats,
+            prompts=prompts,
+            config=config,
+        )
+    for finding in report.findings:
+        print(f"{finding.name}: {finding.what}")
+    chosen: list[str] = []
+    trials: list[Trial] = []
+    for candidate in candidates(config, report.findings, lambda config: _search_layers(config, prompts)):
+        trial = _try(arguments, [*overrides, *chosen], candidate, prompts)
+        trials.append(trial)
+        print(trial.line(), flush=True)
+        if trial.is_better:
+            chosen += candidate.settings
+    if not report.findings:
+        print("The doctor finds nothing wrong: there is nothing to try.")
+    _write(arguments, chosen, trials)
+    return 0 if chosen else 1
+
+
+def _try(arguments: argparse.Namespace, best: Sequence[str], candidate: Candidate, prompts: Sequence[str]) -> Trial:
+    """Both clusters run at once, and are put under the load one after the other."""
+    workload = Workload(arguments.streams, arguments.temperatures[0], None)
+    try:
+        configs = [
+            load_config(arguments.config, settings, os.environ) for settings in (best, [*best, *candidate.settings])
+        ]
+        with LocalCluster(configs[0]) as old, LocalCluster(configs[1]) as new:
+            makers = []
+            for cluster in (old, new):
+                cluster.wait_ready(_READY_SECONDS)
+                makers.append(LoadMaker(look_around(cluster.url, PLAIN, None), prompts, arguments.max_tokens))
+            ratios = []
+            with tqdm(total=arguments.trials, desc=candidate.name, file=sys.stderr, disable=None) as progress:
+                for _ in range(arguments.trials):
+                    before, after = (
+                        maker.measured(workload, maker.run(workload, arguments.seconds)).counts.tokens_per_second
+                        for maker in makers
+                    )
+                    ratios.append(after / before)
+                    progress.update()
+    except ConfigurationError as error:
+        return Trial(candidate, (), str(error))
+    return Trial(candidate, tuple(ratios))
+
+
+def _search_layers(config: Config, prompts: Sequence[str]) -> Sequence[int]:
+    from services.tune.layers import num_trials, search_layers  # it runs the engine, and so needs torch
+
+    folder = resolve_model_folder(config.target.model)
+    total = num_trials(ModelConfig.from_folder(folder).num_layers)
+    with tqdm(total=total, desc="layers", file=sys.stderr, disable=None) as progress:
+        return search_layers(config, prompts[:_NUM_TEXTS], Tokenizer(folder), progress.update)
+
+
+def _write(arguments: argparse.Namespace, chosen: Sequence[str], trials: Sequence[Trial]) -> None:
+    """The configuration as it was given, with what was chosen, and what was tried as comments."""
+    tree = read_tree(arguments.config)
+    parse_config(tree, [*arguments.overrides, *chosen])  # puts them into it
+    comments = [f"# {line}" for trial in trials for line in trial.line().strip().splitlines()]
+    head = "# Written by `outrider tune`; tokens a second beside the best until then:\n" if trials else ""
+    arguments.out.write_text(
+        head + "".join(f"{comment}\n" for comment in comments) + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8"
+    )
+    print(f"{arguments.out}: {', '.join(chosen) or 'as it was'}")

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from cluster.config_router import RouterConfig
+from cluster.errors import ConfigurationError
+from services.router.traffic_log import TrafficLog
+
+
+def lines(file: Path) -> list[list[int]]:
+    return [json.loads(line)["prompt_token_ids"] for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    assert TrafficLog.of(RouterConfig()) is None
+
+
+def test_prompts_are_appended_for_the_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "traffic.jsonl"
+    for prompts in ([[1, 2], [3]], [[4]]):
+        log = TrafficLog(str(file), 1000)
+        log.add(prompts)
+        log.close()
+    assert lines(file) == [[1, 2], [3], [4]]
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+
+
+def test_a_full_one_takes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "traffic.jsonl"
+    log = TrafficLog(str(file), 60)
+    log.add([[1, 2, 3]] * 5)
+    log.add([[1]])
+    assert lines(file) == [[1, 2, 3], [1, 2, 3]][: len(lines(file))]
+    assert file.stat().st_size <= 60
+    assert [record.message for record in caplog.records].count(
+        f"no more prompts are kept in {file}: it is full: see router.traffic_log_max_bytes"
+    ) == 1
+
+
+def test_one_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="traffic_log_file"):
+        TrafficLog(str(tmp_path / "none" / "traffic.jsonl"), 1000)

@@ -1,0 +1,134 @@
+"""The commands that look at a running cluster, as a person calls them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.config_file import load_config
+from services.cli import main
+from services.http_call import call
+from services.launch.local import LocalCluster
+from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Iterator[LocalCluster]:
+    settings = ("target.engine=simulated", "draft.drafter=simulated", "simulation.target_step_ms=[[1, 10], [64, 12]]")
+    with LocalCluster(cluster_config(*settings, "target.replicas=2")) as running:
+        running.wait_ready(READY_TIMEOUT_SECONDS)
+        yield running
+
+
+class TestDoctor:
+    def test_examines_a_running_cluster(
+        self, simulated: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "report.json"
+        arguments = [
+            "--seconds",
+            "0.5",
+            "--repeats",
+            "1",
+            "--streams",
+            "2",
+            "--temperatures",
+            "0,1",
+            "--max-tokens",
+            "24",
+        ]
+        code = main(["doctor", "--url", simulated.url, *arguments, "--json", str(file)])
+        text, report = capsys.readouterr().out, json.loads(file.read_text(encoding="utf-8"))
+        assert code == (1 if report["findings"] else 0)
+        assert {worker["pool"] for worker in report["workers"]} == {"target", "draft"}
+        assert len(report["workers"]) == 3
+        assert report["num_streams"] == 4
+        for entry in report["suitability"]:  # of .75 a place
+            assert entry["survival"][0] == pytest.approx(0.75, abs=0.15)
+        assert report["tokens_per_second"] > report["tokens_per_second_without"] > 0
+        assert len(report["waterfall"]["stages"]) == 7
+        assert "low acceptance" not in text
+        assert "From the formula's speedup to the measured one" in text
+
+    def test_a_sick_cluster_is_told_what_ails_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        sick = ("target.engine=simulated", "draft.drafter=simulated", "simulation.acceptance=0.1")
+        settings = [argument for setting in (*sick, "router.port=0") for argument in ("--set", setting)]
+        loads = ["--seconds", "0.5", "--repeats", "1", "--streams", "2", "--temperatures", "0", "--max-tokens", "16"]
+        assert main(["doctor", "--start", *settings, *loads]) == 1
+        assert "1. low acceptance (costs" in capsys.readouterr().out
+
+    def test_without_a_cluster_it_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["doctor", "--url", "http://127.0.0.1:9"]) == 2
+        assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+class TestTune:
+    def test_mends_what_the_doctor_finds(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file, out = tmp_path / "given.yaml", tmp_path / "tuned.yaml"
+        given = {
+            "target": {"engine": "simulated", "kv_cache_bytes": 1_500_000},
+            "draft": {"drafter": "simulated"},
+            "simulation": {"target_step_ms": [[1, 10], [64, 12]]},
+        }
+        file.write_text(yaml.safe_dump(given), encoding="utf-8")
+        loads = ["--seconds", "0.7", "--repeats", "1", "--trials", "2", "--streams", "8", "--temperatures", "0"]
+        assert main(["tune", "--config", str(file), "--out", str(out), *loads, "--max-tokens", "24"]) == 0
+        tuned = load_config(out)
+        assert tuned.target.kv_cache_bytes in (3_000_000, 6_000_000)
+        assert tuned.simulation.target_step_ms == ((1, 10.0), (64, 12.0))
+        assert "KV cache exhausted" in capsys.readouterr().out
+        assert out.read_text(encoding="utf-8").startswith("# Written by `outrider tune`")
+
+
+class TestTop:
+    def test_shows_what_happens(self, simulated: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "num_speculative_tokens": 4}
+        asking = threading.Thread(target=call, args=(simulated.url, "POST", "/v1/completions", body))
+        asking.start()
+        assert main(["top", "--url", simulated.url, "--seconds", "1", "--once"]) == 0
+        asking.join()
+        text = capsys.readouterr().out
+        assert re.search(r"tokens +[1-9]\d*/s", text)
+        assert re.search(r"place  1 .* 0\.\d\d", text)
+        assert text.count("target 127.0.0.1:") == 2
+        assert text.count("draft 127.0.0.1:") == 1
+
+
+class TestChat:
+    def test_prints_the_answer_and_what_it_was_made_of(
+        self, cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        body = {"prompt": "def main(", "max_tokens": 48, "temperature": 0.7, "seed": 5}
+        expected = call(cluster.url, "POST", "/v1/completions", body)["choices"][0]["text"]
+        arguments = "--temperature 0.7 --max-tokens 48 --seed 5 --num-speculative-tokens 4 --completion 'def main('"
+        assert main(["chat", "--url", cluster.url, *shlex.split(arguments)]) == 0
+        answer, _, summary = capsys.readouterr().out.rpartition("\n[")
+        assert answer == expected
+        assert re.match(r"48 tokens in .* [1-9]\d* accepted drafts, .*bonus tokens", summary)
+
+    def test_a_conversation_goes_on(
+        self, cluster: LocalCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = iter(["Write a function.", "Now another.", ""])
+        monkeypatch.setattr("builtins.input", lambda _: next(lines))
+        assert main(["chat", "--url", cluster.url, "--max-tokens", "8", "--temperature", "0"]) == 0
+        assert capsys.readouterr().out.count(" tokens in ") == 2
+
+
+@pytest.mark.parametrize("command", ["doctor", "top", "chat"])
+def test_the_example_of_the_help_works(command: str, cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    example = shlex.split(shown.rpartition("example: outrider ")[2].replace("http://127.0.0.1:8000", cluster.url))
+    assert example[0] == command
+    if command == "doctor":
+        example += ["--seconds", "0.3", "--repeats", "1", "--temperatures", "0", "--max-tokens", "16"]
+    assert main(example) in (0, 1)
