@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("outrider distill needs transformers: pip install 'outrider[train]'") from error
     try:
         return _run(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigurationError(str(error)) from error
 
 
