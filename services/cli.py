@@ -34,6 +34,8 @@ from services.plan.cli import above_zero
 from services.plan.cli import add_arguments as add_plan_cluster_arguments
 from services.plan.cli import run as plan_cluster
 from services.settings import AppendOverride, settings_parser
+from services.simulate.cli import add_arguments as add_simulate_arguments
+from services.simulate.cli import run as simulate
 from services.speculation_switch import add_arguments as add_speculation_arguments
 from services.speculation_switch import run as switch_speculation
 
@@ -170,6 +172,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan_cluster_arguments(cluster)
     _add_log_options(cluster)
     cluster.set_defaults(run=plan_cluster)
+    simulated = commands.add_parser("simulate", help="tell what a cluster would do under traffic, in virtual time")
+    add_simulate_arguments(simulated)
+    _add_log_options(simulated)
+    simulated.set_defaults(run=simulate)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     _add_log_options(train)
