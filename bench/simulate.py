@@ -69,7 +69,7 @@ class Case:
     requests_per_second: float | None = None
 
     def config(self) -> Config:
-        own = ["router.port=0", "target.enable_prefix_caching=false", *self.settings]
+        own = ["router.port=0", "logging.level=error", "target.enable_prefix_caching=false", *self.settings]
         return load_config(None, [*SIMULATED, *own])
 
     def traffic(self, seconds: float, seed: int) -> Traffic:
