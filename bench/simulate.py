@@ -5,12 +5,16 @@ HTTP clients), are asked for a while, and so is each in virtual time, by request
 at a rate: at the same times). Compared are tokens a second, the whole answer's p50 and p99, and the mean k; in virtual
 time they are the median of several seeds.
 
+What programs take beside their steps (`cluster.simulator.overheads`) is found first: gaps between tokens of one and
+several streams, plain and with drafts, in steps of one length.
+
 Then 32 targets and 16 draft workers with 10,000 streams, for ten minutes of their time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -37,11 +41,15 @@ from cluster.simulator.traffic import Arrival, ClosedTraffic, Lengths, OpenTraff
 from services.launch.local import LocalCluster
 
 BAR = 0.1
+PARTS = ("overheads", "real", "simulated", "large")
 READY_SECONDS = 120.0
+_GAP_MS, _GAP_SECONDS = 12.0, 12.0
 _SEED = 1
 _NUM_SEEDS = 5
 _MOST_STREAMS = 64  # of requests that come at a rate: as many as may be under way
-_FAST = "simulation.target_step_ms=[[1,12],[4,13],[8,15],[16,20],[32,32],[64,56],[512,400]]"
+_STEPS = "simulation.target_step_ms=[[1,30],[16,36],[32,42],[64,60],[128,100],[512,400]]"
+_DRAFT = "simulation.draft_step_ms=[[1,2],[16,3]]"
+_SLOW_DRAFT = "simulation.draft_step_ms=[[1,6],[16,10]]"
 LARGE = (
     "target.replicas=32",
     "target.max_num_seqs=352",
@@ -80,11 +88,11 @@ class Case:
 
 
 CASES = (
-    Case("light, 2 requests/s, 1 target", (_FAST,), Lengths(32, 96), requests_per_second=2.0),
-    Case("saturated, 16 streams, 1 target", (_FAST,), Lengths(48, 80), num_streams=16),
+    Case("light, 2 requests/s, 1 target", (_STEPS, _DRAFT), Lengths(32, 96), requests_per_second=2.0),
+    Case("saturated, 16 streams, 1 target", (_STEPS, _DRAFT), Lengths(48, 80), num_streams=16),
     Case(
         "12 streams, 2 targets, 1 slow draft",
-        (_FAST, "target.replicas=2", "simulation.draft_step_ms=[[1,4],[4,5],[16,9]]"),
+        (_STEPS, _SLOW_DRAFT, "target.replicas=2"),
         Lengths(48, 80),
         num_streams=12,
     ),
@@ -243,6 +251,42 @@ def simulate(case: Case, seconds: float, warm_up: float) -> Iterator[Result]:
         yield Result.of(cluster.figures(), warm_up)
 
 
+def measure_overheads() -> dict[str, float]:
+    """Milliseconds, as the fields of `cluster.simulator.overheads`."""
+    plain = ("speculation.num_speculative_tokens=0",)
+    drafted = ("speculation.controller=fixed", "speculation.max_run_ahead=0", "simulation.draft_step_ms=[[1,1]]")
+    one, first = _gap(plain, 1)
+    many, _ = _gap(plain, 16)
+    deep, _ = _gap(drafted, 1)
+    shallow, _ = _gap((*drafted, "speculation.num_speculative_tokens=1"), 1)
+    several, _ = _gap(drafted, 8)
+    sequence = (many - one) / 15
+    step = one - _GAP_MS - sequence
+    draft_step = (deep - shallow - 3.0) / 3  # three draft steps of 1 ms
+    found = {
+        "target.step": step,
+        "target.sequence": sequence,
+        "draft.step": draft_step,
+        "draft.sequence": (several - deep - 7 * sequence) / (7 * 4),
+        "hand_over": (shallow - _GAP_MS - 1.0 - step - sequence - draft_step) / 2,
+        "router + answer": first - one,
+    }
+    print("ms: " + ", ".join(f"{name} {value:.3f}" for name, value in found.items()) + "\n", flush=True)
+    return found
+
+
+def _gap(settings: Sequence[str], num_streams: int) -> tuple[float, float]:
+    """Median milliseconds between pieces of answers, and until the first."""
+    steps = f"simulation.target_step_ms=[[1,{_GAP_MS}]]"
+    case = Case("", (steps, *settings), Lengths(400, 400), Lengths(16, 16), num_streams)
+    with LocalCluster(case.config()) as cluster:
+        cluster.wait_ready(READY_SECONDS)
+        answers = ask(cluster.url, case.traffic(_GAP_SECONDS, 0), num_streams, time.perf_counter())
+    gaps = [after - before for answer in answers for before, after in itertools.pairwise(answer.times)]
+    first = [answer.times[0] - answer.asked_at for answer in answers]
+    return 1e3 * statistics.median(gaps), 1e3 * statistics.median(first)
+
+
 def median_of(results: Sequence[Result]) -> Result:
     values = {name: statistics.median(getattr(one, name) for one in results) for name in Result.__slots__}
     return Result(**values)
@@ -279,9 +323,29 @@ def run_large(seconds: float) -> dict[str, Any]:
     }
 
 
+def compare(document: dict[str, Any]) -> float:
+    """Simulates what `document` has of clusters that ran; returns by how much the worst figure is off."""
+    worst, real = 0.0, document["real"]
+    document["simulated"] = cases = {}
+    print("| | | tokens/s | whole answer p50 | p99 | mean k | first token p50 | per output token p50 | requests |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for case in CASES:
+        measured = Result(**real["cases"][case.name])
+        every = list(simulate(case, real["seconds"], real["warm_up"]))
+        simulated = median_of(every)
+        off = {name: getattr(simulated, name) / getattr(measured, name) - 1 for name in COMPARED}
+        worst = max(worst, *map(abs, off.values()))
+        for kind, result in (("ran", measured), ("simulated", simulated)):
+            print(_row(case.name, kind, result))
+        print(f"| | off by | {' | '.join(f'{value:+.1%}' for value in off.values())} | | | |", flush=True)
+        cases[case.name] = {"settings": case.settings, "seeds": [asdict(one) for one in every], "off": off}
+    print(f"\nat most {worst:.1%} off ({'within' if worst <= BAR else 'beyond'} the bar of {BAR:.0%})\n", flush=True)
+    return worst
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.simulate", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=("real", "large"), default=["real", "large"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is left out is as in --out")
     parser.add_argument("--seconds", type=float, default=100.0, help="of a cluster that runs")
     parser.add_argument("--warm-up", type=float, default=15.0)
     parser.add_argument("--large-seconds", type=float, default=600.0)
@@ -289,31 +353,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     document = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
     document["machine"] = describe_machine()
-    worst = 0.0
+    seconds, warm_up, worst = arguments.seconds, arguments.warm_up, 0.0
+    if "overheads" in arguments.parts:
+        document["overheads_ms"] = measure_overheads()
     if "real" in arguments.parts:
-        document["real"] = rows = []
-        print("| | | tokens/s | whole answer p50 | p99 | mean k | first token p50 | per output token p50 | requests |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-        for case in CASES:
-            measured = measure(case, arguments.seconds, arguments.warm_up)
-            every = list(simulate(case, arguments.seconds, arguments.warm_up))
-            simulated = median_of(every)
-            off = {name: getattr(simulated, name) / getattr(measured, name) - 1 for name in COMPARED}
-            worst = max(worst, *map(abs, off.values()))
-            for kind, result in (("ran", measured), ("simulated", simulated)):
-                print(_row(case.name, kind, result), flush=True)
-            print(f"| | off by | {' | '.join(f'{value:+.1%}' for value in off.values())} | | | |", flush=True)
-            rows.append(
-                {
-                    "case": case.name,
-                    "settings": case.settings,
-                    "seconds": arguments.seconds,
-                    "ran": asdict(measured),
-                    "simulated": [asdict(one) for one in every],
-                    "off": off,
-                }
-            )
-        print(f"\nat most {worst:.1%} off ({'within' if worst <= BAR else 'beyond'} the bar of {BAR:.0%})", flush=True)
+        document["real"] = {"seconds": seconds, "warm_up": warm_up}
+        document["real"]["cases"] = {case.name: asdict(measure(case, seconds, warm_up)) for case in CASES}
+    if "simulated" in arguments.parts:
+        worst = compare(document)
     if "large" in arguments.parts:
         document["large"] = run_large(arguments.large_seconds)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ target    a target's steps, and the rounds of its sequences
 draft     a draft worker's steps
 worths    what draft workers are worth, found out once a plan
 cluster   the router's choice, and what happens next
+overheads what programs take beside the steps
 figures   what came of it
 hardware  steps and memory of models on GPUs
 report    all of it as text or JSON

@@ -19,24 +19,11 @@ from cluster.simulator.chances import Chances
 from cluster.simulator.columns import NEVER, Columns
 from cluster.simulator.draft import DraftWorker, Sent
 from cluster.simulator.figures import Figures, Recorder, Worker
-from cluster.simulator.target import Link, Overheads, Request, Target
+from cluster.simulator.overheads import PROGRAMS, Programs
+from cluster.simulator.target import Link, Request, Target
 from cluster.simulator.traffic import Arrival, Traffic
 
 _SPARE_ROWS = 2  # times the sequences that run: those that were preempted keep theirs
-
-
-@dataclass(frozen=True, slots=True)
-class Assumptions:
-    """What programs and networks take beside what is configured, in seconds.
-
-    As measured on two cores of a Sapphire Rapids Xeon, with everything on one machine (docs/PLANNING.md).
-    """
-
-    hand_over: float = 0.0003  # of a message between two programs, in one direction
-    router: float = 0.0  # of a request, until its target has it
-    answer: float = 0.0  # of what was committed, until the client has it
-    step: float = 0.0  # of a target, between two steps
-    sequence: float = 0.0  # likewise, of each sequence in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +46,7 @@ class SimulatedCluster:
         num_blocks: int,
         span: Span,
         seed: int = 0,
-        assumptions: Assumptions = Assumptions(),
+        programs: Programs = PROGRAMS,
     ) -> None:
         """Its steps take what `config.simulation` says; each target has `num_blocks` KV blocks.
 
@@ -70,21 +57,20 @@ class SimulatedCluster:
         self._config = config
         self._traffic = traffic
         self._span = span
-        self._assumptions = assumptions
+        self._programs = programs
         num_targets, target = config.target.replicas, config.target
-        self.recorder = Recorder(num_targets, span.warm_up, span.until, span.interval, assumptions.answer)
+        self.recorder = Recorder(num_targets, span.warm_up, span.until, span.interval, programs.answer)
         num_rows = _SPARE_ROWS * target.max_num_seqs
         self._columns = Columns(num_targets * num_rows)
         is_sidecar, is_drafted = config.has_sidecars, config.has_draft_workers
         num_drafts = config.draft.replicas if is_drafted else 0
-        way = config.simulation.round_trip_ms / 2e3 + assumptions.hand_over
+        way = config.simulation.round_trip_ms / 2e3 + programs.hand_over
         rng = np.random.default_rng(seed)
         self._chances = Chances(config.simulation, rng, self._clock)
         self._drafts = [
-            DraftWorker(index, config, self._columns, self._chances, way)
+            DraftWorker(index, config, self._columns, self._chances, way, programs.draft)
             for index in range(num_drafts * (num_targets if is_sidecar else 1))
         ]
-        overheads = Overheads(assumptions.step, assumptions.sequence)
         self._targets = []
         for index in range(num_targets):
             first = index * num_drafts if is_sidecar else 0
@@ -101,7 +87,7 @@ class SimulatedCluster:
                     first,
                     self._clock,
                     self.recorder,
-                    overheads,
+                    programs.target,
                     self._told,
                 )
             )
@@ -187,7 +173,7 @@ class SimulatedCluster:
         self._num_in_flight += 1
         target.num_in_flight += 1
         request = Request(number, arrival.prompt_tokens, arrival.answer_tokens)
-        self._at(self.now + self._assumptions.router, lambda: self._submit(target, request))
+        self._at(self.now + self._programs.router, lambda: self._submit(target, request))
 
     def _submit(self, target: Target, request: Request) -> None:
         target.submit(request)

@@ -15,6 +15,7 @@ from cluster.engine.limits import StepLimits
 from cluster.simulation.steps import StepCurve
 from cluster.simulator.chances import Chances
 from cluster.simulator.columns import NEVER, BoolArray, Columns
+from cluster.simulator.overheads import Overheads
 from cluster.speculation.depth import IntArray
 
 _NUM_POSITIONS = 64
@@ -44,7 +45,9 @@ class Sent:
 class DraftWorker:
     """Event by event: `turn` when there may be something to do, `end_step` when the step is over that it began."""
 
-    def __init__(self, index: int, config: Config, columns: Columns, chances: Chances, way_seconds: float) -> None:
+    def __init__(
+        self, index: int, config: Config, columns: Columns, chances: Chances, way_seconds: float, overheads: Overheads
+    ) -> None:
         """`way_seconds`: of a message, in one direction."""
         self.index = index
         self.way_seconds = way_seconds
@@ -56,6 +59,7 @@ class DraftWorker:
         self.step_seconds = np.zeros(targets)  # of the last step with sequences of each target
         self.batches = np.zeros(targets, np.int64)  # its sequences in that step
         self.is_changed = False  # its sequences
+        self._overheads = overheads
         self._columns = columns
         self._chances = chances
         self._curve = StepCurve(config.simulation.draft_step_ms)
@@ -111,7 +115,7 @@ class DraftWorker:
             self.busy_seconds += self.step.seconds
             self.num_steps += 1
             self.num_step_rows += len(self.step.rows)
-            return sent, now + self.step.seconds
+            return sent, now + self._overheads.seconds(len(self.step.rows)) + self.step.seconds
         told_at = columns.told_at[self._rows]
         self.wakes_at = min(self._closed_until, float(told_at.min(initial=NEVER)))
         return sent, self.wakes_at

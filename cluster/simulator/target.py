@@ -29,6 +29,7 @@ from cluster.engine.prompt_pace import PromptPace, PromptPart
 from cluster.simulation.steps import StepCurve
 from cluster.simulator.blocks import Blocks
 from cluster.simulator.columns import NEVER, BoolArray, Columns, row_of
+from cluster.simulator.overheads import Overheads
 from cluster.simulator.planner import Planner
 from cluster.simulator.worths import Worths
 from cluster.speculation.depth import IntArray
@@ -120,14 +121,6 @@ class _Ended:
 class _Wait:
     started_at: float
     rows: IntArray
-
-
-@dataclass(slots=True)
-class Overheads:
-    """What the programs take beside what is configured, in seconds."""
-
-    step: float = 0.0  # of the target, between two steps
-    sequence: float = 0.0  # of each sequence in them
 
 
 class Target:
@@ -579,7 +572,7 @@ class Target:
         if not num_sequences:  # all of it was preempted, or waits
             return self._nothing(now)
         seconds = self._curve.at(num_rows) + self._sequence_seconds * num_sequences
-        over = self._overheads.step + self._overheads.sequence * num_sequences
+        over = self._overheads.seconds(num_sequences)
         self._pace.observe(num_rows, parts, seconds)
         self._step = _Step(
             decoding,

@@ -53,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="that a target's KV cache holds (default: by its GPUs, or as a simulated target has)",
     )
+    cluster.add_argument(
+        "--no-overheads",
+        action="store_true",
+        help="programs take no time beside their steps (default: what was measured of them on one machine)",
+    )
     cluster.add_argument("--price", action="append", default=[], metavar="NAME=DOLLARS", help="an hour of a known GPU")
     cluster.add_argument(
         "--target-dollars-per-hour", type=above_zero(float), metavar="D", help="of one, in place of it"
@@ -102,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError."""
     from cluster.simulator.cluster import SimulatedCluster
     from cluster.simulator.hardware import dollars_per_hour, num_kv_blocks, steps_of
+    from cluster.simulator.overheads import NOTHING, PROGRAMS
     from cluster.simulator.report import table, to_json
 
     config = load_config(arguments.config, arguments.overrides, os.environ)
@@ -111,7 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
     traffic, span, mean_context = _traffic(arguments)
     config = steps_of(config, target, draft, mean_context)
     cluster = SimulatedCluster(
-        config, traffic, num_kv_blocks(config, target, arguments.kv_tokens), span, arguments.seed
+        config,
+        traffic,
+        num_kv_blocks(config, target, arguments.kv_tokens),
+        span,
+        arguments.seed,
+        NOTHING if arguments.no_overheads else PROGRAMS,
     )
     bar = tqdm(
         total=round(span.until), unit="s", desc="simulated", delay=_PROGRESS_AFTER_SECONDS, file=sys.stderr, leave=False

@@ -6,6 +6,7 @@ from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.simulator.cluster import SimulatedCluster, Span
 from cluster.simulator.figures import Figures
+from cluster.simulator.overheads import NOTHING
 from cluster.simulator.traffic import ClosedTraffic, Lengths, Traffic
 
 PROMPTS, ANSWERS = Lengths(16, 48), Lengths(32, 96)
@@ -23,7 +24,7 @@ def streams(number: int, seconds: float, seed: int = 0) -> ClosedTraffic:
 def ran(
     traffic: Traffic, *settings: str, num_blocks: int = 100_000, span: Span | None = None, seed: int = 0
 ) -> SimulatedCluster:
-    cluster = SimulatedCluster(config_of(*settings), traffic, num_blocks, span or Span(10.0, 60.0), seed)
+    cluster = SimulatedCluster(config_of(*settings), traffic, num_blocks, span or Span(10.0, 60.0), seed, NOTHING)
     cluster.run()
     return cluster
 

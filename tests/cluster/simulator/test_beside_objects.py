@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from bench.virtual import VirtualCluster
+from bench.virtual import HAND_OVER_SECONDS, VirtualCluster
 from cluster.config import Config
 from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.simulator.overheads import Overheads, Programs
 from cluster.simulator.traffic import ClosedTraffic
 from cluster.targets.base import GenerationOutput
 from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of
@@ -59,7 +60,9 @@ def one_by_one(config: Config, num_streams: int) -> Outcome:
 
 def in_columns(config: Config, num_streams: int) -> Outcome:
     traffic = ClosedTraffic(num_streams, SECONDS, PROMPTS, ANSWERS, seed=3)
-    cluster = SimulatedCluster(config, traffic, 1_000_000, Span(WARM_UP, SECONDS, is_cut=True))
+    alike = Programs(hand_over=HAND_OVER_SECONDS, router=0.0, answer=0.0, target=Overheads(), draft=Overheads())
+    span = Span(WARM_UP, SECONDS, is_cut=True)
+    cluster = SimulatedCluster(config, traffic, 1_000_000, span, programs=alike)
     cluster.run()
     figures = cluster.figures()
     assert figures.latency is not None
