@@ -32,7 +32,7 @@ from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 
 _VOCAB_SIZE = 1000
-_HAND_OVER_SECONDS = 0.0003  # of a message between two processes of one machine, in one direction
+HAND_OVER_SECONDS = 0.0003  # of a message between two processes of one machine, in one direction
 _NUM_BLOCKS = 1_000_000
 
 
@@ -67,7 +67,7 @@ class VirtualDraft:
         self.model = draft.name
         self.expected_round_trip = draft.expected_round_trip
         self.is_up = False
-        self.way_seconds = draft.round_trip_seconds / 2 + _HAND_OVER_SECONDS
+        self.way_seconds = draft.round_trip_seconds / 2 + HAND_OVER_SECONDS
         self._pool = pool
         self._time = VirtualTime()
         self._limits = StepLimits.of(config.draft, config.target.max_model_len or 100_000)

@@ -40,6 +40,8 @@ from services.plan.cli import above_zero
 from services.plan.cli import add_arguments as add_plan_cluster_arguments
 from services.plan.cli import run as plan_cluster
 from services.settings import AppendOverride, settings_parser
+from services.simulate.cli import add_arguments as add_simulate_arguments
+from services.simulate.cli import run as simulate
 from services.speculation_switch import add_arguments as add_speculation_arguments
 from services.speculation_switch import run as switch_speculation
 from services.top.cli import add_arguments as add_top_arguments
@@ -200,6 +202,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_distill_arguments(distill)
     _add_log_options(distill)
     distill.set_defaults(run=distill_draft)
+    simulated = commands.add_parser("simulate", help="tell what a cluster would do under traffic, in virtual time")
+    add_simulate_arguments(simulated)
+    _add_log_options(simulated)
+    simulated.set_defaults(run=simulate)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     _add_log_options(train)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from cluster.config import SpeculationConfig
+from cluster.coordination.plan_schedule import PlanSchedule
 from cluster.coordination.probing import Probing
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
 from cluster.coordination.shadows import SHADOW_DEPTH, Shadows
@@ -19,11 +20,6 @@ from cluster.speculation.goodput import FloatArray, StepCosts
 from cluster.speculation.prompts import PromptLoad, StepSeconds
 from cluster.speculation.tree import RoundTime, Shape, num_levels
 from cluster.speculation.tree_policy import Template, TreePolicy
-
-_STEPS_A_PLAN = 16  # depths change slowly, and choosing them takes as long as some hundred other lines
-_PLANS_A_STEP_MORE = 2  # of what is new all is learned in its first rounds: plans begin at every step and grow rarer
-_PLAN_SECONDS = 1.0  # where steps are slow, what a plan takes is little beside them
-_SEQUENCES_A_STEP = 16  # the more sequences, the rarer: a plan's cost stays the same share of a step's
 
 
 class DepthPlanner:
@@ -53,10 +49,7 @@ class DepthPlanner:
         self.shadows = Shadows(clock)
         self.probing = Probing(clock, is_wanted=self.needs.probing)
         self._rates: dict[tuple[str, float], PositionRates] = {}  # by draft model and temperature
-        self._num_steps_to_plan = 0.0
-        self._num_plans = 0  # since something new came: another draft model, another temperature
-        self._plan_at = clock()
-        self._num_planned_rows = 0
+        self._schedule = PlanSchedule(clock)
 
     def join(self, sequence: SpeculativeSequence) -> None:
         """`sequence` takes part from now on."""
@@ -66,8 +59,7 @@ class DepthPlanner:
         if asked is None:
             expected = self._opening_tokens or 1.0 + sum(acceptance.survival()[: self.opening_depth])
             sequence.planned(self.opening_depth, self._opening_template, expected)
-            # One among few is planned for at once, as nothing that was chosen for others is its own.
-            self._num_steps_to_plan -= _STEPS_A_PLAN / max(1, self._num_planned_rows)
+            self._schedule.joined()
         else:
             depth = min(asked, self._max_depth)
             sequence.planned(depth, None, 1.0 + sum(acceptance.survival()[:depth]))
@@ -78,7 +70,7 @@ class DepthPlanner:
         known = self._rates.get(kind)
         if known is None:
             known = self._rates[kind] = PositionRates(self._max_depth)
-            self._num_plans = 0
+            self._schedule.begin_anew()
         return known
 
     def survival(self, model: str, temperature: float) -> FloatArray:
@@ -99,19 +91,15 @@ class DepthPlanner:
     @property
     def num_planned_rows(self) -> int:
         """Sequences of the step that was last planned for."""
-        return self._num_planned_rows
+        return self._schedule.num_planned_rows
 
     def leave(self, sequence: SpeculativeSequence) -> None:
         self.shadows.dismiss(sequence)
 
     def begin_step(self, num_rows: int) -> bool:
-        """The next step has `num_rows` sequences. Returns whether depths are due for a plan: after some steps, and when
-        the load is another, as what pays for one sequence can cost a step of 64 four times its time."""
+        """The next step has `num_rows` sequences. Returns whether depths are due for a plan."""
         self.probing.begin_step(awaits_shadow=bool(self.shadows))
-        self._num_steps_to_plan -= 1
-        if self._num_steps_to_plan <= 0 or self._clock() >= self._plan_at:
-            return True
-        return not num_rows <= 2 * self._num_planned_rows <= 4 * num_rows
+        return self._schedule.is_due(num_rows)
 
     def plan(self, decoding: Sequence[SpeculativeSequence], best: ActiveLink | None, num_rows: int) -> None:
         """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
@@ -120,12 +108,7 @@ class DepthPlanner:
         """
         if not decoding or (self.needs.measurements and not self.step_seconds.is_known):
             return
-        self._num_plans += 1
-        self._num_steps_to_plan = min(
-            max(_STEPS_A_PLAN, num_rows // _SEQUENCES_A_STEP), 1 + self._num_plans // _PLANS_A_STEP_MORE
-        )
-        self._plan_at = self._clock() + _PLAN_SECONDS
-        self._num_planned_rows = num_rows
+        self._schedule.planned(num_rows)
         candidates = []
         for sequence in decoding:
             link = sequence.link or best

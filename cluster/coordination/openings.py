@@ -94,8 +94,7 @@ class Openings:
                 self._stats.num_refused += 1
             else:
                 self._stats.num_lost += 1
-            pause = min(_REOPEN_SECONDS * 2**sequence.num_refusals, _MAX_REOPEN_SECONDS)
-            sequence.turned_away(self._clock() + pause)
+            sequence.turned_away(self._clock() + pause_seconds(sequence.num_refusals))
             self.detach(sequence)
 
     def lose(self, link: ActiveLink) -> None:
@@ -158,3 +157,8 @@ class Openings:
             shape,
             sequence.cache_root,
         )
+
+
+def pause_seconds(num_refusals: int) -> float:
+    """Before a sequence is opened again that was refused so often before."""
+    return min(_REOPEN_SECONDS * 2.0**num_refusals, _MAX_REOPEN_SECONDS)

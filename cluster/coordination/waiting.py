@@ -11,6 +11,7 @@ from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
+from cluster.speculation.costs import LearnedCurve
 
 _WORTH_A_SPLIT = 0.1  # of a step: a shorter wait is not worth thinking about
 _HARMLESS_WAIT = 0.02  # of a step: so much later, sequences that nobody drafts for are as fast as ever
@@ -97,7 +98,7 @@ class Waits:
         if num_plain <= len(awaited) or not self._knows_steps:
             return False
         num_rows = num_plain + sum(1 + sequence.depth for sequence in awaited)
-        return seconds_to_wait > _HARMLESS_WAIT * self._planner.step_seconds.seconds(num_rows)
+        return slows_others(seconds_to_wait, self._planner.step_seconds.seconds(num_rows))
 
     def should_go_on_without(
         self,
@@ -114,12 +115,10 @@ class Waits:
             return False
         rows_ready = sum(1 + self._planner.verified_depth(s) for s in ready)
         rows_awaited = sum(1 + s.depth for s in awaited)
-        alone, both = self._planner.step_seconds.at(np.array([rows_ready, rows_ready + rows_awaited]))
-        if seconds_to_wait < _WORTH_A_SPLIT * alone:
-            return False
         tokens_ready = sum(s.expected_tokens for s in ready)
         tokens = tokens_ready + sum(s.expected_tokens for s in awaited)
-        return bool(tokens_ready / alone > tokens / (both + seconds_to_wait))
+        steps = self._planner.step_seconds
+        return pays_alone(steps, (rows_ready, rows_ready + rows_awaited), (tokens_ready, tokens), seconds_to_wait)
 
     @property
     def _knows_steps(self) -> bool:
@@ -152,6 +151,22 @@ class Waits:
         for link in self._balancer.active.values():
             if link not in still_awaited:
                 link.waited(waited)
+
+
+def slows_others(seconds_to_wait: float, step_seconds: float) -> bool:
+    """Whether a wait is felt by those that wait for nothing, in a step that takes so long."""
+    return seconds_to_wait > _HARMLESS_WAIT * step_seconds
+
+
+def pays_alone(steps: LearnedCurve, rows: tuple[int, int], tokens: tuple[float, float], seconds_to_wait: float) -> bool:
+    """Whether a step of those that are ready commits more tokens a second than one of all, after a wait.
+
+    `rows` and expected `tokens` are those of the former and of the latter.
+    """
+    alone, both = steps.at(np.array(rows))
+    if seconds_to_wait < _WORTH_A_SPLIT * alone:
+        return False
+    return bool(tokens[0] / alone > tokens[1] / (both + seconds_to_wait))
 
 
 def _num_without_drafter(sequences: Sequence[SpeculativeSequence]) -> int:

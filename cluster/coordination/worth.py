@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
-from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink
+from cluster.speculation.depth import Needs
+from cluster.speculation.goodput import FloatArray, StepCosts
+
+
+class Planned(Protocol):
+    """What is asked of a planner of depths."""
+
+    needs: Needs
+    opening_depth: int  # of a new sequence
+
+    @property
+    def num_planned_rows(self) -> int: ...
+
+    def survival(self, model: str, temperature: float) -> FloatArray: ...
+
+    def step_costs(self, num_rows: int) -> StepCosts: ...
 
 
 class Worth:
     """By the controller's own measures: its proposals' time and its model's acceptance."""
 
-    def __init__(self, planner: DepthPlanner) -> None:
+    def __init__(self, planner: Planned) -> None:
         self._planner = planner
 
     def of(self, link: ActiveLink, links: Iterable[ActiveLink], temperature: float, num_more: int = 0) -> float:

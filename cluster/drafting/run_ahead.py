@@ -12,6 +12,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from cluster.drafters.base import DraftSequence
 from cluster.speculation.tree import width_of
 from cluster.telemetry.metrics import Reading
@@ -20,6 +23,8 @@ _MAX_ROWS = 64  # of a step that has branches
 _NUM_POSITIONS = 64
 _DECAY = 0.998  # of what was counted, a round
 _NEW = 0.1  # weight of the latest in an average of times
+
+Numbers = float | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,7 @@ class RunAhead:
         for verified in verifications:
             needed = (1.0 - self._chance(verified.sequence)) * self._step_seconds
             until = verified.sent_at + 2.0 * verified.turnaround
-            if verified.sent_at + verified.turnaround - now < needed and now < until:
+            if is_about_to_answer(now, verified.sent_at + verified.turnaround, needed, until):
                 closed = max(closed, until - now)
         return closed
 
@@ -158,6 +163,14 @@ class RunAhead:
                 yield Reading(
                     f"outrider_run_ahead_{name}", what.format(state), count, is_counter=True, labels={"kind": kind}
                 )
+
+
+def is_about_to_answer(
+    now: Numbers, answers_at: Numbers, needed: Numbers, until: Numbers
+) -> bool | npt.NDArray[np.bool_]:
+    """Whether a target that is expected to answer `answers_at`, and no later than `until`, does so in less than the
+    time that a step has to have for itself. Numbers or arrays of them."""
+    return (answers_at - now < needed) & (now < until)
 
 
 def average(before: float | None, latest: float) -> float:

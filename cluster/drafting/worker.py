@@ -21,7 +21,7 @@ _ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may cha
 
 logger = logging.getLogger(__name__)
 
-_MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes somebody must open sequences too
+MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes somebody must open sequences too
 _SILENT_SECONDS = 0.5  # after which a coordinator hears how long steps take, if nothing else
 _MAX_CONTEXTS = 16  # of the draft, that a sequence may have before it is forgotten: its tokens take memory
 _BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
@@ -285,7 +285,7 @@ class DraftWorker:
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
         known = [entry for entry in urgent if entry.is_computed]
-        if known and self._num_steps_without_new < _MAX_STEPS_WITHOUT_NEW:
+        if known and self._num_steps_without_new < MAX_STEPS_WITHOUT_NEW:
             self._num_steps_without_new += len(known) < len(urgent)
             urgent = known
         else:

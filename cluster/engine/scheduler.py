@@ -109,7 +109,7 @@ class Scheduler(Generic[SequenceT]):
         self._blocks = blocks
         self._limits = limits
         self._max_scored_tokens = max_scored_tokens
-        self._watermark = max(1, round(_WATERMARK * blocks.num_blocks))
+        self._watermark = watermark(blocks.num_blocks)
 
     def fits(self, max_len: int) -> bool:
         """Whether a sequence of at most `max_len` tokens can run. Its drafts take only what room there is."""
@@ -241,6 +241,11 @@ class Scheduler(Generic[SequenceT]):
         sequence.num_computed_tokens = 0
         bisect.insort_left(self.waiting, sequence, key=_priority)
         self.num_preemptions += 1
+
+
+def watermark(num_blocks: int) -> int:
+    """Blocks, of so many, that admission leaves."""
+    return max(1, round(_WATERMARK * num_blocks))
 
 
 def _priority(sequence: Sequence) -> int:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from cluster.speculation.acceptance_model import SequenceAcceptance, own_rates, survivals
+from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance, own_rates, survivals
 from cluster.speculation.costs import LinkCosts
 from cluster.speculation.prompts import StepSeconds
 from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 
+IntArray = npt.NDArray[np.int64]
 ControllerName = Literal["goodput", "threshold", "fixed"]
 
 
@@ -51,6 +53,30 @@ class NextStep:
     min_gain: float = 1.0  # what speculation must promise, in proportion to none
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Candidates of which none asked for a depth of its own, as arrays of one entry each."""
+
+    rates: FloatArray  # [candidates, depths], acceptance by position
+    max_depths: IntArray
+    links: IntArray  # places in `costs`; -1: waits are left out
+    costs: Sequence[LinkCosts]
+
+    @classmethod
+    def of(cls, candidates: Sequence[Candidate]) -> Columns:
+        places: dict[int, int] = {}
+        costs: list[LinkCosts] = []
+        links = []
+        for candidate in candidates:
+            own = candidate.costs
+            if own is not None and id(own) not in places:
+                places[id(own)] = len(costs)
+                costs.append(own)
+            links.append(-1 if own is None else places[id(own)])
+        max_depths = np.array([candidate.max_depth for candidate in candidates], np.int64)
+        return cls(own_rates([c.acceptance for c in candidates]), max_depths, np.array(links, np.int64), costs)
+
+
 @dataclass(slots=True)
 class Choice:
     """What the candidates get."""
@@ -61,11 +87,25 @@ class Choice:
     rate: float = 0.0  # tokens a second that this promises in steps without prompts
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnChoice:
+    """What the candidates get, as `Choice` has it."""
+
+    num_drafts: IntArray
+    expected_tokens: FloatArray
+    template: Template | None = None
+    rate: float = 0.0
+
+
 class DepthController(Protocol):
     needs: Needs
 
     def choose(self, step: NextStep) -> Choice:
         """Draft tokens for each candidate."""
+
+    def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
+        """The same for candidates in columns, one at least, with chains for drafts; `num_rows` and `min_gain` as in
+        `NextStep`."""
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """The rounds of one step: (drafts, accepted) of each that had drafts."""
@@ -81,6 +121,9 @@ class FixedController:
 
     def choose(self, step: NextStep) -> Choice:
         return _same_for_all(self._num_speculative_tokens, step.candidates)
+
+    def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
+        return _same_in_columns(self._num_speculative_tokens, columns)
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """Nothing changes its mind."""
@@ -104,6 +147,9 @@ class ThresholdController:
 
     def choose(self, step: NextStep) -> Choice:
         return _same_for_all(self._depth, step.candidates)
+
+    def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
+        return _same_in_columns(self._depth, columns)
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         for num_drafts, num_accepted in rounds:
@@ -154,34 +200,33 @@ class GoodputController:
         free = [i for i, c in enumerate(candidates) if c.fixed_depth is None and c.max_depth > 0]
         if not free:
             return choice
-        free_candidates = [candidates[i] for i in free]
+        columns = Columns.of([candidates[i] for i in free])
         num_other_rows = step.num_rows + sum(num_drafts)
-        best = self._choose(free_candidates, num_other_rows, step.min_gain, None)
+        best = self._choose(columns, num_other_rows, step.min_gain, None)
         least_rate = LEAST_GAIN * best.rate
         for template in step.templates:
-            trees = self._choose(free_candidates, num_other_rows, step.min_gain, template)
+            trees = self._choose(columns, num_other_rows, step.min_gain, template)
             if trees.rate >= max(least_rate, best.rate):
                 best = trees
-        for index, number, tokens in zip(free, best.num_drafts, best.expected_tokens, strict=True):
+        for index, number, tokens in zip(free, best.num_drafts.tolist(), best.expected_tokens.tolist(), strict=True):
             num_drafts[index], expected[index] = number, tokens
         choice.template, choice.rate = best.template, best.rate
         return choice
 
-    def _choose(
-        self, candidates: Sequence[Candidate], num_rows: int, min_gain: float, template: Template | None
-    ) -> Choice:
-        """For candidates that are all free."""
-        acceptance = own_rates([c.acceptance for c in candidates])  # [sequences, depths]
-        worth = np.cumprod(acceptance, axis=1) if template is None else template.survivals(acceptance)
+    def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
+        return self._choose(columns, num_rows, min_gain, None)
+
+    def _choose(self, columns: Columns, num_rows: int, min_gain: float, template: Template | None) -> ColumnChoice:
+        num_candidates = len(columns.rates)
+        worth = np.cumprod(columns.rates, axis=1) if template is None else template.survivals(columns.rates)
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
-        allowed = place <= np.array([c.max_depth for c in candidates])[:, None]
+        allowed = place <= columns.max_depths[:, None]
         # Stable, and worth never rises along a row: a sequence's tokens come in the order of their places.
         order = np.argsort(np.where(allowed, -worth, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
         worth, place = worth.ravel()[order], place.ravel()[order]
         sequence_of = order // allowed.shape[1]
         depth_of = place if template is None else template.levels[place - 1]
-        costs = {id(c.costs): c.costs for c in candidates if c.costs is not None and c.costs.is_known}
-        costs_of = np.array([id(c.costs) for c in candidates])[sequence_of]
+        link_of = columns.links[sequence_of]
         deepest = int(depth_of.max(initial=0))
         limits = np.array([*(limit for limit in DEPTH_LIMITS if limit < deepest and template is None), deepest])[
             :, None
@@ -189,11 +234,15 @@ class GoodputController:
         taken = depth_of <= limits  # [limits, tokens], and so is everything from here on
         num_taken = np.cumsum(taken, axis=1)
         wait = np.zeros(taken.shape)
-        for key, link_costs in costs.items():
-            on_link = taken & (costs_of == key)
-            reached = np.maximum.accumulate(np.where(on_link, depth_of, 0), axis=1)
-            batch = np.cumsum(on_link & (place == 1), axis=1)
-            wait = np.maximum(wait, link_costs.wait_seconds(reached, batch))
+        for link, link_costs in enumerate(columns.costs):
+            own = np.flatnonzero(link_of == link)
+            if not own.size or not link_costs.is_known:
+                continue
+            on_link = taken[:, own]
+            reached = np.maximum.accumulate(np.where(on_link, depth_of[own], 0), axis=1)
+            batch = np.cumsum(on_link & (place[own] == 1), axis=1)
+            wait[:, own] = link_costs.wait_seconds(reached, batch)
+        wait = np.maximum.accumulate(wait, axis=1)  # no link's wait grows shorter with another token
         tokens = num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)
         token_rates = tokens / (self._steps.at(num_rows + num_taken, tokens) + wait)
         token_rates = np.where(wait <= self._max_wait_seconds, token_rates, 0.0)
@@ -201,14 +250,14 @@ class GoodputController:
         plain_seconds = float(self._steps.at(np.array([num_rows]), np.array([float(num_rows)]))[0])
         if token_rates[limit, last] <= min_gain * num_rows / plain_seconds:
             rate = num_rows / self._steps.verify.seconds(num_rows)
-            return Choice([0] * len(candidates), [1.0] * len(candidates), None, rate)
+            return ColumnChoice(np.zeros(num_candidates, np.int64), np.ones(num_candidates), None, rate)
         seconds = self._steps.verify.seconds(num_rows + int(num_taken[limit, last])) + float(wait[limit, last])
         is_best = taken[limit, : last + 1]
         best = sequence_of[: last + 1][is_best]
-        own_tokens = np.bincount(best, worth[: last + 1][is_best], len(candidates))
-        return Choice(
-            np.bincount(best, minlength=len(candidates)).tolist(),
-            (1.0 + own_tokens).tolist(),
+        own_tokens = np.bincount(best, worth[: last + 1][is_best], num_candidates)
+        return ColumnChoice(
+            np.bincount(best, minlength=num_candidates),
+            np.asarray(1.0 + own_tokens, np.float64),
             template,
             float(tokens[limit, last]) / seconds,
         )
@@ -219,6 +268,13 @@ def _same_for_all(num_drafts: int, candidates: Sequence[Candidate]) -> Choice:
     survival = survivals([candidate.acceptance for candidate in candidates]) if candidates else ()
     expected = [1.0 + float(own[:depth].sum()) for own, depth in zip(survival, depths, strict=True)]
     return Choice(depths, expected)
+
+
+def _same_in_columns(num_drafts: int, columns: Columns) -> ColumnChoice:
+    depths = np.minimum(num_drafts, columns.max_depths)
+    survival: FloatArray = np.asarray(np.cumprod(columns.rates, axis=1), np.float64)
+    reached = np.arange(1, survival.shape[1] + 1) <= depths[:, None]
+    return ColumnChoice(depths, 1.0 + np.asarray(np.where(reached, survival, 0.0).sum(axis=1), np.float64))
 
 
 def make_controller(

@@ -1,0 +1,205 @@
+"""What came of the traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cluster.simulator.target import Committed
+from cluster.speculation.goodput import FloatArray
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: FloatArray) -> Percentiles | None:
+        """None where there are none."""
+        return cls(*np.percentile(values, PERCENTILES).tolist()) if values.size else None
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A part of the time."""
+
+    seconds: float  # since the beginning, at its beginning
+    tokens_per_second: float
+    mean_k: float
+    acceptance: float
+    num_waiting: float  # requests that no target had admitted, on the average of steps, of all targets
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    name: str
+    utilization: float  # share of the time that it computed
+    tokens_per_second: float = 0.0  # of a target
+    wait_share: float = 0.0  # of the time that a target waited for proposals
+    mean_batch: float = 0.0  # sequences in a draft worker's step
+    kv_used: float = 0.0  # of a target's blocks, at most
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of the time after the warm-up; latencies are of requests that came after it and were answered."""
+
+    seconds: float
+    tokens_per_second: float
+    requests_per_second: float
+    num_requests: int
+    num_finished: int
+    num_refused: int
+    first_token: Percentiles | None
+    per_output_token: Percentiles | None
+    latency: Percentiles | None
+    mean_k: float  # draft tokens verified, a round of a sequence
+    acceptance: float
+    tokens_a_round: float
+    rows_a_step: float
+    num_steps: int
+    targets: Sequence[Worker]
+    drafts: Sequence[Worker]
+    intervals: Sequence[Interval]
+    dollars_per_hour: float | None = None
+    dollars_per_million_tokens: float | None = None
+
+
+@dataclass(slots=True)
+class _Sums:
+    num_tokens: int = 0
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
+    num_steps: int = 0
+    num_rows: int = 0
+    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # by target: sum and steps
+
+    def take(self, target: int, step: Committed) -> None:
+        self.num_tokens += int(step.num_tokens.sum())
+        self.num_rounds += len(step.requests)
+        self.num_drafts += int(step.num_drafts.sum())
+        self.num_accepted += int(step.num_accepted.sum())
+        self.num_steps += 1
+        self.num_rows += step.num_rows
+        waiting, steps = self.waiting.get(target, (0, 0))
+        self.waiting[target] = waiting + step.num_waiting, steps + 1
+
+
+class Recorder:
+    """Takes down steps and requests. `after_seconds`: added to what is committed before a client has it."""
+
+    def __init__(self, num_targets: int, warm_up: float, until: float, interval: float, after_seconds: float) -> None:
+        self.arrived_at: list[float] = []
+        self.answer_tokens: list[int] = []
+        self.first_at: list[float] = []
+        self.finished_at: list[float] = []
+        self.is_refused: list[bool] = []
+        self.ended: list[tuple[int, float]] = []  # requests that were answered, for the cluster to take
+        self.num_steps = 0
+        self.num_tokens = 0  # of all time
+        self._target_tokens = [0] * num_targets
+        self._warm_up, self._until, self._interval = warm_up, until, interval
+        self._after = after_seconds
+        self._all = _Sums()
+        self._sums: dict[int, _Sums] = {}
+        self._busy = np.zeros(num_targets)
+        self._waited = np.zeros(num_targets)
+
+    def arrived(self, now: float, answer_tokens: int) -> int:
+        """Returns the request's number."""
+        self.arrived_at.append(now)
+        self.answer_tokens.append(answer_tokens)
+        self.first_at.append(np.nan)
+        self.finished_at.append(np.nan)
+        self.is_refused.append(False)
+        return len(self.arrived_at) - 1
+
+    def refused(self, number: int) -> None:
+        self.is_refused[number] = True
+
+    def stepped(self, target: int, now: float, step: Committed) -> None:
+        self.num_steps += 1
+        self.num_tokens += int(step.num_tokens.sum())
+        for number in step.requests[step.is_first].tolist():
+            self.first_at[number] = now + self._after
+        for number in step.requests[step.is_finished].tolist():
+            self.finished_at[number] = now + self._after
+            self.ended.append((number, now + self._after))
+        interval = int(now / self._interval)
+        if interval not in self._sums:
+            self._sums[interval] = _Sums()
+        self._sums[interval].take(target, step)
+        if self._warm_up <= now <= self._until:
+            self._all.take(target, step)
+            self._target_tokens[target] += int(step.num_tokens.sum())
+            self._busy[target] += step.seconds
+            self._waited[target] += step.wait_seconds
+
+    def figures(
+        self, ended_at: float, targets: Sequence[Worker], drafts: Sequence[Worker], dollars_per_hour: float | None
+    ) -> Figures:
+        """`targets` without what was taken down here."""
+        seconds = max(min(self._until, ended_at) - self._warm_up, 1e-9)
+        arrived, first, finished = (np.array(times) for times in (self.arrived_at, self.first_at, self.finished_at))
+        answers = np.array(self.answer_tokens)
+        counts = (arrived >= self._warm_up) & ~np.isnan(finished)
+        several = counts & (answers > 1)
+        total = self._all
+        tokens_per_second = total.num_tokens / seconds
+        dollars = None
+        if dollars_per_hour is not None and tokens_per_second > 0:
+            dollars = dollars_per_hour / 3600 / tokens_per_second * 1e6
+        in_time = (finished >= self._warm_up) & (finished <= self._until)
+        return Figures(
+            seconds=seconds,
+            tokens_per_second=tokens_per_second,
+            requests_per_second=int(in_time.sum()) / seconds,
+            num_requests=len(arrived),
+            num_finished=int((~np.isnan(finished)).sum()),
+            num_refused=sum(self.is_refused),
+            first_token=Percentiles.of(first[counts] - arrived[counts]),
+            per_output_token=Percentiles.of((finished[several] - first[several]) / (answers[several] - 1)),
+            latency=Percentiles.of(finished[counts] - arrived[counts]),
+            mean_k=total.num_drafts / max(total.num_rounds, 1),
+            acceptance=total.num_accepted / max(total.num_drafts, 1),
+            tokens_a_round=total.num_tokens / max(total.num_rounds, 1),
+            rows_a_step=total.num_rows / max(total.num_steps, 1),
+            num_steps=total.num_steps,
+            targets=[
+                Worker(
+                    one.name,
+                    float(busy) / seconds,
+                    tokens / seconds,
+                    float(waited) / seconds,
+                    kv_used=one.kv_used,
+                    num_preemptions=one.num_preemptions,
+                )
+                for one, busy, waited, tokens in zip(
+                    targets, self._busy, self._waited, self._target_tokens, strict=True
+                )
+            ],
+            drafts=drafts,
+            intervals=[self._interval_of(number, sums) for number, sums in sorted(self._sums.items())],
+            dollars_per_hour=dollars_per_hour,
+            dollars_per_million_tokens=dollars,
+        )
+
+    def _interval_of(self, number: int, sums: _Sums) -> Interval:
+        waiting = sum(total / steps for total, steps in sums.waiting.values())
+        return Interval(
+            number * self._interval,
+            sums.num_tokens / self._interval,
+            sums.num_drafts / max(sums.num_rounds, 1),
+            sums.num_accepted / max(sums.num_drafts, 1),
+            waiting,
+        )

@@ -1,0 +1,73 @@
+"""Steps and memory of models on GPUs, by the planner's formulae, for a cluster in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.config import Config
+from cluster.config_simulation import SimulationConfig
+from cluster.engine.memory_plan import Budget, Memory, PlannedModel, Tenant
+from cluster.errors import ConfigurationError
+from cluster.planning.hardware import GpuGroup
+from cluster.planning.kernels import Segments
+from cluster.planning.steps import Roofline
+
+_ROWS = (1, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class OnGpus:
+    """A model and its GPUs."""
+
+    model: PlannedModel
+    gpus: GpuGroup
+
+
+def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_context: float) -> Config:
+    """`config`, whose simulated steps are those of models on GPUs, where these are given.
+
+    The target's step is a curve over its rows, with nothing cached, and a time for each sequence: that of reading
+    `mean_context` tokens of its KV cache once. The draft's is a curve over its sequences, with so much cached.
+    """
+    changed: dict[str, object] = {}
+    if target is not None:
+        steps = Roofline(target.model, target.gpus)
+        changed["target_step_ms"] = [(n, 1e3 * steps.seconds((Segments(n, 1, 0),))) for n in _ROWS]
+        num_seqs = config.target.max_num_seqs
+        cached, empty = (steps.seconds((Segments(num_seqs, 1, tokens),)) for tokens in (mean_context, 0))
+        changed["target_sequence_ms"] = 1e3 * (cached - empty) / num_seqs
+    if draft is not None:
+        steps = Roofline(draft.model, draft.gpus)
+        changed["draft_step_ms"] = [(n, 1e3 * steps.seconds((Segments(n, 1, mean_context),))) for n in _ROWS]
+    simulation = SimulationConfig.model_validate(config.simulation.model_dump() | changed)
+    return config.model_copy(update={"simulation": simulation})
+
+
+def num_kv_blocks(config: Config, target: OnGpus | None, kv_tokens: int | None) -> int:
+    """KV blocks of a target: for `kv_tokens`; or what the weights leave of its GPUs; or as many as a simulated target
+    of `config` has. Raises ConfigurationError when there are none."""
+    size = config.target.block_size
+    if kv_tokens is not None:
+        number = kv_tokens // size
+    elif target is not None:
+        memory = Memory(target.gpus.memory_gb, config.target.memory_utilization, size)
+        budget = Budget((Tenant("target", target.model, 0),), memory)
+        number = int(budget.kv_cache_bytes / (size * target.model.kv_bytes_per_token))
+    else:
+        model = PlannedModel.parse(f"{config.target.model}:bf16")
+        if config.target.kv_cache_bytes is None:
+            raise ConfigurationError("target.kv_cache_bytes is null: give --kv-tokens, or the target's GPUs")
+        number = config.target.kv_cache_bytes // (size * model.kv_bytes_per_token)
+    if number < 1:
+        raise ConfigurationError("the target has no room for a KV block: its weights leave nothing of its memory")
+    return number
+
+
+def dollars_per_hour(config: Config, of_target: float | None, of_draft: float | None) -> float | None:
+    """Of the whole cluster, by what a worker costs; None: unknown."""
+    num_drafts = 0
+    if config.has_draft_workers:
+        num_drafts = config.draft.replicas * (config.target.replicas if config.has_sidecars else 1)
+    if of_target is None or (num_drafts and of_draft is None):
+        return None
+    return config.target.replicas * of_target + num_drafts * (of_draft or 0.0)

@@ -1,0 +1,187 @@
+"""Which requests come when, and how long they are."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from cluster.errors import ConfigurationError
+
+_FIELDS = ("arrival_seconds", "prompt_tokens", "answer_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    seconds: float  # since the beginning
+    prompt_tokens: int
+    answer_tokens: int
+
+
+class Traffic(Protocol):
+    """Requests in the order of their arrival."""
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Those that come whatever becomes of others."""
+
+    def after(self, ended_at: float) -> Arrival | None:
+        """The request that follows one that has ended; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of prompts or answers, any number from the one to the other alike."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise ConfigurationError(f"lengths of {self.least} to {self.most} tokens: write 1 or more, the least first")
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """`N` or `LEAST:MOST`. Raises ConfigurationError."""
+        least, colon, most = text.partition(":")
+        try:
+            return cls(int(least), int(most if colon else least))
+        except ValueError:
+            raise ConfigurationError(f"{text!r} is no number of tokens: write N or LEAST:MOST") from None
+
+    @property
+    def mean(self) -> float:
+        return (self.least + self.most) / 2
+
+    def draw(self, rng: np.random.Generator) -> int:
+        return int(rng.integers(self.least, self.most + 1))
+
+
+class OpenTraffic:
+    """Requests come at random at a rate, whatever becomes of others; independently (Poisson), or in bursts.
+
+    The times between two are gamma-distributed with shape `1 / burstiness`: at 1 exponential, at 4 twice as spread out.
+    """
+
+    def __init__(
+        self,
+        requests_per_second: float,
+        seconds: float,
+        prompts: Lengths,
+        answers: Lengths,
+        seed: int,
+        burstiness: float = 1.0,
+    ) -> None:
+        if not (requests_per_second > 0 and seconds > 0 and burstiness > 0):
+            raise ConfigurationError(
+                f"{requests_per_second:g} requests a second for {seconds:g} s with burstiness {burstiness:g}: all "
+                "three must be above 0"
+            )
+        self._rate, self._seconds, self._burstiness = requests_per_second, seconds, burstiness
+        self._prompts, self._answers, self._seed = prompts, answers, seed
+
+    def arrivals(self) -> Iterator[Arrival]:
+        rng, now = np.random.default_rng(self._seed), 0.0
+        while True:
+            now += rng.gamma(1.0 / self._burstiness, self._burstiness / self._rate)
+            if now >= self._seconds:
+                return
+            yield Arrival(now, self._prompts.draw(rng), self._answers.draw(rng))
+
+    def after(self, ended_at: float) -> Arrival | None:
+        return None
+
+
+class ClosedTraffic:
+    """So many streams, each of which asks again when it has been answered. They begin one after the other, evenly over
+    `ramp_seconds`; each stops asking at `seconds`."""
+
+    def __init__(
+        self,
+        num_streams: int,
+        seconds: float,
+        prompts: Lengths,
+        answers: Lengths,
+        seed: int,
+        ramp_seconds: float = 0.0,
+    ) -> None:
+        if num_streams < 1 or seconds <= 0 or ramp_seconds < 0:
+            raise ConfigurationError(
+                f"{num_streams} streams for {seconds:g} s, begun over {ramp_seconds:g} s: write 1 stream or more, and "
+                "times that are not negative"
+            )
+        self._num_streams, self._seconds, self._ramp_seconds = num_streams, seconds, ramp_seconds
+        self._prompts, self._answers = prompts, answers
+        self._rng = np.random.default_rng(seed)
+
+    def arrivals(self) -> Iterator[Arrival]:
+        for number in range(self._num_streams):
+            yield self._at(self._ramp_seconds * number / self._num_streams)
+
+    def after(self, ended_at: float) -> Arrival | None:
+        return self._at(ended_at) if ended_at < self._seconds else None
+
+    def _at(self, seconds: float) -> Arrival:
+        return Arrival(seconds, self._prompts.draw(self._rng), self._answers.draw(self._rng))
+
+
+class RecordedTraffic:
+    """Requests as they were recorded, sorted by their arrival."""
+
+    def __init__(self, requests: list[Arrival]) -> None:
+        self._requests = sorted(requests, key=lambda request: request.seconds)
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the last arrival."""
+        return self._requests[-1].seconds
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens of a sequence that decodes, on the average of all that are generated."""
+        num_tokens = sum(request.answer_tokens for request in self._requests)
+        return sum(r.answer_tokens * (r.prompt_tokens + r.answer_tokens / 2) for r in self._requests) / num_tokens
+
+    @classmethod
+    def read(cls, file: Path) -> RecordedTraffic:
+        """JSON objects, one a line, with `arrival_seconds`, `prompt_tokens` and `answer_tokens`; other fields are left
+        alone. Raises ConfigurationError."""
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"the trace {file} cannot be read: {error}") from error
+        requests = [_parse(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        if not requests:
+            raise ConfigurationError(f"the trace {file} has no requests: write one JSON object a line")
+        return cls(requests)
+
+    def arrivals(self) -> Iterator[Arrival]:
+        return iter(self._requests)
+
+    def after(self, ended_at: float) -> Arrival | None:
+        return None
+
+
+def _parse(line: str, place: str) -> Arrival:
+    try:
+        entry: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigurationError(f"{place}: {error}") from error
+    missing = [name for name in _FIELDS if not isinstance(entry, dict) or name not in entry]
+    if missing:
+        raise ConfigurationError(f"{place}: {', '.join(missing)} missing: each line is an object with {_FIELDS}")
+    seconds, prompt, answer = (entry[name] for name in _FIELDS)
+    if not (_is_number(seconds) and 0 <= seconds < math.inf):
+        raise ConfigurationError(f"{place}: arrival_seconds is {seconds!r}: write a number from 0 up")
+    for name, value in (("prompt_tokens", prompt), ("answer_tokens", answer)):
+        if type(value) is not int or value < 1:
+            raise ConfigurationError(f"{place}: {name} is {value!r}: write a whole number from 1 up")
+    return Arrival(float(seconds), prompt, answer)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

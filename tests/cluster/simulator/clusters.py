@@ -1,0 +1,35 @@
+"""Clusters in virtual time for the tests."""
+
+from __future__ import annotations
+
+from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.simulator.figures import Figures
+from cluster.simulator.overheads import NOTHING
+from cluster.simulator.traffic import ClosedTraffic, Lengths, Traffic
+
+PROMPTS, ANSWERS = Lengths(16, 48), Lengths(32, 96)
+
+
+def config_of(*settings: str) -> Config:
+    own = ("target.engine=simulated", "draft.drafter=simulated", "target.enable_prefix_caching=false")
+    return load_config(None, [*own, *settings])
+
+
+def streams(number: int, seconds: float, seed: int = 0) -> ClosedTraffic:
+    return ClosedTraffic(number, seconds, PROMPTS, ANSWERS, seed)
+
+
+def ran(
+    traffic: Traffic, *settings: str, num_blocks: int = 100_000, span: Span | None = None, seed: int = 0
+) -> SimulatedCluster:
+    cluster = SimulatedCluster(config_of(*settings), traffic, num_blocks, span or Span(10.0, 60.0), seed, NOTHING)
+    cluster.run()
+    return cluster
+
+
+def figures_of(number: int, *settings: str, seconds: float = 60.0, seed: int = 0) -> Figures:
+    """Of so many streams, after a quarter of the time."""
+    span = Span(seconds / 4, seconds, is_cut=True)
+    return ran(streams(number, seconds, seed), *settings, span=span, seed=seed).figures()

@@ -1,0 +1,149 @@
+"""A cluster in virtual time: what must hold of every run, and arithmetic that can be done by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cluster.errors import ConfigurationError
+from cluster.simulation.steps import StepCurve
+from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.simulator.traffic import Arrival, ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
+from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of, figures_of, ran, streams
+
+SLOW_DRAFT = "simulation.draft_step_ms=[[1,10],[16,20]]"
+
+
+def test_the_same_seed_gives_the_same_figures() -> None:
+    first, again, other = (figures_of(6, "target.replicas=2", seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("speculation.num_speculative_tokens=0",),
+        ("speculation.controller=threshold",),
+        ("speculation.controller=fixed", SLOW_DRAFT),
+        ("target.replicas=3", "draft.replicas=2", SLOW_DRAFT),
+        ("target.replicas=2", "draft.placement=sidecar"),
+        ("simulation.round_trip_ms=120",),
+        ("draft.max_num_seqs=2",),
+        ("simulation.acceptance=[0.9, 0.5]", "speculation.max_run_ahead=0"),
+        ("simulation.acceptance=0",),
+        ("simulation.acceptance=1",),
+        ("simulation.acceptance_schedule=[[0,0.9],[15,0.1]]",),
+    ],
+    ids=str,
+)
+def test_every_request_is_answered_whole_and_no_block_is_left_behind(settings: tuple[str, ...]) -> None:
+    cluster = ran(OpenTraffic(3.0, 30.0, PROMPTS, ANSWERS, seed=1), *settings)
+    figures, recorder = cluster.figures(), cluster.recorder
+    assert figures.num_finished == figures.num_requests == len(recorder.answer_tokens) > 50
+    assert recorder.num_tokens == sum(recorder.answer_tokens)
+    assert cluster.num_blocks_in_use == 0
+    assert all(
+        a <= b <= c for a, b, c in zip(recorder.arrived_at, recorder.first_at, recorder.finished_at, strict=True)
+    )
+
+
+def test_what_does_not_fit_in_memory_waits_or_is_preempted_and_is_answered() -> None:
+    traffic = OpenTraffic(6.0, 20.0, PROMPTS, ANSWERS, seed=2)
+    cluster = ran(traffic, num_blocks=30)
+    figures = cluster.figures()
+    assert figures.num_finished == figures.num_requests
+    assert cluster.recorder.num_tokens == sum(cluster.recorder.answer_tokens)
+    assert figures.targets[0].num_preemptions > 0
+    assert 0.9 < figures.targets[0].kv_used <= 1.0
+    assert cluster.num_blocks_in_use == 0
+
+
+def test_too_many_at_once_and_what_never_fits_are_refused() -> None:
+    requests = [Arrival(0.0, 20, 20) for _ in range(5)] + [Arrival(9.0, 1000, 1)]
+    cluster = ran(RecordedTraffic(requests), "router.max_waiting_requests=3", num_blocks=20)
+    assert [cluster.recorder.is_refused[number] for number in range(6)] == [False] * 3 + [True] * 3
+    assert cluster.figures().num_finished == 3
+
+
+def test_without_speculation_it_is_plain_arithmetic() -> None:
+    """Alone a sequence takes its prompt's steps and one of a row for every other token."""
+    curve = ((1, 10.0), (8, 14.0), (512, 400.0))
+    settings = ("speculation.num_speculative_tokens=0", f"simulation.target_step_ms={[list(p) for p in curve]}")
+    requests = [Arrival(0.0, 6, 50), Arrival(5.0, 12, 1), Arrival(6.0, 40, 20)]
+    cluster = ran(RecordedTraffic(requests), *settings, "target.max_prefill_ms=null", span=Span(0.0, 10.0))
+    step = StepCurve(curve).at
+    recorder = cluster.recorder
+    took = [end - start for start, end in zip(recorder.arrived_at, recorder.finished_at, strict=True)]
+    assert took == pytest.approx([step(6) + 49 * step(1), step(12), step(40) + 19 * step(1)], abs=1e-12)
+    assert cluster.figures().mean_k == 0.0
+
+
+def test_a_saturated_cluster_of_twice_the_targets_gives_twice_the_tokens() -> None:
+    one = figures_of(32, "target.max_num_seqs=16", "speculation.num_speculative_tokens=0")
+    two = figures_of(64, "target.max_num_seqs=16", "speculation.num_speculative_tokens=0", "target.replicas=2")
+    assert two.tokens_per_second == pytest.approx(2 * one.tokens_per_second, rel=0.03)
+
+
+def test_drafts_that_are_always_right_commit_k_and_one_more() -> None:
+    figures = figures_of(1, "simulation.acceptance=1", "speculation.controller=fixed")
+    assert figures.acceptance == pytest.approx(1.0, abs=0.02)  # those beyond an answer's end are not committed
+    assert figures.tokens_a_round == pytest.approx(1 + figures.mean_k, abs=0.1)
+    assert figures.mean_k > 3.5
+
+
+def test_acceptance_is_what_was_configured() -> None:
+    figures = figures_of(4, "simulation.acceptance=[0.8, 0.5]", "speculation.controller=fixed", seconds=300.0)
+    survival = (0.8, 0.4, 0.2, 0.1)
+    assert figures.acceptance == pytest.approx(sum(survival) / 4, rel=0.05)
+
+
+def test_k_shrinks_where_the_draft_is_shared_and_slow() -> None:
+    apart = figures_of(8, "target.replicas=2", "draft.replicas=2", "simulation.draft_step_ms=[[1,1],[16,2]]")
+    shared = figures_of(8, "target.replicas=2", SLOW_DRAFT)
+    assert shared.mean_k < 0.5 * apart.mean_k
+    plain = figures_of(8, "target.replicas=2", "speculation.num_speculative_tokens=0")
+    assert shared.tokens_per_second > 0.95 * plain.tokens_per_second
+
+
+def test_speculation_comes_back_when_drafts_become_good() -> None:
+    traffic = streams(1, 80.0)
+    schedule = "simulation.acceptance_schedule=[[0,0.02],[30,0.9]]"
+    figures = ran(traffic, schedule, span=Span(0.0, 80.0, is_cut=True)).figures()
+    course = [interval.mean_k for interval in figures.intervals]
+    assert course[2] < 0.3
+    assert course[-1] > 2.0
+
+
+def test_more_round_trip_makes_rounds_slower() -> None:
+    rates = [figures_of(1, f"simulation.round_trip_ms={ms}").tokens_per_second for ms in (0, 10, 40)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 1.1 * rates[2]
+
+
+def test_cost_follows_from_the_price() -> None:
+    cluster = ran(streams(4, 30.0), span=Span(5.0, 30.0, is_cut=True))
+    figures = cluster.figures(dollars_per_hour=36.0)
+    assert figures.dollars_per_million_tokens == pytest.approx(0.01 / figures.tokens_per_second * 1e6)
+
+
+def test_nobody_asks_and_nothing_happens() -> None:
+    figures = ran(ClosedTraffic(1, 1e-6, Lengths(1, 1), Lengths(1, 1), 0), span=Span(1.0, 2.0)).figures()
+    assert figures.first_token is None
+    assert figures.tokens_per_second == 0.0
+    assert not math.isnan(figures.mean_k)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("speculation.tree_width=2", "speculation.tree_width 2"),
+        ("draft.placement=in-process", "draft.placement in-process"),
+        ("target.max_num_batched_tokens=8", "max_num_batched_tokens 8 is less than"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(setting: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        SimulatedCluster(config_of(setting), streams(1, 1.0), 100, Span(0.0, 1.0))
