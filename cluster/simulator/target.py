@@ -50,6 +50,7 @@ class Link:
     way_seconds: float
     model: str = "simulated"
     expected_round_trip: float | None = None
+    address: str = ""  # nothing is dialled
 
     def send(self, request: object) -> None:
         """Messages are columns: nothing is handed over."""
