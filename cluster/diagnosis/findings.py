@@ -14,10 +14,11 @@ from cluster.diagnosis.measurements import Examination
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 
-# A draft fits when it costs less of a target step, commits at least so many tokens a round of five, and ...
+# A draft fits when it costs less of a target step, commits at least so many tokens a round of five, and is accepted
+# more often than where the published controller takes two draft tokens away; ...
 MAX_COST_RATIO = 0.15
 MIN_TOKENS_PER_ROUND = 2.0
-MIN_ACCEPTANCE = 0.5
+MIN_ACCEPTANCE = 0.6
 _RULE_DEPTH = 5
 # ... what is promised of a better one is what a distilled 1B draft gives a 70B target: 0.8 ms beside 12.5, .82.
 GOOD_COST_RATIO = 0.8 / 12.5
@@ -109,11 +110,12 @@ def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
 
 def _acceptance(now: Speed, rate: Rate) -> Iterator[Finding]:
     tokens = now.tokens_per_round(_RULE_DEPTH)
-    if tokens < MIN_TOKENS_PER_ROUND:
+    acceptance = now.acceptance(_RULE_DEPTH)
+    if tokens < MIN_TOKENS_PER_ROUND or acceptance <= MIN_ACCEPTANCE:
         yield Finding(
             "low acceptance",
-            f"{tokens:.2f} tokens a round of {_RULE_DEPTH}, the first draft token accepted {now.survival_at(1):.2f}; a "
-            f"draft that suits has {MIN_TOKENS_PER_ROUND:g} and more",
+            f"{tokens:.2f} tokens a round of {_RULE_DEPTH}, {100 * acceptance:.0f} % accepted of the draft tokens that are "
+            f"looked at; a draft that suits has {MIN_TOKENS_PER_ROUND:g} and more, and over {100 * MIN_ACCEPTANCE:.0f} %",
             "another draft (`outrider distill` trains one on your prompts), or ngram or self-int4 for draft.drafter; "
             "until then a smaller k",
             rate(now.accepting(GOOD_ACCEPTANCE)),

@@ -64,6 +64,11 @@ class Speed:
     def tokens_per_round(self, depth: int) -> float:
         return 1.0 + sum(self.survival_at(place) for place in range(1, depth + 1))
 
+    def acceptance(self, depth: int) -> float:
+        """Of the draft tokens of rounds so deep whose predecessors were all accepted."""
+        num_tested = self.tokens_per_round(depth - 1)
+        return (self.tokens_per_round(depth) - 1.0) / num_tested
+
     def wait_seconds(self, depth: int) -> float:
         return self.wait_share * (depth * self.draft_seconds + self.round_trip_seconds) if depth else 0.0
 

@@ -10,6 +10,7 @@ from cluster.diagnosis.findings import GOOD_ACCEPTANCE, MAX_COST_RATIO, MIN_ACCE
 from cluster.diagnosis.measurements import Examination, Measured
 from cluster.diagnosis.speed import Speed
 from cluster.diagnosis.waterfall import Waterfall
+from services.doctor.examine import TOLD_DEPTH
 from services.doctor.workers import ClusterFacts, WorkerFacts
 
 _BAR_WIDTH = 30
@@ -65,10 +66,9 @@ class Report:
             f"  a draft step takes {1e3 * speed.draft_seconds:.2f} ms, {100 * ratio:.1f} % of a target's "
             f"({1e3 * speed.step_seconds(0):.2f}); it should be under {100 * MAX_COST_RATIO:.0f} %"
         )
-        first = speed.survival_at(1)
         rows.append(
-            f"  the first draft token is accepted {first:.2f}; it should be {MIN_ACCEPTANCE:g} at least, and "
-            f"{GOOD_ACCEPTANCE:g} is good; "
+            f"  {speed.acceptance(TOLD_DEPTH):.2f} of the draft tokens that are looked at are accepted; it should be over "
+            f"{MIN_ACCEPTANCE:g}, and {GOOD_ACCEPTANCE:g} is good; "
             + ("at no acceptance would drafts pay" if even is None else f"below {even:.2f} no k would pay")
         )
         return "\n".join(rows)
