@@ -114,8 +114,8 @@ def _acceptance(now: Speed, rate: Rate) -> Iterator[Finding]:
     if tokens < MIN_TOKENS_PER_ROUND or acceptance <= MIN_ACCEPTANCE:
         yield Finding(
             "low acceptance",
-            f"{tokens:.2f} tokens a round of {_RULE_DEPTH}, {100 * acceptance:.0f} % accepted of the draft tokens that are "
-            f"looked at; a draft that suits has {MIN_TOKENS_PER_ROUND:g} and more, and over {100 * MIN_ACCEPTANCE:.0f} %",
+            f"{tokens:.2f} tokens a round of {_RULE_DEPTH}, {100 * acceptance:.0f} % accepted of the draft tokens that "
+            f"are looked at; a draft that suits has {MIN_TOKENS_PER_ROUND:g} and over {100 * MIN_ACCEPTANCE:.0f} %",
             "another draft (`outrider distill` trains one on your prompts), or ngram or self-int4 for draft.drafter; "
             "until then a smaller k",
             rate(now.accepting(GOOD_ACCEPTANCE)),

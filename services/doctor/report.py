@@ -67,8 +67,8 @@ class Report:
             f"({1e3 * speed.step_seconds(0):.2f}); it should be under {100 * MAX_COST_RATIO:.0f} %"
         )
         rows.append(
-            f"  {speed.acceptance(TOLD_DEPTH):.2f} of the draft tokens that are looked at are accepted; it should be over "
-            f"{MIN_ACCEPTANCE:g}, and {GOOD_ACCEPTANCE:g} is good; "
+            f"  {speed.acceptance(TOLD_DEPTH):.2f} of the draft tokens that are looked at are accepted; it should be "
+            f"over {MIN_ACCEPTANCE:g}, and {GOOD_ACCEPTANCE:g} is good; "
             + ("at no acceptance would drafts pay" if even is None else f"below {even:.2f} no k would pay")
         )
         return "\n".join(rows)
