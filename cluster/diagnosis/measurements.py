@@ -81,6 +81,11 @@ class Counts:
         """The acceptance length."""
         return 1.0 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
 
+    def prompt_seconds(self, decode_seconds: float) -> float:
+        """That prompts add to steps, for each token that is committed; a step without drafts takes `decode_seconds`."""
+        added = max(0.0, self.prefill.seconds - self.prefill.count * decode_seconds)
+        return added / self.num_tokens if self.num_tokens else 0.0
+
     @property
     def mean_waiting(self) -> float:
         """Sequences that waited for blocks."""
@@ -159,11 +164,20 @@ class Examination:
         return self.auto.counts.num_preemptions > 0 or self.auto.counts.mean_waiting > 0.5
 
     @property
-    def longest(self) -> Measured:
-        """Of the fixed depths that were reached, the deepest. Where drafts come too late rounds have fewer."""
-        by_depth = sorted(self.fixed, key=lambda one: one.workload.num_speculative_tokens or 0)
-        reached = [one for one in by_depth if one.has_reached_its_depth]
-        return reached[-1] if reached else by_depth[0]
+    def told(self) -> Measured:
+        """Of the fixed depths that were reached, the fastest. Where drafts come too late rounds have fewer."""
+        reached = [one for one in self.fixed if one.has_reached_its_depth]
+        return max(reached or self.fixed, key=lambda one: one.counts.tokens_per_second)
+
+    @property
+    def network_seconds(self) -> float:
+        """Between asking for drafts and having them, what is not drafting, with one stream.
+
+        With several a link's answers overlap, and the shortest says nothing; and it has a step of the drafter in it.
+        """
+        alone = self.alone.counts
+        not_drafting = alone.wait_a_step - alone.mean_depth * alone.draft.mean_seconds
+        return max(0.0, min(self.alone.round_trip_seconds, not_drafting))
 
     @property
     def survival(self) -> tuple[float, ...]:

@@ -1,9 +1,9 @@
 """Tokens a second of a cluster from what its rounds take, and so what another draft, network or cache would give.
 
-    n E(k) / (step(n (1 + k)) + wait(k) + overhead)    E(k) = 1 + s_1 + ... + s_k, for n sequences in a step
+    1 / rate = (step(n (1 + k)) + wait(k) + rest) / (n E(k)) + prompts      E(k) = 1 + s_1 + ... + s_k
 
-s_j is how often a draft at depth j is committed. It is the formula of `cluster.speculation.theory` with measured parts:
-acceptance by position, the step's time over its rows, and what is neither drafting nor a step.
+for n sequences in a step, where s_j is how often a draft at depth j is committed and `prompts` what those take for each
+token of an answer. It is the formula of `cluster.speculation.theory` with measured parts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from cluster.diagnosis.measurements import Examination, StepCurve
 
 MAX_DEPTH = 16
+_MAX_WAIT_SHARE = 2.0  # above it something else was waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +26,31 @@ class Speed:
     draft_seconds: float  # of a draft step, for all sequences
     round_trip_seconds: float
     wait_share: float  # of drafting and round trip, what a step waits
-    overhead_seconds: float  # of a step's time, what is neither the step nor the wait
+    rest_seconds: float  # of a round, what is neither the step nor the wait
+    prompt_seconds: float  # for each token of an answer
     step_factor: float = 1.0
 
     @classmethod
     def of(cls, found: Examination) -> Speed:
-        plain, longest = found.plain.counts, found.longest
-        depth = longest.counts.mean_depth
-        draft_seconds = longest.counts.draft.mean_seconds
-        asked = depth * draft_seconds + longest.round_trip_seconds
-        points = [(found.plain.counts.mean_batch, plain.decode.mean_seconds)]
+        plain, told = found.plain.counts, found.told.counts
+        decode = plain.decode.mean_seconds
+        points = [(plain.mean_batch, decode)]
         points += [
             (one.counts.mean_batch * (1.0 + one.counts.mean_depth), one.counts.verify.mean_seconds)
             for one in found.fixed
             if one.counts.verify.count
         ]
-        batch = plain.mean_batch
-        overhead = max(0.0, batch / max(plain.tokens_per_second, 1e-9) - plain.decode.mean_seconds)
+        asked = told.mean_depth * told.draft.mean_seconds + found.network_seconds
+        plain_token = 1.0 / max(plain.tokens_per_second, 1e-9) - plain.prompt_seconds(decode)
         return cls(
-            num_sequences=batch,
+            num_sequences=plain.mean_batch,
             survival=found.survival,
             steps=StepCurve(points),
-            draft_seconds=draft_seconds,
-            round_trip_seconds=longest.round_trip_seconds,
-            wait_share=min(longest.counts.wait_a_step / asked, 2.0) if asked > 0 else 1.0,
-            overhead_seconds=overhead,
+            draft_seconds=told.draft.mean_seconds,
+            round_trip_seconds=found.network_seconds,
+            wait_share=min(told.wait_a_step / asked, _MAX_WAIT_SHARE) if asked > 0 else 1.0,
+            rest_seconds=max(0.0, plain.mean_batch * plain_token - decode),
+            prompt_seconds=told.prompt_seconds(decode),
         )
 
     def survival_at(self, depth: int) -> float:
@@ -77,8 +78,8 @@ class Speed:
 
     def rate(self, depth: int) -> float:
         """Tokens a second with so many draft tokens for every sequence."""
-        seconds = self.step_seconds(depth) + self.wait_seconds(depth) + self.overhead_seconds
-        return self.num_sequences * self.tokens_per_round(depth) / seconds
+        seconds = self.step_seconds(depth) + self.wait_seconds(depth) + self.rest_seconds
+        return 1.0 / (seconds / (self.num_sequences * self.tokens_per_round(depth)) + self.prompt_seconds)
 
     def best_depth(self) -> int:
         return max(range(MAX_DEPTH + 1), key=self.rate)

@@ -46,12 +46,12 @@ class Thought:
     equal_acceptance: float  # were drafts sampled at the target's temperature
 
 
-def waterfall(plain: Measured, drafted: Measured, thought: Thought) -> Waterfall:
+def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seconds: float) -> Waterfall:
     """`drafted`: with one k for all, at the load and temperature of `plain`."""
     without, with_drafts = plain.counts, drafted.counts
     k = max(1, round(with_drafts.mean_depth))
     decode, verify = without.decode.mean_seconds, with_drafts.verify.mean_seconds
-    net = drafted.round_trip_seconds
+    net = network_seconds
 
     def formula(acceptance: float, draft_seconds: float) -> float:
         return speedup(acceptance, k, RoundCosts(draft_seconds, decode, net))

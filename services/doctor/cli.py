@@ -150,7 +150,7 @@ def examine_cluster(
     told = min(found.fixed, key=lambda one: abs((one.workload.num_speculative_tokens or 0) - TOLD_DEPTH))
     thought = thought_of(found.alone, told, equal=_equal_acceptance(found, config), earlier=earlier_acceptance)
     wrong = [*findings(found), *check_programs(facts)]
-    return Report(facts, found, wrong, waterfall(found.plain, told, thought))
+    return Report(facts, found, wrong, waterfall(found.plain, told, thought, found.network_seconds))
 
 
 def _equal_acceptance(found: Examination, config: Config) -> float | None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.diagnosis.findings import GOOD_ACCEPTANCE, GOOD_COST_RATIO, findings
+from cluster.diagnosis.findings import GOOD_ACCEPTANCE, findings
 from cluster.diagnosis.measurements import StartTimes, StepCurve
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
@@ -22,7 +22,7 @@ SICK = {
 }
 MENDED = {
     "low acceptance": {"acceptance": GOOD_ACCEPTANCE},
-    "draft the bottleneck": {"draft_seconds": GOOD_COST_RATIO * HEALTHY.decode_seconds},
+    "draft the bottleneck": {"draft_seconds": 0.0},
     "network dominates": {"round_trip_seconds": LOCAL_ROUND_TRIP_SECONDS},
     "KV cache exhausted": {"num_running": 8},
 }

@@ -13,7 +13,9 @@ CLUSTER = FormulaCluster(row_seconds=0.0004)
 
 def fall(cluster: FormulaCluster, *, equal: float | None = None, earlier: float | None = None) -> Waterfall:
     plain, drafted = cluster.measured(0), cluster.measured(5)
-    return waterfall(plain, drafted, thought_of(cluster.measured(5, streams=1), drafted, equal=equal, earlier=earlier))
+    return waterfall(
+        plain, drafted, thought_of(cluster.measured(5, streams=1), drafted, equal=equal, earlier=earlier), 0.0005
+    )
 
 
 def test_it_begins_at_the_formula_and_ends_at_what_was_measured() -> None:
@@ -37,7 +39,9 @@ def test_each_cause_takes_what_it_costs() -> None:
 
 def test_a_draft_that_is_slower_beside_others_is_told_apart() -> None:
     plain, drafted = CLUSTER.measured(0), replace(CLUSTER, draft_seconds=0.002).measured(5)
-    found = waterfall(plain, drafted, thought_of(CLUSTER.measured(5, streams=1), drafted, equal=None, earlier=None))
+    found = waterfall(
+        plain, drafted, thought_of(CLUSTER.measured(5, streams=1), drafted, equal=None, earlier=None), 0.0005
+    )
     losses = {stage.cause: stage.loss for stage in found.stages}
     costs = [RoundCosts(seconds, 0.020, 0.0005) for seconds in (0.0005, 0.002)]
     assert losses["draft slower than thought"] == pytest.approx(speedup(0.8, 5, costs[0]) - speedup(0.8, 5, costs[1]))
