@@ -34,7 +34,7 @@ MAX_NUM_SEQS = 256
 class _Link:
     """Keeps what was sent since the last time."""
 
-    model, expected_round_trip = "", None
+    address, model, expected_round_trip = "draft", "", None
 
     def __init__(self) -> None:
         self._request = SpeculateRequest()
