@@ -73,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON lines with arrival_seconds, prompt_tokens and answer_tokens, from which --seconds follow too",
     )
-    traffic.add_argument("--seconds", type=above_zero(float), metavar="S", help="for which requests come; default 60")
+    traffic.add_argument(
+        "--seconds",
+        type=above_zero(float),
+        metavar="S",
+        help="for which requests come, and that are looked at; default 60",
+    )
     traffic.add_argument("--prompt-tokens", default="512", metavar="N[:N]", help="or from the one to the other")
     traffic.add_argument("--answer-tokens", default="256", metavar="N[:N]", help="likewise; default 256")
     traffic.add_argument(
@@ -183,5 +188,7 @@ def _traffic(arguments: argparse.Namespace) -> tuple[Traffic, Span, float]:
         )
     warm_up = seconds / 10 if arguments.warm_up is None else arguments.warm_up
     if warm_up >= seconds:
-        raise ConfigurationError(f"a warm-up of {warm_up:g} s leaves nothing of {seconds:g} s: shorten it")
+        raise ConfigurationError(
+            f"a warm-up of {warm_up:g} s leaves nothing of {seconds:g} s: shorten it, or give --seconds"
+        )
     return traffic, Span(warm_up, seconds, arguments.interval, is_cut=arguments.streams is not None), mean_context
