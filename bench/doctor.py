@@ -56,7 +56,7 @@ def _sicknesses(pair: Path, folder: Path) -> list[Sickness]:
         *(Sickness("network dominates", f"{ms} ms", (f"simulation.round_trip_ms={ms}",)) for ms in (8, 25)),
         *(
             Sickness("KV cache exhausted", f"{blocks} blocks", (f"target.kv_cache_bytes={blocks * block}",), 8)
-            for blocks in (80, 40)
+            for blocks in (56, 32)
         ),
         *(
             Sickness("threads oversubscribed", f"{threads} threads", (f"target.threads={threads}",))

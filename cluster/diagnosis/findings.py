@@ -24,7 +24,7 @@ _RULE_DEPTH = 5
 GOOD_ACCEPTANCE = 0.82
 _LEAST_LOSS = 0.05  # that is told of: less is within what two measurements of one cluster differ by
 _SHARE_OF_A_STEP = 0.05  # what a round trip may take of one without being looked at
-_FULL_SHARE = 0.9  # of the streams that are in steps; others wait to be admitted
+_FULL_SHARE = 0.95  # of the streams that are in steps; others wait to be admitted
 _REFUSED_SHARE = 0.05  # of the steps, in which a sequence was refused
 
 Rate = Callable[[Speed], float]
