@@ -78,7 +78,7 @@ def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
         return
     yield Finding(
         "threads oversubscribed",
-        f"more threads compute than there are cores: a step of one row took {1e3 * own:.1f} ms at start, "
+        f"more threads compute than there are cores: a step of 16 rows took {1e3 * own:.1f} ms at start, "
         f"with one thread a core {1e3 * fitting:.1f}",
         "set target.threads to null (one a core), and give each worker cores of its own",
         rate(replace(now, step_factor=fitting / own)),

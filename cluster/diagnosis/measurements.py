@@ -141,7 +141,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """A step of one row as the target timed it at its start; seconds. None: it did not."""
+    """A step of 16 rows, as of verifying, as the target timed it at its start; seconds. None: it did not."""
 
     own: float | None = None
     fitting: float | None = None  # with one thread a core, where it has more

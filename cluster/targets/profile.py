@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+TOLD_ROWS = (1, 16)  # whose times are told: a decode step of a sequence, and a verify step of some
 _REPEATS = 3
 _MAX_SECONDS = 1.5
 

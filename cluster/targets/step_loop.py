@@ -32,7 +32,7 @@ from cluster.targets.base import (
 )
 from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.heartbeat import Heartbeat
-from cluster.targets.profile import profile_steps
+from cluster.targets.profile import TOLD_ROWS, profile_steps
 from cluster.targets.scoring import Scoring
 from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 
@@ -79,8 +79,8 @@ class StepLoop(Target):
         self._num_committed_tokens = 0
         self._num_failed_steps = 0
         self._num_failed_in_row = 0
-        self._row_seconds: float | None = None  # of a step of one row, as timed at start
-        self._fitting_row_seconds: float | None = None  # the same with fewer threads, where there are too many
+        # Seconds of a step over its rows, as timed at start: as it is, and with fewer threads where there are too many.
+        self._start_seconds: dict[str, dict[int, float]] = {}
         self._thread: threading.Thread | None = None
 
     # What an engine adds; called from the step loop's thread.
@@ -104,9 +104,9 @@ class StepLoop(Target):
     def _time_step(self, num_rows: int) -> float | None:
         """Seconds that a step of `num_rows` rows takes, tried before the first request; None when it cannot be."""
 
-    def _time_fitting_step(self) -> float | None:
-        """Seconds of a step of one row with a thread a core, where more compute than there are cores; else None."""
-        return None
+    def _time_fitting_steps(self) -> dict[int, float]:
+        """Where more threads compute than there are cores, seconds of steps of `TOLD_ROWS` with one a core."""
+        return {}
 
     def _recovers(self) -> bool:
         """Whether steps can go on after one that failed."""
@@ -180,10 +180,12 @@ class StepLoop(Target):
         yield Reading("outrider_failed_steps", failed, self._num_failed_steps, is_counter=True)
         stuck = "1 while the engine has work and stands still."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
-        row = "A step of one row, timed at start: as it is, and with one thread a core where there are more."
-        for threads, seconds in (("own", self._row_seconds), ("fitting", self._fitting_row_seconds)):
-            if seconds is not None:
-                yield Reading("outrider_start_step_seconds", row, seconds, labels={"threads": threads})
+        timed = "A step of so many rows, timed at start: as it is, and with one thread a core where there are more."
+        for threads, times in self._start_seconds.items():
+            for rows in TOLD_ROWS:
+                if rows in times:
+                    labels = {"threads": threads, "rows": str(rows)}
+                    yield Reading("outrider_start_step_seconds", timed, times[rows], labels=labels)
         yield from self._queue_time.readings()
         yield from self._scheduler.readings()
         yield from self._blocks.readings()
@@ -212,16 +214,18 @@ class StepLoop(Target):
     def profile(self) -> None:
         """What steps take, before the first request."""
         if self._speculation.num_speculative_tokens or self.limits.max_prefill_seconds is not None:
+            fitting = self._time_fitting_steps()  # before: threads that were made once stay, and are in the way
             times = list(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
             self._coordinator.know_step_times(times)
             self._scheduler.pace.know(times)
-            self._row_seconds, self._fitting_row_seconds = dict(times).get(1), self._time_fitting_step()
-            if self._row_seconds is not None and self._fitting_row_seconds is not None:
+            self._start_seconds = {"own": dict(times), "fitting": fitting}
+            for rows in fitting.keys() & dict(times).keys():
                 logger.warning(
-                    "more threads compute than there are cores: a step of one row takes %.1f ms, with one a core %.1f; "
+                    "more threads compute than there are cores: a step of %d rows takes %.1f ms, with one a core %.1f; "
                     "set target.threads to null",
-                    1e3 * self._row_seconds,
-                    1e3 * self._fitting_row_seconds,
+                    rows,
+                    1e3 * dict(times)[rows],
+                    1e3 * fitting[rows],
                 )
 
     def run_step(self, publish: Publish) -> bool:

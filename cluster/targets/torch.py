@@ -22,6 +22,7 @@ from cluster.speculation.scoring import token_logprobs
 from cluster.speculation.token_counts import TokenCounts
 from cluster.targets.base import GenerationRequest, TargetModel
 from cluster.targets.generation import Generation, Scheduled
+from cluster.targets.profile import TOLD_ROWS
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
 
@@ -85,14 +86,18 @@ class TorchTarget(StepLoop):
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         self._runner.keep(block_table, start, nodes)
 
-    def _time_fitting_step(self) -> float | None:
+    def _time_fitting_steps(self) -> dict[int, float]:
         num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         if self._runner.model.device.type != "cpu" or num_threads <= num_cores:
-            return None
+            return {}
         torch.set_num_threads(num_cores)
-        times = [self._time_step(1) for _ in range(_FITTING_REPEATS)]
+        found = {}
+        for rows in TOLD_ROWS:
+            times = [seconds for _ in range(_FITTING_REPEATS) if (seconds := self._time_step(rows)) is not None]
+            if times:
+                found[rows] = min(times)
         torch.set_num_threads(num_threads)
-        return min((seconds for seconds in times if seconds is not None), default=None)
+        return found
 
     def _time_step(self, num_rows: int) -> float | None:
         blocks = self._runner.blocks

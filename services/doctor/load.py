@@ -58,9 +58,11 @@ class LoadMaker:
         return grown
 
     def start_times(self) -> StartTimes:
-        """Of the first target that has timed a step at its start."""
+        """Of steps of 16 rows of the first target that has timed some at its start."""
         for page in self.facts.target_pages(self.context):
-            own, fitting = (page.find("outrider_start_step_seconds", threads=threads) for threads in ("own", "fitting"))
+            own, fitting = (
+                page.find("outrider_start_step_seconds", threads=threads, rows="16") for threads in ("own", "fitting")
+            )
             if own is not None:
                 return StartTimes(own, fitting)
         return StartTimes()
