@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+_ALIKE = 1.25  # numbers of rows
 _REACHED_SHARE = 0.8  # of the draft tokens that were asked for: an answer's last rounds have fewer
 
 
@@ -99,21 +100,26 @@ class Counts:
 class StepCurve:
     """Seconds of a target's step over its rows: linear between what was measured, and on as between the last two."""
 
-    def __init__(self, points: Iterable[tuple[float, float]]) -> None:
-        """`points`: rows and seconds; at least one."""
-        known = sorted(points)
-        self._rows = [rows for rows, _ in known]
+    def __init__(self, steps: Iterable[tuple[float, Steps]]) -> None:
+        """`steps`: with their mean rows; at least some. Those of about as many rows are taken together."""
+        together: list[tuple[float, Steps]] = []  # rows, summed over the steps
+        for rows, some in sorted((one for one in steps if one[1].count), key=lambda one: one[0]):
+            if together and rows < _ALIKE * together[-1][0] / together[-1][1].count:
+                before, those = together.pop()
+                together.append((before + rows * some.count, those + some))
+            else:
+                together.append((rows * some.count, some))
+        self._rows = [rows / some.count for rows, some in together]
         self._seconds: list[float] = []
-        for _, seconds in known:  # more rows never cost less: what is less is noise
-            self._seconds.append(max(seconds, self._seconds[-1] if self._seconds else 0.0))
+        for _, some in together:  # more rows never cost less: what is less is noise
+            self._seconds.append(max(some.mean_seconds, self._seconds[-1] if self._seconds else 0.0))
 
     def at(self, rows: float) -> float:
         if len(self._rows) == 1 or rows <= self._rows[0]:
             return self._seconds[0]
         right = min(bisect.bisect_left(self._rows, rows), len(self._rows) - 1)
         left = right - 1
-        width = self._rows[right] - self._rows[left]
-        slope = (self._seconds[right] - self._seconds[left]) / width if width > 1e-9 else 0.0
+        slope = (self._seconds[right] - self._seconds[left]) / (self._rows[right] - self._rows[left])
         return self._seconds[left] + slope * (rows - self._rows[left])
 
 

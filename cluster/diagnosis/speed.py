@@ -34,18 +34,16 @@ class Speed:
     def of(cls, found: Examination) -> Speed:
         plain, told = found.plain.counts, found.told.counts
         decode = plain.decode.mean_seconds
-        points = [(plain.mean_batch, decode)]
-        points += [
-            (one.counts.mean_batch * (1.0 + one.counts.mean_depth), one.counts.verify.mean_seconds)
-            for one in found.fixed
-            if one.counts.verify.count
-        ]
+        steps = [(plain.mean_batch, plain.decode)]
+        for one in (*found.fixed, found.auto):
+            counts = one.counts
+            steps.append((counts.mean_batch * (1.0 + counts.mean_depth), counts.verify))
         asked = told.mean_depth * told.draft.mean_seconds + found.network_seconds
         plain_token = 1.0 / max(plain.tokens_per_second, 1e-9) - plain.prompt_seconds(decode)
         return cls(
             num_sequences=plain.mean_batch,
             survival=found.survival,
-            steps=StepCurve(points),
+            steps=StepCurve(steps),
             draft_seconds=told.draft.mean_seconds,
             round_trip_seconds=found.network_seconds,
             wait_share=min(told.wait_a_step / asked, _MAX_WAIT_SHARE) if asked > 0 else 1.0,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.diagnosis.findings import GOOD_ACCEPTANCE, findings
-from cluster.diagnosis.measurements import StartTimes, StepCurve
+from cluster.diagnosis.measurements import StartTimes, StepCurve, Steps
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from tests.cluster.diagnosis.clusters import FormulaCluster
@@ -71,7 +71,12 @@ def test_break_even_acceptance_is_where_speculation_begins_to_pay() -> None:
 
 
 def test_a_curve_of_steps_never_falls_and_goes_on() -> None:
-    curve = StepCurve([(4, 0.02), (8, 0.019), (16, 0.03)])
+    curve = StepCurve([(4, Steps(10, 0.2)), (8, Steps(10, 0.19)), (16, Steps(10, 0.3)), (2, Steps())])
     assert curve.at(1) == curve.at(4) == curve.at(8) == 0.02
     assert curve.at(12) == pytest.approx(0.025)
     assert curve.at(24) == pytest.approx(0.04)
+
+
+def test_steps_of_about_as_many_rows_are_taken_together() -> None:
+    curve = StepCurve([(8, Steps(10, 0.1)), (20, Steps(10, 0.2)), (22, Steps(30, 1.0))])
+    assert curve.at(21.5) == pytest.approx(0.03)
