@@ -149,7 +149,7 @@ class Planner:
         batches = np.bincount(link, minlength=len(links))
         deepest = np.zeros(len(links), np.int64)
         np.maximum.at(deepest, link, depth)
-        asked = [int(place) for place in batches.nonzero()[0] if links[place].costs.is_known]
+        asked = [place for place in batches.nonzero()[0].tolist() if links[place].costs.is_known]
         return max((links[i].costs.expected_wait(int(deepest[i]), int(batches[i])) for i in asked), default=0.0)
 
     def promise(self, rows: IntArray) -> Promise | None:
