@@ -230,6 +230,12 @@ class DraftConfig(WorkerConfig):
     ngram_min: PositiveInt = Field(1, description="tokens of the shortest run that ngram looks up")
     ngram_max: PositiveInt = Field(4, description="tokens of the longest run that ngram looks up")
 
+    @model_validator(mode="after")
+    def _runs_have_a_length(self) -> DraftConfig:
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}")
+        return self
+
 
 class SpeculationConfig(Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
@@ -404,6 +410,8 @@ class Config(Section):
             raise ValueError(f"{where} needs target.engine torch, not vllm: set draft.placement to pool or sidecar")
         if self.draft.drafter == "vllm":
             raise ValueError(f"{where} needs a drafter of our own, not vllm: set draft.placement to pool or sidecar")
+        if self.draft.drafter == "simulated" and self.target.engine != "simulated":
+            raise ValueError(f"{where} has the drafter simulated for target.engine simulated, not {self.target.engine}")
         if self.draft.cpus is not None:
             raise ValueError(f"{where} leaves the drafter on the target's cores: set target.cpus, not draft.cpus")
         return self

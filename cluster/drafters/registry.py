@@ -115,8 +115,6 @@ def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
 
 def _ngram(config: Config, progress: Progress | None) -> Drafter:
     draft = config.draft
-    if draft.ngram_min > draft.ngram_max:
-        raise ConfigurationError(f"draft.ngram_min {draft.ngram_min} exceeds draft.ngram_max {draft.ngram_max}")
     model = ModelConfig.from_folder(resolve_model_folder(config.draft_model))
     max_model_len = model.resolve_max_model_len(draft.max_model_len)
     return NgramDrafter(model.vocab_size, StepLimits.of(draft, max_model_len), draft.ngram_min, draft.ngram_max)

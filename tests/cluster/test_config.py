@@ -107,6 +107,18 @@ def test_rejection_is_refused_where_it_cannot_be(override, said):
         load_config(overrides=["speculation.acceptance=rejection", override])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["draft.placement=in-process", "draft.drafter=simulated"], "target.engine simulated, not torch"),
+        (["draft.ngram_min=5"], "ngram_min 5 exceeds ngram_max 4"),
+    ],
+)
+def test_a_drafter_that_cannot_be_is_refused(overrides, said):
+    with pytest.raises(ConfigurationError, match=said):
+        load_config(None, overrides)
+
+
 def test_rejection_knows_what_the_draft_sampled_from():
     assert SpeculationConfig().tunes_draft_temperature
     assert not SpeculationConfig(acceptance="rejection").tunes_draft_temperature
