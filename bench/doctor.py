@@ -120,10 +120,12 @@ class Outcome:
         predicted = "" if self.predicted is None else f"{self.predicted:.2f}"
         off = "" if self.predicted is None else f"{100 * (self.predicted / self.loss - 1.0):+.0f} %"
         others = ", ".join(finding.name for finding in self.report.findings[1:])
+        fall = self.report.waterfall
+        unexplained = "" if fall is None else f"{100 * fall.unexplained:+.1f} %"
         sick, healthy = statistics.median(self.sick), statistics.median(self.healthy)
         return (
             f"| {self.sickness.name} | {self.sickness.strength} | {sick:.0f} | {healthy:.0f} | {self.loss:.2f} "
-            f"| {self.named} | {predicted} | {off} | {others} | {100 * self.report.waterfall.unexplained:+.1f} % |"
+            f"| {self.named} | {predicted} | {off} | {others} | {unexplained} |"
         )
 
     def to_json(self) -> dict[str, Any]:

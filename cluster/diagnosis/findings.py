@@ -44,6 +44,15 @@ class Finding:
 
 def findings(found: Examination) -> list[Finding]:
     """What costs the cluster at least a twentieth of what it could give, the dearest first."""
+    if not found.has_drafts:
+        return [
+            Finding(
+                "no drafts",
+                "requests that asked for draft tokens were decoded plainly",
+                "see that draft workers run and are linked, and that speculation is on (`outrider speculation`)",
+                None,
+            )
+        ]
     now = found.auto.counts.tokens_per_second
     told = [
         replace(finding, loss=None if rate is None else max(0.0, 1.0 - now / rate))

@@ -43,7 +43,6 @@ class Counts:
     coordination_seconds: float = 0.0  # of the processor, on what a step or a drafter waits for
     num_preemptions: float = 0.0
     num_refusals: float = 0.0  # of sequences, by draft workers without room
-    num_late: float = 0.0  # steps that gave up waiting
     waiting_seconds: float = 0.0  # of sequences for blocks, summed over them
 
     @property
@@ -168,6 +167,11 @@ class Examination:
     def is_cache_full(self) -> bool:
         """Whether sequences were preempted or waited for the target's blocks."""
         return self.auto.counts.num_preemptions > 0 or self.auto.counts.mean_waiting > 0.5
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether anything was drafted where it was asked for."""
+        return any(one.counts.num_rounds and one.counts.verify.count for one in self.fixed)
 
     @property
     def told(self) -> Measured:

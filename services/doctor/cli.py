@@ -18,7 +18,7 @@ from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.diagnosis.findings import findings
 from cluster.diagnosis.measurements import Examination
-from cluster.diagnosis.waterfall import thought_of, waterfall
+from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
 from cluster.errors import ConfigurationError
 from cluster.training.corpus import held_out_texts
 from cluster.transport.dialing import Dialer
@@ -147,10 +147,14 @@ def examine_cluster(
     total = plan.repeats * len(set(plan.workloads))
     with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
         found = examine(maker, plan, progress.update)
+    wrong = [*findings(found), *check_programs(facts)]
+    return Report(facts, found, wrong, _waterfall(found, config, earlier_acceptance) if found.has_drafts else None)
+
+
+def _waterfall(found: Examination, config: Config, earlier_acceptance: float | None) -> Waterfall:
     told = min(found.fixed, key=lambda one: abs((one.workload.num_speculative_tokens or 0) - TOLD_DEPTH))
     thought = thought_of(found.alone, told, equal=_equal_acceptance(found, config), earlier=earlier_acceptance)
-    wrong = [*findings(found), *check_programs(facts)]
-    return Report(facts, found, wrong, waterfall(found.plain, told, thought, found.network_seconds))
+    return waterfall(found.plain, told, thought, found.network_seconds)
 
 
 def _equal_acceptance(found: Examination, config: Config) -> float | None:

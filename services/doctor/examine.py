@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.diagnosis.measurements import Examination, Workload
+from cluster.errors import ConfigurationError
 from services.doctor.load import LoadMaker, Numbers
 
 TOLD_DEPTH = 5  # acceptance and the waterfall are told of rounds so deep
@@ -46,6 +47,12 @@ def examine(maker: LoadMaker, plan: Plan, did_one: Callable[[], object] = lambda
                 grown[workload][name] += value
             did_one()
     found = {workload: maker.measured(workload, numbers) for workload, numbers in grown.items()}
+    without = found[workloads[0]].counts
+    if not without.decode.count or not without.num_tokens:
+        raise ConfigurationError(
+            f"{maker.facts.url}: no decode step was counted in {without.seconds:.1f} s without drafts: give longer "
+            "--seconds, or fewer --streams"
+        )
     first, streams = plan.temperatures[0], plan.num_streams
     told = min(TOLD_DEPTH, plan.max_depth)
     return Examination(

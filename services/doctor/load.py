@@ -22,10 +22,8 @@ _RAMP_SECONDS = 120.0
 _POLL_SECONDS = 0.2
 _KINDS = ("verify", "decode", "prefill")
 _COUNTED = {
-    "tokens": "outrider_committed_tokens_total",
     "wait": "outrider_proposal_wait_seconds_total",
     "preemptions": "vllm:num_preemptions_total",
-    "late": "outrider_late_rounds_total",
 }
 _POSITION = "position "
 
@@ -128,6 +126,7 @@ class LoadMaker:
         drafting = [*targets, *drafts]
         found["draft"] = total(drafting, "outrider_draft_steps_total")
         found["draft seconds"] = total(drafting, "outrider_draft_step_seconds_total")
+        found["tokens"] = router.sum("vllm:generation_tokens_total")  # every engine's
         found["rounds"] = router.sum("vllm:spec_decode_num_drafts_total")
         found["drafted"] = router.sum("vllm:spec_decode_num_draft_tokens_total")
         found["accepted"] = router.sum("vllm:spec_decode_num_accepted_tokens_total")
@@ -155,7 +154,6 @@ class LoadMaker:
             coordination_seconds=share * grown["coordination"],
             num_preemptions=share * grown["preemptions"],
             num_refusals=share * grown["refusals"],
-            num_late=share * grown["late"],
             waiting_seconds=share * grown["waiting"],
         )
         return Measured(workload, counts, grown["round trips"] / grown["runs"])

@@ -21,14 +21,17 @@ class Report:
     facts: ClusterFacts
     found: Examination
     findings: Sequence[Finding]  # the dearest first; those whose cost is not known at the end
-    waterfall: Waterfall
+    waterfall: Waterfall | None  # None: there were no drafts
 
     def text(self) -> str:
-        parts = (self._programs(), self._suitability(), self._gains(), self._waterfall(), self._findings())
-        return "\n\n".join(parts)
+        parts = [self._programs(), self._gains()]
+        if self.waterfall is not None:
+            parts[1:1] = [self._suitability()]
+            parts.append(_show(self.waterfall, self.found.auto.workload.temperature))
+        return "\n\n".join([*parts, self._findings()])
 
     def to_json(self) -> dict[str, Any]:
-        speed = Speed.of(self.found)
+        speed, fall = Speed.of(self.found), self.waterfall
         return {
             "url": self.facts.url,
             "model": self.facts.model,
@@ -47,7 +50,7 @@ class Report:
                 for one in self.found.temperatures
             ],
             "findings": [asdict(finding) for finding in self.findings],
-            "waterfall": asdict(self.waterfall) | {"unexplained": self.waterfall.unexplained},
+            "waterfall": fall and asdict(fall) | {"unexplained": fall.unexplained},
         }
 
     def _programs(self) -> str:
@@ -82,18 +85,6 @@ class Report:
         rows.append(f"  as the controller has it: {_gain(self.found.auto, self.found.plain)}, k {auto.mean_depth:.1f}")
         return "\n".join(rows)
 
-    def _waterfall(self) -> str:
-        fall = self.waterfall
-        widest = max(fall.promised, fall.measured, *(stage.speedup for stage in fall.stages))
-        depth = self.found.auto.workload.temperature
-        rows = [f"From the formula's speedup to the measured one (one k for all, T = {depth:g}):"]
-        rows.append(f"  {'the formula':46} {fall.promised:5.2f} {_bar(fall.promised, widest)}")
-        for stage in fall.stages:
-            rows.append(f"  {stage.cause:46} {-stage.loss:+5.2f} {_bar(stage.speedup, widest)}")
-        rows.append(f"  {'measured':46} {fall.measured:5.2f} {_bar(fall.measured, widest)}")
-        rows.append(f"  not explained: {100 * fall.unexplained:+.1f} % of the measured")
-        return "\n".join(rows)
-
     def _findings(self) -> str:
         if not self.findings:
             return "Nothing is wrong."
@@ -104,6 +95,17 @@ class Report:
                 cost = f"costs {100 * finding.loss:.0f} %: mended, about {finding.tokens_per_second:.0f} tokens/s"
             rows += [f"  {number}. {finding.name} ({cost})", f"     {finding.what}", f"     remedy: {finding.remedy}"]
         return "\n".join(rows)
+
+
+def _show(fall: Waterfall, temperature: float) -> str:
+    widest = max(fall.promised, fall.measured, *(stage.speedup for stage in fall.stages))
+    rows = [f"From the formula's speedup to the measured one (one k for all, T = {temperature:g}):"]
+    rows.append(f"  {'the formula':46} {fall.promised:5.2f} {_bar(fall.promised, widest)}")
+    for stage in fall.stages:
+        rows.append(f"  {stage.cause:46} {-stage.loss:+5.2f} {_bar(stage.speedup, widest)}")
+    rows.append(f"  {'measured':46} {fall.measured:5.2f} {_bar(fall.measured, widest)}")
+    rows.append(f"  not explained: {100 * fall.unexplained:+.1f} % of the measured")
+    return "\n".join(rows)
 
 
 def _describe(worker: WorkerFacts) -> str:

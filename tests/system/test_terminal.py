@@ -64,6 +64,15 @@ class TestDoctor:
         assert main(["doctor", "--start", *settings, *loads]) == 1
         assert "1. low acceptance (costs" in capsys.readouterr().out
 
+    def test_without_drafts_it_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
+        none = ("target.engine=simulated", "draft.drafter=simulated", "draft.replicas=0", "router.port=0")
+        settings = [argument for setting in none for argument in ("--set", setting)]
+        loads = ["--seconds", "0.3", "--repeats", "1", "--streams", "2", "--temperatures", "0", "--max-tokens", "16"]
+        assert main(["doctor", "--start", *settings, *loads]) == 1
+        text = capsys.readouterr().out
+        assert "1. no drafts" in text
+        assert "From the formula's speedup" not in text
+
     def test_without_a_cluster_it_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["doctor", "--url", "http://127.0.0.1:9"]) == 2
         assert "127.0.0.1:9" in capsys.readouterr().err

@@ -80,3 +80,10 @@ def test_a_curve_of_steps_never_falls_and_goes_on() -> None:
 def test_steps_of_about_as_many_rows_are_taken_together() -> None:
     curve = StepCurve([(8, Steps(10, 0.1)), (20, Steps(10, 0.2)), (22, Steps(30, 1.0))])
     assert curve.at(21.5) == pytest.approx(0.03)
+
+
+def test_where_nothing_is_drafted_that_is_what_is_wrong() -> None:
+    examination = HEALTHY.examine()
+    plain = [replace(one, counts=HEALTHY.measured(0).counts) for one in (*examination.fixed, examination.alone)]
+    found = findings(replace(examination, fixed=plain[:-1], alone=plain[-1], auto=plain[0]))
+    assert [(finding.name, finding.loss) for finding in found] == [("no drafts", None)]
