@@ -126,7 +126,7 @@ class StepCurve:
 class Workload:
     """One load that the cluster was put under."""
 
-    num_streams: int
+    num_streams: int  # on each target
     temperature: float
     num_speculative_tokens: int | None  # None: the controller's
 

@@ -142,7 +142,7 @@ def examine_cluster(
         raise ConfigurationError(
             f"the targets of {url} have speculation.num_speculative_tokens 0: there is nothing to examine"
         )
-    plan = Plan(num_streams * len(facts.targets), temperatures, max_depth, seconds, repeats)
+    plan = Plan(num_streams, temperatures, max_depth, seconds, repeats)
     maker = LoadMaker(facts, prompts or read_prompts(None), max_tokens, context)
     total = plan.repeats * len(set(plan.workloads))
     with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:

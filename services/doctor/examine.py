@@ -17,7 +17,7 @@ TOLD_DEPTH = 5  # acceptance and the waterfall are told of rounds so deep
 class Plan:
     """What to measure. The first of `temperatures` is that of all loads but those that compare them."""
 
-    num_streams: int
+    num_streams: int  # on each target
     temperatures: tuple[float, ...]
     max_depth: int  # that requests may ask for
     seconds: float  # of a load, each time

@@ -68,13 +68,14 @@ class LoadMaker:
     @contextmanager
     def _streams(self, workload: Workload) -> Iterator[list[ConfigurationError]]:
         """Streams under way, each with one request after the other; what goes wrong is put into what is yielded."""
+        num_streams = workload.num_streams * len(self.facts.targets)
         is_over, has_answered = threading.Event(), threading.Semaphore(0)
         failed: list[ConfigurationError] = []
 
         def stream(first: int) -> None:
             number = first
             # The first answers are short, of different lengths: streams that begin together would end together.
-            max_tokens = max(8, self.max_tokens * (first + 1) // (2 * workload.num_streams))
+            max_tokens = max(8, self.max_tokens * (first + 1) // (2 * num_streams))
             while not is_over.is_set():
                 try:
                     self._generate(number, workload, max_tokens)
@@ -82,17 +83,18 @@ class LoadMaker:
                     failed.append(error)
                     is_over.set()
                 has_answered.release()
-                number, max_tokens = number + workload.num_streams, self.max_tokens
+                number, max_tokens = number + num_streams, self.max_tokens
 
-        with ThreadPoolExecutor(workload.num_streams) as threads:
-            for first in range(workload.num_streams):
+        with ThreadPoolExecutor(num_streams) as threads:
+            for first in range(num_streams):
                 threads.submit(stream, first)
             try:
                 deadline = time.monotonic() + _RAMP_SECONDS
-                for _ in range(workload.num_streams):
+                for _ in range(num_streams):
                     if not has_answered.acquire(timeout=max(0.0, deadline - time.monotonic())):
                         raise ConfigurationError(
-                            f"{self.facts.url} has not answered all of {workload.num_streams} streams"
+                            f"{self.facts.url} has not answered all of {num_streams} streams in {_RAMP_SECONDS:g} s: ask "
+                            "for fewer"
                         )
                 if failed:
                     raise failed[0]

@@ -24,11 +24,11 @@ class Report:
     waterfall: Waterfall | None  # None: there were no drafts
 
     def text(self) -> str:
-        parts = [self._programs(), self._gains()]
+        parts = [self._programs(), self._gains(), self._findings()]
         if self.waterfall is not None:
-            parts[1:1] = [self._suitability()]
-            parts.append(_show(self.waterfall, self.found.auto.workload.temperature))
-        return "\n\n".join([*parts, self._findings()])
+            shown = _show(self.waterfall, self.found.auto.workload.temperature)
+            parts = [self._programs(), self._suitability(), self._gains(), shown, self._findings()]
+        return "\n\n".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         speed, fall = Speed.of(self.found), self.waterfall
@@ -78,7 +78,7 @@ class Report:
 
     def _gains(self) -> str:
         plain, auto = self.found.plain.counts, self.found.auto.counts
-        rows = [f"Tokens a second, {self.found.auto.workload.num_streams} streams:"]
+        rows = [f"Tokens a second of each target, {self.found.auto.workload.num_streams} streams on it:"]
         rows.append(f"  without drafts {plain.tokens_per_second:.0f}")
         for one in sorted(self.found.fixed, key=lambda one: one.workload.num_speculative_tokens or 0):
             rows.append(f"  k = {one.workload.num_speculative_tokens}: {_gain(one, self.found.plain)}")

@@ -49,7 +49,7 @@ class TestDoctor:
         assert code == (1 if report["findings"] else 0)
         assert {worker["pool"] for worker in report["workers"]} == {"target", "draft"}
         assert len(report["workers"]) == 3
-        assert report["num_streams"] == 4
+        assert report["num_streams"] == 2
         for entry in report["suitability"]:  # of .75 a place
             assert entry["survival"][0] == pytest.approx(0.75, abs=0.15)
         assert report["tokens_per_second"] > report["tokens_per_second_without"] > 0
