@@ -93,8 +93,8 @@ class LoadMaker:
                 for _ in range(num_streams):
                     if not has_answered.acquire(timeout=max(0.0, deadline - time.monotonic())):
                         raise ConfigurationError(
-                            f"{self.facts.url} has not answered all of {num_streams} streams in {_RAMP_SECONDS:g} s: ask "
-                            "for fewer"
+                            f"{self.facts.url} has not answered all of {num_streams} streams in {_RAMP_SECONDS:g} s: "
+                            "ask for fewer"
                         )
                 if failed:
                     raise failed[0]
