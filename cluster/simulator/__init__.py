@@ -5,7 +5,8 @@ columns   the state of every sequence, in arrays
 chances   how many drafts come true
 blocks    a target's KV blocks
 planner   depths, by the controllers of `cluster.speculation`
-target    a target's steps, and the rounds of its sequences
+target    a target's steps
+rounds    the rounds of its sequences
 draft     a draft worker's steps
 worths    what draft workers are worth, found out once a plan
 cluster   the router's choice, and what happens next

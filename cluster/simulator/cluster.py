@@ -20,7 +20,8 @@ from cluster.simulator.columns import NEVER, Columns
 from cluster.simulator.draft import DraftWorker, Sent
 from cluster.simulator.figures import Figures, Recorder, Worker
 from cluster.simulator.overheads import PROGRAMS, Programs
-from cluster.simulator.target import Link, Request, Target
+from cluster.simulator.rounds import Link, Rounds
+from cluster.simulator.target import Request, Target
 from cluster.simulator.traffic import Arrival, Traffic
 
 _SPARE_ROWS = 2  # times the sequences that run: those that were preempted keep theirs
@@ -76,20 +77,9 @@ class SimulatedCluster:
             first = index * num_drafts if is_sidecar else 0
             links = [Link(number, way) for number in range(first, first + num_drafts)]
             rows = range(index * num_rows, (index + 1) * num_rows)
+            rounds = Rounds(config, self._columns, rows, links, first, self._clock, self._told)
             self._targets.append(
-                Target(
-                    index,
-                    config,
-                    num_blocks,
-                    self._columns,
-                    rows,
-                    links,
-                    first,
-                    self._clock,
-                    self.recorder,
-                    programs.target,
-                    self._told,
-                )
+                Target(index, config, num_blocks, self._columns, rows, rounds, self.recorder, programs.target)
             )
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -199,7 +189,7 @@ class SimulatedCluster:
     def _turn_target(self, target: Target, due_at: float) -> None:
         if self._due_at[target.index] != due_at:
             return  # it was put off, or came sooner
-        self._follow(target, target.wake(self.now) if target.is_waiting else target.end_step(self.now))
+        self._follow(target, target.wake(self.now) if target.rounds.is_waiting else target.end_step(self.now))
         if self.recorder.ended:
             self._ended()
 
@@ -237,9 +227,9 @@ class SimulatedCluster:
         waited = np.bincount(columns.target[sent.rows][columns.is_waited_for[sent.rows]], minlength=len(counts))
         for index in counts.nonzero()[0].tolist():
             target = self._targets[index]
-            target.heard(draft.index, float(draft.step_seconds[index]), int(draft.batches[index]))
+            target.rounds.heard(draft.index, float(draft.step_seconds[index]), int(draft.batches[index]))
             if waited[index]:
-                due_at = target.wakes_at()
+                due_at = target.rounds.wakes_at()
                 if due_at is not None and due_at != self._due_at[index]:
                     self._follow(target, due_at)
 
@@ -249,7 +239,7 @@ class SimulatedCluster:
 
         def turn_away() -> None:
             if columns.epoch[row] == epoch:
-                target.turned_away(row, self.now)
+                target.rounds.turned_away(row, self.now)
 
         self._at(arrives_at, turn_away)
 

@@ -1,0 +1,473 @@
+"""The rounds of a target's sequences: what `cluster.coordination.coordinator` does for them one by one.
+
+A step, event by event:
+
+    begin, begin_wait    learns from the last step, plans, opens sequences, and begins to wait for proposals
+    wake                 looks whether the wait is over
+    drafts               what is verified
+    end, tell, assign    takes down what came of it, tells the drafters, opens what has joined
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.config import Config
+from cluster.coordination.balancer import LinkBalancer
+from cluster.coordination.openings import pause_seconds
+from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.shadows import SHADOW_DEPTH
+from cluster.coordination.stats import CoordinatorStats
+from cluster.coordination.waiting import pays_alone, slows_others
+from cluster.simulator.columns import NEVER, BoolArray, Columns, row_of
+from cluster.simulator.planner import Planner
+from cluster.simulator.worths import Worths
+from cluster.speculation.depth import IntArray
+from cluster.speculation.drafts import Drafts
+from cluster.speculation.goodput import FloatArray
+from cluster.wire.messages import Proposal
+
+_NONE = np.zeros(0, np.int64)
+_MAX_REPLIES = 16  # of a link that are learned from, a plan
+_TEMPERATURE = 1.0  # of all requests
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """To a draft worker."""
+
+    index: int  # of the worker
+    way_seconds: float
+    model: str = "simulated"
+    expected_round_trip: float | None = None
+    address: str = ""  # nothing is dialled
+
+    def send(self, request: object) -> None:
+        """Messages are columns: nothing is handed over."""
+
+
+@dataclass(slots=True)
+class Ended:
+    """What is learned from a step, at the beginning of the next."""
+
+    rows: IntArray  # of sequences that go on
+    num_drafts: IntArray
+    num_accepted: IntArray
+    num_committed: int
+    num_choices: int
+    prompts: int
+    prompt_tokens: int
+    seconds: float
+    is_whole: bool
+    ended_at: float
+
+
+@dataclass(slots=True)
+class _Wait:
+    started_at: float
+    rows: IntArray
+
+
+class Rounds:
+    def __init__(
+        self,
+        config: Config,
+        columns: Columns,
+        rows: range,
+        links: Sequence[Link],
+        first_link: int,
+        clock: Callable[[], float],
+        told: Callable[[int, float, bool], None],
+    ) -> None:
+        """Of the sequences at `rows` of `columns`; `links` are to the draft workers that they may use, from number
+        `first_link` on; `told` is called when a message goes to one, with when it arrives and whether its sequences
+        change."""
+        self.stats = CoordinatorStats()
+        self.planner = Planner(
+            config.speculation,
+            columns,
+            rows.start,
+            len(rows),
+            first_link,
+            config.target.max_num_batched_tokens,
+            clock,
+        )
+        self.held_back: IntArray = _NONE  # sequences that the step goes on without
+        self.waited_seconds = 0.0  # by the step that begins
+        self._columns = columns
+        self._told = told
+        self._timeout = config.speculation.draft_timeout_ms / 1e3
+        self._worths = Worths(self.planner)
+        self._balancer = LinkBalancer(
+            config.target.max_num_seqs, self._timeout, self._worths, config.placement.trial_share
+        )
+        for link in links:
+            self._balancer.add(link)
+        self.links = list(self._balancer.active.values())
+        self._first_link = first_link
+        self._ways = np.array([link.way_seconds for link in links])
+        self._order = _NONE
+        self._num_owed = np.zeros(len(links), np.int64)
+        self._depth_owed = np.zeros(len(links), np.int64)
+        self._has_proposed = np.zeros(len(links), np.bool_)
+        self._replies: list[deque[tuple[float, float, int]]] = [deque(maxlen=_MAX_REPLIES) for _ in links]
+        self._wire_ids = 0
+        self._ended: Ended | None = None
+        self._wait: _Wait | None = None
+
+    def join(self, row: int) -> None:
+        """A new sequence is at `row`."""
+        if self.links:
+            self.planner.join(row)
+
+    def leave(self, row: int) -> None:
+        """That at `row` has ended."""
+        self.planner.shadows.dismiss(self._columns.handle(row))
+        self._detach(row)
+
+    def begin(self, order: IntArray, now: float) -> None:
+        """A step of `order`, the oldest first, is next."""
+        self._order, self.waited_seconds = order, 0.0
+        self._learn()
+        self._take_replies(now)
+        self._rearrange(now)
+        self._plan(now)
+        self.assign(order, now)
+
+    def end(self, ended: Ended) -> None:
+        """The step is over."""
+        self._ended = ended
+
+    def heard(self, link: int, step_seconds: float, batch: int) -> None:
+        """The worker of `link` sends proposals, and says what its steps take."""
+        place = link - self._first_link
+        self._has_proposed[place] = True
+        self._replies[place].append((2.0 * float(self._ways[place]), step_seconds, batch))
+
+    def turned_away(self, row: int, now: float) -> None:
+        """The worker of `row` has no room for it."""
+        columns = self._columns
+        refusals = int(columns.refusals[row])
+        columns.may_open_at[row], columns.refusals[row] = now + pause_seconds(refusals), refusals + 1
+        self.stats.num_refused += 1
+        self._detach(row)
+
+    # The beginning of a step.
+
+    def _learn(self) -> None:
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        planner, is_pure = self.planner, ended.prompts == 0
+        drafted = ended.num_drafts > 0
+        is_shadow = self._is_shadow(ended.rows) if planner.shadows else _NONE
+        is_probe = planner.probing.is_probing and (not planner.shadows or bool((drafted & is_shadow).any()))
+        promise = None
+        if ended.rows.size and is_pure and ended.is_whole and not is_probe and planner.needs.measurements:
+            promise = planner.promise(ended.rows)
+        planner.observe_rounds(ended.rows[drafted], ended.num_drafts[drafted], ended.num_accepted[drafted])
+        planner.probing.end_step(promise, ended.num_committed, ended.ended_at)
+        if planner.shadows:
+            rounds = self._shadow_rounds(ended)
+            if planner.shadows.judge(rounds):
+                planner.probing.done()
+            for judged in rounds:
+                if judged.sequence.proposal is None:
+                    self._columns.held_base[row_of(judged.sequence)] = -1
+        if is_pure:
+            planner.step_seconds.observe(ended.num_choices, ended.seconds)
+        planner.prompts.observe(ended.prompt_tokens, ended.prompts, ended.num_committed)
+
+    def _shadow_rounds(self, ended: Ended) -> list[Round]:
+        rounds = []
+        for place in np.flatnonzero(self._is_shadow(ended.rows)).tolist():
+            handle = self._columns.handle(int(ended.rows[place]))
+            rounds.append(Round(handle, Drafts([0] * int(ended.num_drafts[place]))))
+        return rounds
+
+    def _is_shadow(self, rows: IntArray) -> BoolArray:
+        return np.array([self._columns.handle(row).is_shadow for row in rows.tolist()], np.bool_)
+
+    def _take_replies(self, now: float) -> None:
+        columns, order = self._columns, self._order
+        rows = order[columns.coming_at[order] <= now]
+        if not rows.size:
+            return
+        columns.has_answered[rows] = True
+        columns.refusals[rows] = 0
+        base, length, right = columns.coming_base[rows], columns.coming_length[rows], columns.coming_right[rows]
+        columns.coming_at[rows] = NEVER
+        past = columns.length[rows] - base
+        fits = past <= np.minimum(right, length)
+        if self.planner.shadows:
+            for row, own, number, num_right in zip(
+                rows.tolist(), base.tolist(), length.tolist(), right.tolist(), strict=True
+            ):
+                handle = columns.handle(row)
+                if handle.is_shadow:
+                    tokens = [0] * min(number, num_right) + [1] * max(0, number - num_right)
+                    handle.answered(Proposal(handle.wire_id, own, tokens), now, self.stats)
+                    fits[rows == row] = True
+        held = rows[fits]
+        columns.held_base[held], columns.held_length[held] = base[fits], length[fits]
+        columns.held_right[held] = right[fits]
+        self.stats.num_stale_proposals += len(rows) - len(held)
+        is_current = past == 0
+        columns.awaited_since[rows[is_current]] = NEVER
+        behind = rows[~is_current & columns.is_late[rows]]
+        columns.awaited_since[behind] = now
+        columns.is_late[rows[is_current]] = columns.is_late[behind] = False
+
+    def _rearrange(self, now: float) -> None:
+        for sequence in self._balancer.to_move(now):
+            self._detach(row_of(sequence))
+
+    def _plan(self, now: float) -> None:
+        planner, columns, order = self.planner, self._columns, self._order
+        planner.probing.begin_step(awaits_shadow=bool(planner.shadows))
+        if not self.links or not planner.schedule.is_due(len(order)):
+            return
+        for link, replies in zip(self.links, self._replies, strict=True):
+            for reply in replies:
+                link.costs.observe_reply(reply[0], 0.0, reply[1], reply[2])
+            replies.clear()
+        self._worths.renew()
+        rows = order[(columns.link[order] >= 0) | (columns.may_open_at[order] <= now)]
+        best = self._balancer.best(_TEMPERATURE, now) if rows.size else None
+        planner.plan(rows, lambda: self._handles(rows), self.links, best, len(order))
+
+    def _handles(self, rows: IntArray) -> list[SpeculativeSequence]:
+        return [self._columns.handle(row) for row in rows.tolist()]
+
+    # Opening, and the messages to drafters.
+
+    def assign(self, order: IntArray, now: float) -> None:
+        """Opens sequences of `order` that want drafts and have no drafter."""
+        columns = self._columns
+        if not self.links:
+            return
+        may_open = (columns.link[order] < 0) & (columns.may_open_at[order] <= now)
+        wants = np.minimum(columns.depth[order], columns.max_len[order] - columns.length[order] - 1) > 0
+        if self.planner.shadows:
+            wants |= self._is_shadow(order)
+        for row in order[may_open & wants].tolist():
+            handle = columns.handle(row)
+            link = self._balancer.choose(handle, 0, now)
+            if link is None:
+                columns.may_open_at[row] = now + pause_seconds(0)
+                continue
+            self._wire_ids += 1
+            handle.opened(link, self._wire_ids)
+            columns.forget(row)
+            columns.link[row] = self._first_link + self.links.index(link)
+            columns.has_answered[row] = False
+            self._ask(np.array([row]), now, is_opening=True)
+
+    def tell(self, now: float) -> None:
+        """The drafters of the sequences that go on."""
+        ended, columns = self._ended, self._columns
+        if ended is None:
+            return
+        rows = ended.rows[columns.link[ended.rows] >= 0]
+        if rows.size:
+            self._ask(rows, now, is_opening=False)
+
+    def _ask(self, rows: IntArray, now: float, *, is_opening: bool) -> None:
+        columns = self._columns
+        place = columns.link[rows] - self._first_link
+        left = columns.max_len[rows] - columns.length[rows]
+        depth = columns.depth[rows]
+        depth = np.where(depth >= left, np.maximum(0, np.minimum(depth, left - 1)), depth)
+        if self.planner.needs.measurements:
+            depth = np.where(self._has_proposed[place], depth, np.minimum(depth, 1))
+        is_shadow = np.zeros(len(rows), np.bool_)
+        if self.planner.shadows:
+            is_shadow = self._is_shadow(rows)
+            for number in np.flatnonzero(is_shadow).tolist():
+                depth[number] = self.planner.shadows.wanted(columns.handle(int(rows[number])), now)
+        asks = depth > 0
+        quiet = rows[~asks]
+        columns.awaited_since[quiet] = NEVER
+        columns.is_late[quiet] = False
+        told = asks | is_opening
+        rows, depth, place, asks, is_shadow = rows[told], depth[told], place[told], asks[told], is_shadow[told]
+        if not rows.size:
+            return
+        columns.levels[rows] = depth
+        on_time = rows[asks & ~columns.is_late[rows] & (columns.refusals[rows] == 0)]
+        columns.awaited_since[on_time] = now
+        # What has arrived and was not taken in yet is merged; what is on its way arrives with this.
+        arrives_at = now + self._ways[place]
+        told_at = columns.told_at[rows]
+        columns.told_at[rows] = np.where(told_at <= now, told_at, arrives_at)
+        columns.told_length[rows], columns.told_depth[rows] = columns.length[rows], depth
+        if is_opening:
+            columns.is_opening[rows] = True
+        else:
+            owed = ~is_shadow
+            self._num_owed += np.bincount(place[owed], minlength=len(self.links))
+            np.maximum.at(self._depth_owed, place[owed], depth[owed])
+        self._touch(place, arrives_at, is_opening)
+
+    def _touch(self, places: IntArray, arrive_at: FloatArray, is_opening: bool) -> None:
+        """Messages go to the workers at `places`."""
+        if len(places) == 1:
+            self._told(int(places[0]) + self._first_link, float(arrive_at[0]), is_opening)
+            return
+        for place in np.bincount(places).nonzero()[0].tolist():
+            self._told(place + self._first_link, float(arrive_at[0]), is_opening)
+
+    def _detach(self, row: int) -> None:
+        """Its drafter forgets `row`."""
+        columns = self._columns
+        handle, link = columns.handle(row), int(columns.link[row])
+        handle.detached()
+        columns.forget(row)
+        if link >= 0:
+            self._told(link, NEVER, True)
+
+    # Waiting.
+
+    def begin_wait(self, now: float) -> float | None:
+        """Begins to wait for proposals. Returns when to `wake`; None: the step need not wait."""
+        columns, planner = self._columns, self.planner
+        decoding = self._order[~columns.is_prefilling[self._order]]
+        self.held_back = _NONE
+        if not self.links or planner.leaves_drafts_out:
+            return None
+        since, is_late = columns.awaited_since[decoding], columns.is_late[decoding]
+        has_depth = columns.depth[decoding] > 0
+        is_awaited = (since < NEVER) & ~is_late & has_depth
+        if is_late.any() or is_awaited.any():
+            has_answered = columns.has_answered[decoding]
+            if ((since == NEVER) | has_answered).any():
+                # Drafters of new sequences still compute the tokens that these were opened with: others do not wait.
+                columns.is_late[decoding[is_awaited & ~has_answered]] = True
+                is_awaited &= has_answered
+            is_late = columns.is_late[decoding]
+            self._went_without(decoding[is_late], decoding[is_awaited])
+        if not is_awaited.any():
+            self._waited(_NONE, now, now)
+            return None
+        awaited = decoding[is_awaited]
+        if len(awaited) < len(decoding) and planner.needs.measurements and planner.step_seconds.is_known:
+            to_wait = self._seconds_to_wait(awaited, now)
+            num_plain = int(((columns.link[decoding] < 0) & has_depth).sum())
+            rows_awaited = len(awaited) + int(columns.depth[awaited].sum())
+            if num_plain > len(awaited) and slows_others(
+                to_wait, planner.step_seconds.seconds(num_plain + rows_awaited)
+            ):
+                self._waited(_NONE, now, now)
+                return None
+            ready = decoding[~is_awaited]
+            rows_ready = len(ready) + int(self._verified_depth(ready).sum())
+            tokens_ready = float(columns.expected[ready].sum())
+            tokens = tokens_ready + float(columns.expected[awaited].sum())
+            rows = rows_ready, rows_ready + rows_awaited
+            if pays_alone(planner.step_seconds, rows, (tokens_ready, tokens), to_wait):
+                self.held_back = awaited
+                return None
+        columns.is_waited_for[awaited] = True
+        self._wait = _Wait(now, awaited)
+        return self._wakes_at(awaited)
+
+    @property
+    def is_waiting(self) -> bool:
+        """For proposals."""
+        return self._wait is not None
+
+    def wakes_at(self) -> float | None:
+        """When to `wake`, now that more proposals are on their way; None: nothing is waited for."""
+        return None if self._wait is None else self._wakes_at(self._still_awaited(self._wait.rows))
+
+    def wake(self, now: float) -> float | None:
+        """Proposals have come, or it is time to give some up. Returns what `begin_wait` returns."""
+        wait, columns = self._wait, self._columns
+        assert wait is not None
+        rows = wait.rows
+        is_awaited = columns.is_waited_for[rows]
+        here = is_awaited & (columns.coming_at[rows] <= now)
+        given_up = is_awaited & ~here & (now >= columns.awaited_since[rows] + self._timeout)
+        if given_up.any():
+            columns.is_late[rows[given_up]] = True
+            self.stats.num_late_rounds += int(given_up.sum())
+        columns.is_waited_for[rows[here | given_up]] = False
+        left = self._still_awaited(rows)
+        if left.size:
+            return self._wakes_at(left)
+        self._wait = None
+        self._waited(rows, wait.started_at, now)
+        self._take_replies(now)
+        self.waited_seconds = now - wait.started_at
+        return None
+
+    def _wakes_at(self, rows: IntArray) -> float:
+        """When the next of `rows` that are waited for is given up, or all have come."""
+        columns = self._columns
+        until = float(columns.awaited_since[rows].min()) + self._timeout
+        return min(until, float(columns.coming_at[rows].max()))
+
+    def _still_awaited(self, rows: IntArray) -> IntArray:
+        return rows[self._columns.is_waited_for[rows]]
+
+    def _seconds_to_wait(self, awaited: IntArray, now: float) -> float:
+        columns = self._columns
+        place = columns.link[awaited] - self._first_link
+        takes = np.zeros(len(awaited))
+        for number, batch in enumerate(np.bincount(place).tolist()):
+            if batch:
+                costs, mine = self.links[number].costs, place == number
+                way = costs.proposal_seconds(0, batch)
+                level = costs.proposal_seconds(1, batch) - way
+                takes[mine] = way + columns.levels[awaited[mine]] * level
+        return max(0.0, float((columns.awaited_since[awaited] + takes).max()) - now)
+
+    def _went_without(self, late: IntArray, awaited: IntArray) -> None:
+        columns, size = self._columns, len(self.links)
+        links = columns.link[late]
+        is_late = np.bincount(links[links >= 0] - self._first_link, minlength=size) > 0
+        is_late &= np.bincount(columns.link[awaited] - self._first_link, minlength=size) == 0
+        self._num_owed[is_late] = self._depth_owed[is_late] = 0
+
+    def _waited(self, rows: IntArray, started_at: float, now: float) -> None:
+        """A step has waited since then for the proposals of `rows`, and for those of no other link at all."""
+        if not self._num_owed.any():
+            return
+        seconds = np.zeros(len(self.links))
+        if rows.size:
+            came_at = np.minimum(self._columns.coming_at[rows], now)
+            seconds[:] = float(came_at.min())
+            np.maximum.at(seconds, self._columns.link[rows] - self._first_link, came_at)
+            seconds -= started_at
+        for place in self._num_owed.nonzero()[0].tolist():
+            costs = self.links[place].costs
+            costs.observe_wait(float(seconds[place]), int(self._depth_owed[place]), int(self._num_owed[place]))
+        self._num_owed[:] = self._depth_owed[:] = 0
+
+    # What is verified.
+
+    def _verified_depth(self, rows: IntArray) -> IntArray:
+        planner = self.planner
+        if planner.leaves_drafts_out:
+            return np.zeros(len(rows), np.int64)
+        depth = self._columns.depth[rows]
+        if planner.shadows:
+            depth = np.where(self._is_shadow(rows), SHADOW_DEPTH if planner.probing.is_probing else 0, depth)
+        return depth
+
+    def drafts(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """How many of what was proposed are verified, and how many of them in a row are right."""
+        columns = self._columns
+        base = columns.held_base[rows]
+        past = columns.length[rows] - base
+        right, length = columns.held_right[rows], columns.held_length[rows]
+        fits = (base >= 0) & (past <= np.minimum(right, length))
+        depth = self._verified_depth(rows)
+        columns.held_base[rows[~fits & (depth > 0)]] = -1
+        useful = columns.max_len[rows] - columns.length[rows] - 1
+        number = np.where(fits, np.minimum(np.minimum(length - past, depth), useful), 0)
+        return np.maximum(number, 0), np.where(fits, right - past, 0)
