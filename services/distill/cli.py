@@ -98,7 +98,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from cluster.training.traffic_draft import load_draft, train_draft
     from cluster.training.trainer import Recipe
 
-    settings = ["router.port=0", f"target.model={arguments.target}", "speculation.num_speculative_tokens=0"]
+    model = f"target.model={arguments.target}"
+    settings = ["router.port=0", "logging.level=warning", model, "speculation.num_speculative_tokens=0"]
     config = load_config(None, [*settings, *arguments.overrides], os.environ)
     folder = resolve_model_folder(arguments.target)
     draft_folder = None if arguments.draft is None else resolve_model_folder(arguments.draft)

@@ -101,7 +101,8 @@ def diagnose(arguments: argparse.Namespace) -> Report:
     """Raises ConfigurationError."""
     earlier = _earlier_acceptance(arguments.baseline)
     prompts = read_prompts(arguments.prompts)
-    config = load_config(arguments.config, arguments.overrides, os.environ)
+    quiet = ["logging.level=warning"] if arguments.start else []  # of the programs that are started
+    config = load_config(arguments.config, [*quiet, *arguments.overrides], os.environ)
     context = trusted_context(arguments)
     with _cluster(arguments, config) as url:
         return examine_cluster(

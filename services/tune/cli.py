@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.out.parent.is_dir():
         raise ConfigurationError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
     prompts = read_prompts(arguments.prompts)
-    overrides = ["router.port=0", *arguments.overrides]
+    overrides = ["router.port=0", "logging.level=warning", *arguments.overrides]
     config = load_config(arguments.config, overrides, os.environ)
     with LocalCluster(config) as cluster:
         cluster.wait_ready(_READY_SECONDS)
