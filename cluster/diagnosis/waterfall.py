@@ -33,7 +33,7 @@ class Waterfall:
     @property
     def unexplained(self) -> float:
         """Of the measured speedup, the share that no cause accounts for; below nought where they take too much."""
-        return self.stages[-1].speedup / self.measured - 1.0
+        return self.stages[-1].speedup / max(self.measured, 1e-9) - 1.0
 
 
 @dataclass(frozen=True, slots=True)

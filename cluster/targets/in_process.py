@@ -124,7 +124,9 @@ class InProcessPool(LinkPool):
         if self.drafts_in_turn and link is not None and link.worker.has_work:
             self._do(link.worker.step)
             # The target commits a token a step too: a draft token a turn would never be as many as are wanted.
-            while self._link is link and link.worker.is_drafting:
+            # Longer than a step waits for drafts it is not, though: many may have much to catch up with.
+            deadline = time.perf_counter() + self._speculation.draft_timeout_ms / 1e3
+            while self._link is link and link.worker.is_drafting and time.perf_counter() < deadline:
                 self._do(link.worker.step)
 
     def readings(self) -> Iterator[Reading]:

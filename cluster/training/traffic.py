@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def read_prompts(
     Raises ValueError with the number of a line that is none of them.
     """
     prompts: dict[tuple[int, ...], None] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):  # a text may have other ends
         if not line.strip():
             continue
         try:
@@ -44,7 +44,7 @@ def read_prompts(
                 token_ids = list(render(entry["messages"]))
             else:
                 token_ids = list(encode(entry["prompt"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{file}, line {number}: it has no prompt_token_ids, prompt or messages that can be used ({error!r})"
             ) from error
@@ -61,25 +61,32 @@ def is_held_out(prompt_token_ids: Sequence[int], one_in: int) -> bool:
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
-def write_answers(file: Path, answers: Sequence[Answer]) -> None:
-    """As JSON lines."""
+def write_answers(file: Path, answers: Sequence[Answer], asked: Mapping[str, Any]) -> None:
+    """As JSON lines, after one that says how they were `asked`. For the owner alone, and all of them or nothing."""
     lines = [
-        json.dumps(
+        dict(asked),
+        *(
             {
                 "prompt_token_ids": answer.prompt_token_ids,
                 "token_ids": answer.token_ids,
                 "temperature": answer.temperature,
                 "seed": answer.seed,
             }
-        )
-        for answer in answers
+            for answer in answers
+        ),
     ]
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    part = file.with_suffix(".part")
+    part.touch(mode=0o600)
+    part.chmod(0o600)
+    part.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    part.replace(file)
 
 
-def read_answers(file: Path) -> list[Answer]:
-    """As `write_answers` wrote them."""
-    entries = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+def read_answers(file: Path, asked: Mapping[str, Any] | None = None) -> list[Answer]:
+    """As `write_answers` wrote them; none, where they were asked otherwise than `asked`, if that is given."""
+    head, *entries = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    if asked is not None and head != dict(asked):
+        return []
     return [
         Answer(tuple(one["prompt_token_ids"]), tuple(one["token_ids"]), one["temperature"], one["seed"])
         for one in entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -140,23 +141,29 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> list[Answer]:
     """Those of an earlier run of the same, if there are some: they take longest."""
+    from cluster.engine.fingerprint import weights_fingerprint
     from cluster.training.traffic import read_answers, read_prompts, write_answers
     from services.distill.answers import ask
 
     prompts = read_prompts(arguments.traffic, Tokenizer(folder).encode, _renderer(folder))
     longest = ModelConfig.from_folder(folder).resolve_max_model_len(config.target.max_model_len) - arguments.max_tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= longest]
+    # Answers to other prompts, of another target or of another length, are other answers.
+    asked = {
+        "target": weights_fingerprint(folder),
+        "settings": arguments.overrides,
+        "max_tokens": arguments.max_tokens,
+        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(),
+    }
     file = arguments.out / "answers.jsonl"
-    if file.exists():
-        known = read_answers(file)
-        if {one.prompt_token_ids for one in known} <= set(prompts):
-            print(f"{file}: {len(known)} answers of before are used", file=sys.stderr)
-            return known
+    if file.exists() and (known := read_answers(file, asked)):
+        print(f"{file}: {len(known)} answers of before are used", file=sys.stderr)
+        return known
     with _progress("answers", len(prompts)) as progress:
         answers = ask(
             config, prompts, max_tokens=arguments.max_tokens, num_streams=arguments.streams, did_one=progress.update
         )
-    write_answers(file, answers)
+    write_answers(file, answers, asked)
     return answers
 
 

@@ -99,6 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def diagnose(arguments: argparse.Namespace) -> Report:
     """Raises ConfigurationError."""
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise ConfigurationError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     earlier = _earlier_acceptance(arguments.baseline)
     prompts = read_prompts(arguments.prompts)
     quiet = ["logging.level=warning"] if arguments.start else []  # of the programs that are started

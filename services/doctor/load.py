@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import threading
 import time
@@ -15,7 +16,7 @@ from cluster.diagnosis.measurements import Counts, Measured, StartTimes, Steps, 
 from cluster.errors import ConfigurationError
 from services.doctor.pages import read_page, total
 from services.doctor.workers import ClusterFacts
-from services.http_call import call
+from services.http_call import API_KEY, call
 
 _ANSWER_SECONDS = 300.0
 _RAMP_SECONDS = 120.0
@@ -52,6 +53,8 @@ class LoadMaker:
             after, grown["seconds"] = self._counters(), time.perf_counter() - started_at
         grown["round trips"], grown["runs"] = self._round_trip(), 1.0
         for name, value in after.items():
+            if value < before[name]:
+                raise ConfigurationError(f"a program of {self.facts.url} was started anew under the load: ask again")
             grown[name] += value - before[name]
         return grown
 
@@ -116,7 +119,7 @@ class LoadMaker:
         call(self.facts.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS, context=self.context)
 
     def _counters(self) -> Numbers:
-        router = read_page(f"{self.facts.url}/metrics", self.context)
+        router = read_page(f"{self.facts.url}/metrics", self.context, key=os.environ.get(API_KEY))
         targets, drafts = self.facts.target_pages(self.context), self.facts.draft_pages(self.context)
         found: Numbers = defaultdict(float, {name: total(targets, metric) for name, metric in _COUNTED.items()})
         for kind in _KINDS:

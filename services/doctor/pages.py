@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import http.client
 import ssl
-import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,9 +11,9 @@ from collections.abc import Iterable
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import ConfigurationError
-from services.http_call import API_KEY
 
 _SECONDS = 10.0
+_MAX_BYTES = 16 * 2**20
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 """A metric's name and labels."""
@@ -49,17 +48,27 @@ class Page:
         return next((value for (of, has), value in self._values.items() if of == name and wanted <= set(has)), None)
 
 
-def read_page(url: str, context: ssl.SSLContext | None = None) -> Page:
-    """Past any proxy, with the environment's key if there is one. Raises ConfigurationError."""
-    headers = {"authorization": f"Bearer {key}"} if (key := os.environ.get(API_KEY)) else {}
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """None: the answer is taken as it is, and is an error."""
+
+
+def read_page(url: str, context: ssl.SSLContext | None = None, *, key: str | None = None) -> Page:
+    """Past any proxy. `key`: of the router, for its own page: a worker says itself where its page is, and gets none.
+
+    Raises ConfigurationError.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigurationError(f"the metrics page {url[:200]!r} is neither http:// nor https://")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirects()]
     if url.startswith("https"):
         handlers.append(urllib.request.HTTPSHandler(context=context))
     try:
         request = urllib.request.Request(url, headers=headers)
         with urllib.request.build_opener(*handlers).open(request, timeout=_SECONDS) as answer:
-            return Page(answer.read().decode())
-    except (OSError, ValueError, urllib.error.URLError) as error:
+            return Page(answer.read(_MAX_BYTES).decode())
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConfigurationError(
             f"the metrics page {url} cannot be read ({error}): run this where it can be, or set metrics_host"
         ) from error

@@ -25,6 +25,7 @@ class TrafficLog:
         """Raises ConfigurationError when the file cannot be written."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWNER_ONLY)
+            os.fchmod(self._file, _OWNER_ONLY)  # one that was there may be open to others
         except OSError as error:
             raise ConfigurationError(f"router.traffic_log_file {path} cannot be written: {error.strerror}") from error
         self._path = path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import ssl
 import sys
@@ -10,10 +11,11 @@ import time
 from pathlib import Path
 
 from cluster.config_file import load_config
+from cluster.errors import ConfigurationError
 from cluster.transport.dialing import Dialer
 from services.doctor.pages import read_page
 from services.doctor.workers import ClusterFacts, look_around
-from services.http_call import add_trust_arguments, trusted_context
+from services.http_call import API_KEY, add_trust_arguments, trusted_context
 from services.plan.cli import above_zero
 from services.top.view import Change, Look
 
@@ -47,19 +49,30 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         while True:
             time.sleep(arguments.seconds)
-            after = _look(facts, context)
-            lines = Change(facts, before, after).lines()
-            print((_CLEAR if sys.stdout.isatty() and not arguments.once else "") + "\n".join(lines), flush=True)
-            if arguments.once:
-                return 0
-            before = after
-            now = look_around(url, dialer, context)
-            if now.workers_by_name() != facts.workers_by_name():  # workers come and go
-                facts, before = now, _look(now, context)
+            try:
+                after = _look(facts, context)
+                _show(Change(facts, before, after).lines(), clears=not arguments.once)
+                if arguments.once:
+                    return 0
+                before = after
+                now = look_around(url, dialer, context)
+                if now.workers_by_name() != facts.workers_by_name():  # workers come and go
+                    facts, before = now, _look(now, context)
+            except ConfigurationError as error:  # one that is being started again has no page yet
+                if arguments.once:
+                    raise
+                print(f"{error}; asked again in {arguments.seconds:g} s", file=sys.stderr)
+                with contextlib.suppress(ConfigurationError):
+                    facts = look_around(url, dialer, context)
+                    before = _look(facts, context)
     except KeyboardInterrupt:
         return 0
 
 
+def _show(lines: list[str], *, clears: bool) -> None:
+    print((_CLEAR if clears and sys.stdout.isatty() else "") + "\n".join(lines), flush=True)
+
+
 def _look(facts: ClusterFacts, context: ssl.SSLContext | None) -> Look:
-    router = read_page(f"{facts.url}/metrics", context)
+    router = read_page(f"{facts.url}/metrics", context, key=os.environ.get(API_KEY))
     return Look(time.monotonic(), router, facts.target_pages(context), facts.draft_pages(context))

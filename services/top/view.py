@@ -57,7 +57,7 @@ class Change:
             f"requests   {running:.0f} running, {requests / self._seconds:.1f}/s ended",
             f"tokens     {tokens / self._seconds:.0f}/s; first after {_ms(first)}, then one in {_ms(between)}",
         ]
-        if not rounds:
+        if not rounds or not drafted:
             return [*lines, "drafts     none verified"]
         lines.append(
             f"drafts     k {drafted / rounds:.1f}, {100 * accepted / drafted:.0f} % accepted, "

@@ -17,7 +17,7 @@ from cluster.config import Config
 from cluster.config_file import load_config, parse_config, read_tree
 from cluster.diagnosis.measurements import Workload
 from cluster.engine.model_config import ModelConfig
-from cluster.errors import ConfigurationError
+from cluster.errors import ConfigurationError, UnavailableError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import PLAIN
@@ -77,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.out.parent.is_dir():
         raise ConfigurationError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
     prompts = read_prompts(arguments.prompts)
-    overrides = ["router.port=0", "logging.level=warning", *arguments.overrides]
+    # Two clusters run side by side: neither may hold to a port.
+    free = [f"{name}=0" for name in ("router.port", "target.metrics_port", "draft.metrics_port")]
+    overrides = [*arguments.overrides, *free, "router.admin_listen=null", "logging.level=warning"]
     config = load_config(arguments.config, overrides, os.environ)
     with LocalCluster(config) as cluster:
         cluster.wait_ready(_READY_SECONDS)
@@ -126,9 +128,9 @@ def _try(arguments: argparse.Namespace, best: Sequence[str], candidate: Candidat
                         maker.measured(workload, maker.run(workload, arguments.seconds)).counts.tokens_per_second
                         for maker in makers
                     )
-                    ratios.append(after / before)
+                    ratios.append(after / max(before, 1e-9))
                     progress.update()
-    except ConfigurationError as error:
+    except (ConfigurationError, UnavailableError) as error:
         return Trial(candidate, (), str(error))
     return Trial(candidate, tuple(ratios))
 

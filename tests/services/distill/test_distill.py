@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,11 @@ def test_answers_are_one_to_a_prompt(distilled: Path) -> None:
     answers: list[Answer] = read_answers(distilled / "answers.jsonl")
     assert {one.temperature for one in answers} == {0.0, 0.7, 1.0}
     assert len({one.prompt_token_ids for one in answers}) == len(answers)
+
+
+def test_answers_are_kept_for_the_owner_and_used_again_for_the_same_alone(distilled: Path) -> None:
+    file = distilled / "answers.jsonl"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    head = json.loads(file.read_text(encoding="utf-8").splitlines()[0])
+    assert read_answers(file, head) == read_answers(file)
+    assert read_answers(file, head | {"max_tokens": 33}) == []

@@ -22,6 +22,7 @@ def test_it_is_off_unless_asked_for() -> None:
 
 def test_prompts_are_appended_for_the_owner_alone(tmp_path: Path) -> None:
     file = tmp_path / "traffic.jsonl"
+    file.touch(mode=0o644)
     for prompts in ([[1, 2], [3]], [[4]]):
         log = TrafficLog(str(file), 1000)
         log.add(prompts)
