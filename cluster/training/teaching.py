@@ -12,7 +12,7 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner, load_weights
 from cluster.training.traffic import Answer
 
-NUM_LIKELIEST = 128  # tokens that a label has apart; the others are one
+NUM_LIKELIEST = 24  # tokens that a label has apart; the others are one
 
 
 @dataclass(frozen=True)
