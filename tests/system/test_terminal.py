@@ -18,11 +18,12 @@ from services.http_call import call
 from services.launch.local import LocalCluster
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 
+SIMULATED = ("target.engine=simulated", "draft.drafter=simulated", "simulation.target_step_ms=[[1, 10], [64, 12]]")
+
 
 @pytest.fixture(scope="module")
 def simulated() -> Iterator[LocalCluster]:
-    settings = ("target.engine=simulated", "draft.drafter=simulated", "simulation.target_step_ms=[[1, 10], [64, 12]]")
-    with LocalCluster(cluster_config(*settings, "target.replicas=2")) as running:
+    with LocalCluster(cluster_config(*SIMULATED, "target.replicas=2")) as running:
         running.wait_ready(READY_TIMEOUT_SECONDS)
         yield running
 
@@ -58,16 +59,16 @@ class TestDoctor:
         assert "From the formula's speedup to the measured one" in text
 
     def test_a_sick_cluster_is_told_what_ails_it(self, capsys: pytest.CaptureFixture[str]) -> None:
-        sick = ("target.engine=simulated", "draft.drafter=simulated", "simulation.acceptance=0.1")
+        sick = (*SIMULATED, "simulation.acceptance=0.1")
         settings = [argument for setting in (*sick, "router.port=0") for argument in ("--set", setting)]
         loads = ["--seconds", "0.5", "--repeats", "1", "--streams", "2", "--temperatures", "0", "--max-tokens", "16"]
         assert main(["doctor", "--start", *settings, *loads]) == 1
         assert "1. low acceptance (costs" in capsys.readouterr().out
 
     def test_without_drafts_it_says_so(self, capsys: pytest.CaptureFixture[str]) -> None:
-        none = ("target.engine=simulated", "draft.drafter=simulated", "draft.replicas=0", "router.port=0")
+        none = (*SIMULATED, "draft.replicas=0", "router.port=0")
         settings = [argument for setting in none for argument in ("--set", setting)]
-        loads = ["--seconds", "0.3", "--repeats", "1", "--streams", "2", "--temperatures", "0", "--max-tokens", "16"]
+        loads = ["--seconds", "0.5", "--repeats", "1", "--streams", "2", "--temperatures", "0", "--max-tokens", "16"]
         assert main(["doctor", "--start", *settings, *loads]) == 1
         text = capsys.readouterr().out
         assert "1. no drafts" in text
@@ -87,7 +88,7 @@ class TestTune:
             "simulation": {"target_step_ms": [[1, 10], [64, 12]]},
         }
         file.write_text(yaml.safe_dump(given), encoding="utf-8")
-        loads = ["--seconds", "0.7", "--repeats", "1", "--trials", "2", "--streams", "8", "--temperatures", "0"]
+        loads = ["--seconds", "0.7", "--repeats", "1", "--trials", "1", "--streams", "8", "--temperatures", "0"]
         assert main(["tune", "--config", str(file), "--out", str(out), *loads, "--max-tokens", "24"]) == 0
         tuned = load_config(out)
         assert tuned.target.kv_cache_bytes in (3_000_000, 6_000_000)
