@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -175,7 +176,7 @@ class SimulatedCluster:
             self._num_in_flight -= 1
             arrival = self._traffic.after(at)
             if arrival is not None:
-                self._at(at, lambda arrival=arrival: self._ask(arrival))  # type: ignore[misc]
+                self._at(at, partial(self._ask, arrival))
         self.recorder.ended.clear()
 
     # Targets.

@@ -37,7 +37,8 @@ def above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Call
     return parse
 
 
-def _not_below_zero(text: str) -> float:
+def not_below_zero(text: str) -> float:
+    """A parser of numbers for argparse."""
     try:
         number = float(text)
     except ValueError:
@@ -93,12 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument(
         "--round-trip-ms", default="0.2,0.5,2,10", metavar="MS,...", help="to a remote pool; default 0.2,0.5,2,10"
     )
-    rounds.add_argument("--sidecar-round-trip-ms", type=_not_below_zero, default=0.2, metavar="MS", help="default 0.2")
+    rounds.add_argument("--sidecar-round-trip-ms", type=not_below_zero, default=0.2, metavar="MS", help="default 0.2")
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument("--bandwidth-efficiency", type=above_zero(float, 1), default=own.bandwidth, metavar="SHARE")
     assumed.add_argument("--compute-efficiency", type=above_zero(float, 1), default=own.compute, metavar="SHARE")
-    assumed.add_argument("--step-overhead-ms", type=_not_below_zero, default=1e3 * own.step_seconds, metavar="MS")
-    assumed.add_argument("--all-reduce-us", type=_not_below_zero, default=1e6 * own.all_reduce_seconds, metavar="US")
+    assumed.add_argument("--step-overhead-ms", type=not_below_zero, default=1e3 * own.step_seconds, metavar="MS")
+    assumed.add_argument("--all-reduce-us", type=not_below_zero, default=1e6 * own.all_reduce_seconds, metavar="US")
     assumed.add_argument("--memory-utilization", type=above_zero(float, 1), default=0.9, metavar="SHARE")
     assumed.add_argument("--block-size", type=above_zero(int), default=16, metavar="TOKENS")
     measured = parser.add_argument_group("measured steps in place of formulae")
@@ -112,13 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     measured.add_argument(
         "--local-round-trip-ms",
-        type=_not_below_zero,
+        type=not_below_zero,
         default=1e3 * LOCAL_ROUND_TRIP_SECONDS,
         metavar="MS",
         help="between target and draft on this machine, not timed here; default 0.9, of `bench.coordination`",
     )
     measured.add_argument(
-        "--temperature", type=_not_below_zero, default=1.0, metavar="T", help="of the requests; default 1"
+        "--temperature", type=not_below_zero, default=1.0, metavar="T", help="of the requests; default 1"
     )
     parser.add_argument("--json", action="store_true", help="print JSON; times in seconds")
 

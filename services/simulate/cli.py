@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from cluster.config_file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, parse_gpus, parse_price
-from services.plan.cli import above_zero
+from services.plan.cli import above_zero, not_below_zero
 
 if TYPE_CHECKING:  # it imports torch, by the engine's scheduler
     from cluster.simulator.cluster import Span
@@ -85,27 +84,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--burstiness", type=above_zero(float), default=1.0, metavar="B", help="1: Poisson; more: in bursts (gamma)"
     )
     traffic.add_argument(
-        "--ramp-seconds", type=_not_below_zero, default=0.0, metavar="S", help="over which streams begin; default 0"
+        "--ramp-seconds", type=not_below_zero, default=0.0, metavar="S", help="over which streams begin; default 0"
     )
     traffic.add_argument("--seed", type=int, default=0, metavar="N", help="of traffic and drafts; default 0")
     results = parser.add_argument_group("results")
     results.add_argument(
-        "--warm-up", type=_not_below_zero, metavar="S", help="left out of the figures; default a tenth of the seconds"
+        "--warm-up", type=not_below_zero, metavar="S", help="left out of the figures; default a tenth of the seconds"
     )
     results.add_argument("--interval", type=above_zero(float), default=10.0, metavar="S", help="of the course of k")
     results.add_argument(
         "--json", type=Path, metavar="FILE", help="write all figures there, times in seconds; -: print"
     )
-
-
-def _not_below_zero(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
-    return number
 
 
 def run(arguments: argparse.Namespace) -> int:
