@@ -38,13 +38,7 @@ class DepthPlanner:
         self._config = config
         self._clock = clock
         self._max_depth = config.max_speculative_tokens
-        self._controller = make_controller(
-            config.controller,
-            num_speculative_tokens=config.num_speculative_tokens,
-            max_speculative_tokens=config.max_speculative_tokens,
-            steps=self._seconds,
-            max_wait_seconds=config.draft_timeout_ms / 1e3,
-        )
+        self._controller = make_controller(config, self._seconds)
         self.needs = self._controller.needs
         self.shadows = Shadows(clock)
         self.probing = Probing(clock, is_wanted=self.needs.probing)

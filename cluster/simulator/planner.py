@@ -43,13 +43,7 @@ class Planner:
         self.shadows = Shadows(clock)
         self.schedule = PlanSchedule(clock)
         self._seconds = StepSeconds(self.step_seconds, self.prompts)
-        self._controller = make_controller(
-            config.controller,
-            num_speculative_tokens=config.num_speculative_tokens,
-            max_speculative_tokens=config.max_speculative_tokens,
-            steps=self._seconds,
-            max_wait_seconds=config.draft_timeout_ms / 1e3,
-        )
+        self._controller = make_controller(config, self._seconds)
         self.needs = self._controller.needs
         self._learns_rounds = config.controller == "threshold"
         self.probing = Probing(clock, is_wanted=self.needs.probing)

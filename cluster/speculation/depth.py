@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from cluster.config import SpeculationConfig
 from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance, own_rates, survivals
 from cluster.speculation.costs import LinkCosts
 from cluster.speculation.prompts import StepSeconds
 from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 
 IntArray = npt.NDArray[np.int64]
-ControllerName = Literal["goodput", "threshold", "fixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,17 +277,10 @@ def _same_in_columns(num_drafts: int, columns: Columns) -> ColumnChoice:
     return ColumnChoice(depths, 1.0 + np.asarray(np.where(reached, survival, 0.0).sum(axis=1), np.float64))
 
 
-def make_controller(
-    name: ControllerName,
-    *,
-    num_speculative_tokens: int,
-    max_speculative_tokens: int,
-    steps: StepSeconds,
-    max_wait_seconds: float,
-) -> DepthController:
-    """The controller of that name; `steps` and `max_wait_seconds` are what `goodput` reckons with."""
-    if name == "fixed":
-        return FixedController(num_speculative_tokens)
-    if name == "threshold":
-        return ThresholdController(num_speculative_tokens, max_speculative_tokens)
-    return GoodputController(steps, max_wait_seconds)
+def make_controller(config: SpeculationConfig, steps: StepSeconds) -> DepthController:
+    """The controller that `config` names; `steps` are what `goodput` reckons with."""
+    if config.controller == "fixed":
+        return FixedController(config.num_speculative_tokens)
+    if config.controller == "threshold":
+        return ThresholdController(config.num_speculative_tokens, config.max_speculative_tokens)
+    return GoodputController(steps, config.draft_timeout_ms / 1e3)
