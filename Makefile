@@ -12,11 +12,14 @@ READY_VLLM := .venv/ready-vllm
 READY_RAY := .venv/ready-ray
 READY_CLIENTS := .venv/ready-clients
 READY_BROWSER := .venv/ready-browser
+READY_DEMO := .venv/ready-demo
+DEMO_MODEL := .models/smollm2-135m-instruct
 
-.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser serve test bench gpu-check format lint typecheck protos docs constraints train images clean
+.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser serve demo test bench gpu-check format lint typecheck protos docs constraints train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
+	@echo "make demo  [ARGS='--port 8001 ...']   serve a published instruct model, with a draft distilled for it, and open its page"
 	@echo "make test  [ARGS='-k name ...']       run the tests"
 	@echo "make bench                            measure speed and acceptance; results in bench/results"
 	@echo "make gpu-check                        what only a GPU can show; results in bench/results"
@@ -73,6 +76,17 @@ $(READY_BROWSER): pyproject.toml $(KERNELS) | $(READY_DEV)
 
 serve: $(READY)
 	@exec $(BIN)/outrider serve $(ARGS)
+
+$(READY_DEMO): pyproject.toml $(KERNELS) | .venv/bin/python
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[demo]'
+	@touch $@ $(READY)
+
+# The tokenizer is written last.
+$(DEMO_MODEL)/tokenizer.json: | $(READY_DEMO)
+	$(BIN)/python -m bench.instruct --out $(DEMO_MODEL)
+
+demo: $(READY_DEMO) $(DEMO_MODEL)/tokenizer.json
+	@exec $(BIN)/outrider serve --target $(DEMO_MODEL) --draft outrider-draft-smollm2-135m --served-model-name smollm2-135m-instruct --open $(ARGS)
 
 # Without vLLM, Ray, the clients or a browser their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
 # REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set.

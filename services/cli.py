@@ -259,6 +259,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default="local",
         help="local: processes of this machine (default); ray: a Ray Serve application, on a new Ray if none is here",
     )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser when it is ready")
     for option in SERVE_OPTIONS:
         if option.is_mapping:
             parser.add_argument(
@@ -354,7 +355,10 @@ def _serve(arguments: argparse.Namespace) -> int:
         for setting in option.settings
     ]
     arguments.overrides = [*mappings, *arguments.overrides]
-    return serve(_load(arguments))
+    config = _load(arguments)
+    if arguments.open and not config.router.has_page:
+        raise ConfigurationError("--open: there is no page to open, as router.page is off")
+    return serve(config, arguments.open)
 
 
 def _load(arguments: argparse.Namespace) -> Config:

@@ -30,11 +30,13 @@ def call(
     *,
     seconds: float = 10.0,
     context: ssl.SSLContext | None = None,
+    max_bytes: int = _MAX_ANSWER_BYTES,
 ) -> Any:
     """The JSON that `address` (host:port, http://host:port or https://host:port) answers; None where that is empty.
 
     It is sent the key in the environment, if there is one. `context`: what is taken for its certificate; None: what
-    this machine trusts. Raises ConfigurationError when it does not answer in that time, or not with a 2xx and JSON.
+    this machine trusts. Raises ConfigurationError when it does not answer in that time, not with a 2xx and JSON, or
+    with more than `max_bytes`.
     """
     scheme, has_scheme, place = address.rpartition("://")
     if not is_host_port(place.rstrip("/")) or (has_scheme and scheme not in ("http", "https")):
@@ -56,7 +58,7 @@ def call(
             content = bytearray()
             while chunk := answer.read1(4096):
                 content += chunk
-                if len(content) > _MAX_ANSWER_BYTES or time.monotonic() > deadline:
+                if len(content) > max_bytes or time.monotonic() > deadline:
                     raise ConfigurationError(f"{address} answers too much, or too slowly")
         finally:
             connection.close()

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ TEMPERATURES = (0.0, 0.7, 1.0)  # answers in turn: a draft is asked for all of t
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt and what the target said to it with one seed."""
+    """A prompt and what the target said to it with one seed; it may be nothing."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -61,32 +61,41 @@ def is_held_out(prompt_token_ids: Sequence[int], one_in: int) -> bool:
     return int.from_bytes(digest[:8], "big") % one_in == 0
 
 
-def write_answers(file: Path, answers: Sequence[Answer], asked: Mapping[str, Any]) -> None:
-    """As JSON lines, after one that says how they were `asked`. For the owner alone, and all of them or nothing."""
-    lines = [
-        dict(asked),
-        *(
-            {
-                "prompt_token_ids": answer.prompt_token_ids,
-                "token_ids": answer.token_ids,
-                "temperature": answer.temperature,
-                "seed": answer.seed,
-            }
-            for answer in answers
-        ),
-    ]
-    part = file.with_suffix(".part")
-    part.touch(mode=0o600)
-    part.chmod(0o600)
-    part.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    part.replace(file)
+class AnswersFile:
+    """Answers as JSON lines, each written as it comes, after a line that says how they were `asked`: what a run that
+    failed has had is there for the next. For the owner alone.
+
+    Answers to other prompts, of another target or of another length, are other answers: a file that was asked
+    otherwise is begun anew.
+    """
+
+    def __init__(self, file: Path, asked: Mapping[str, Any]) -> None:
+        self._file = file
+        self.answers = read_answers(file, asked) if file.exists() else []
+        part = file.with_suffix(".part")
+        part.touch(mode=0o600)
+        part.chmod(0o600)
+        lines = [json.dumps(dict(asked)), *map(_line, self.answers)]  # without one that was cut off
+        part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        part.replace(file)
+
+    def add(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(f"{_line(answer)}\n")
+
+
+def _line(answer: Answer) -> str:
+    return json.dumps(asdict(answer))
 
 
 def read_answers(file: Path, asked: Mapping[str, Any] | None = None) -> list[Answer]:
-    """As `write_answers` wrote them; none, where they were asked otherwise than `asked`, if that is given."""
-    head, *entries = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    if asked is not None and head != dict(asked):
+    """As `AnswersFile` wrote them; none, where they were asked otherwise than `asked`, if that is given."""
+    head, *lines = file.read_text(encoding="utf-8").split("\n")
+    if asked is not None and head != json.dumps(dict(asked)):
         return []
+    # A last line without an end was cut off.
+    entries = map(json.loads, lines[:-1])
     return [
         Answer(tuple(one["prompt_token_ids"]), tuple(one["token_ids"]), one["temperature"], one["seed"])
         for one in entries

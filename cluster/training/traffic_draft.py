@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,7 +23,6 @@ from cluster.training.teaching import Lesson
 from cluster.training.trainer import Recipe, build_optimizer
 
 _GRADIENT_NORM = 1.0
-_LEAST_OTHERS = 1e-6  # of a draft's probability: below it float32 has no more than noise
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,20 @@ def train_draft(
 
 
 def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
-    """Mean cross entropy of a place, in nats, with all but the likeliest tokens as one: left out they would make the
-    draft surer than its target is."""
+    """Mean cross entropy of a place, in nats: exact over the target's likeliest tokens, an unbiased estimate over the
+    others."""
     log_probabilities = answer_logits(model, lessons).log_softmax(dim=-1)
-    likeliest = torch.from_numpy(np.concatenate([lesson.likeliest for lesson in lessons])).long()
     probabilities = torch.from_numpy(np.concatenate([lesson.probabilities for lesson in lessons]))
-    own = log_probabilities.gather(1, likeliest)
-    others = (1.0 - probabilities.sum(dim=-1)).clamp(min=0.0)
-    own_others = (1.0 - own.exp().sum(dim=-1)).clamp(min=_LEAST_OTHERS).log()
-    mean: Tensor = -((probabilities * own).sum(dim=-1) + others * own_others).mean()
+    likeliest = _at(log_probabilities, [lesson.likeliest for lesson in lessons])
+    others = _at(log_probabilities, [lesson.drawn for lesson in lessons]).mean(dim=-1)
+    rest = (1.0 - probabilities.sum(dim=-1)).clamp(min=0.0)
+    mean: Tensor = -((probabilities * likeliest).sum(dim=-1) + rest * others).mean()
     return mean
+
+
+def _at(log_probabilities: Tensor, token_ids: Sequence[npt.NDArray[np.int32]]) -> Tensor:
+    """[places, tokens of a place]"""
+    return log_probabilities.gather(1, torch.from_numpy(np.concatenate(token_ids)).long())
 
 
 def answer_logits(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:

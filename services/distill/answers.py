@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from cluster.config import Config
 from cluster.training.traffic import TEMPERATURES, Answer
@@ -12,34 +12,35 @@ from services.launch.local import LocalCluster
 
 _READY_SECONDS = 600.0
 _ANSWER_SECONDS = 600.0
+_MOST_BYTES_OF_AN_ANSWER, _MOST_BYTES_OF_A_TOKEN = 65_536, 1_024  # its number and its text, which JSON may escape
 
 
 def ask(
-    config: Config,
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    max_tokens: int,
-    num_streams: int,
-    did_one: Callable[[], object],
-) -> list[Answer]:
-    """One answer to each prompt, its place its seed, temperatures in turn; those without a token are left out.
+    config: Config, prompts: Mapping[int, tuple[int, ...]], *, max_tokens: int, num_streams: int
+) -> Iterator[Answer]:
+    """One answer to each prompt, as they come; a prompt's number is its seed, temperatures are in turn.
 
-    Raises ConfigurationError.
+    Raises ConfigurationError at the first request that fails.
     """
 
-    def answer(index: int) -> Answer:
-        prompt, temperature = prompts[index], TEMPERATURES[index % len(TEMPERATURES)]
+    def answer(number: int) -> Answer:
+        prompt, temperature = prompts[number], TEMPERATURES[number % len(TEMPERATURES)]
         body = {
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": temperature,
-            "seed": index,
+            "seed": number,
             "return_token_ids": True,
         }
-        (choice,) = call(cluster.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS)["choices"]
-        did_one()
-        return Answer(prompt, tuple(choice["token_ids"]), temperature, index)
+        most = _MOST_BYTES_OF_AN_ANSWER + max_tokens * _MOST_BYTES_OF_A_TOKEN
+        answered = call(cluster.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS, max_bytes=most)
+        (choice,) = answered["choices"]
+        return Answer(prompt, tuple(choice["token_ids"]), temperature, number)
 
     with LocalCluster(config) as cluster, ThreadPoolExecutor(num_streams) as threads:
         cluster.wait_ready(_READY_SECONDS)
-        return [one for one in threads.map(answer, range(len(prompts))) if one.token_ids]
+        try:
+            for done in as_completed([threads.submit(answer, number) for number in prompts]):
+                yield done.result()
+        finally:
+            threads.shutdown(cancel_futures=True)

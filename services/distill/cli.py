@@ -109,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     answers = _answers(arguments, config, folder)
     with _progress("the target reads", len(answers)) as progress:
-        lessons = teach(config.target, answers, progress.update)
+        lessons = teach(config.target, answers, arguments.seed, progress.update)
     held_out = [one for one in lessons if is_held_out(one.answer.prompt_token_ids, _HELD_OUT_ONE_IN)]
     taught = [one for one in lessons if not is_held_out(one.answer.prompt_token_ids, _HELD_OUT_ONE_IN)]
     if not held_out or not taught:
@@ -140,31 +140,32 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> list[Answer]:
-    """Those of an earlier run of the same, if there are some: they take longest."""
+    """With those that an earlier run of the same has had: they take longest. Those without a token are left out."""
     from cluster.engine.fingerprint import weights_fingerprint
-    from cluster.training.traffic import read_answers, read_prompts, write_answers
+    from cluster.training.traffic import AnswersFile, read_prompts
     from services.distill.answers import ask
 
     prompts = read_prompts(arguments.traffic, Tokenizer(folder).encode, _renderer(folder))
     longest = ModelConfig.from_folder(folder).resolve_max_model_len(config.target.max_model_len) - arguments.max_tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= longest]
-    # Answers to other prompts, of another target or of another length, are other answers.
     asked = {
         "target": weights_fingerprint(folder),
         "settings": arguments.overrides,
         "max_tokens": arguments.max_tokens,
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(),
     }
-    file = arguments.out / "answers.jsonl"
-    if file.exists() and (known := read_answers(file, asked)):
-        print(f"{file}: {len(known)} answers of before are used", file=sys.stderr)
-        return known
-    with _progress("answers", len(prompts)) as progress:
-        answers = ask(
-            config, prompts, max_tokens=arguments.max_tokens, num_streams=arguments.streams, did_one=progress.update
-        )
-    write_answers(file, answers, asked)
-    return answers
+    file = AnswersFile(arguments.out / "answers.jsonl", asked)
+    known = {answer.seed for answer in file.answers}
+    if known:
+        print(f"{arguments.out}: {len(known)} answers of before are used", file=sys.stderr)
+    missing = {number: prompt for number, prompt in enumerate(prompts) if number not in known}
+    if missing:
+        with _progress("answers", len(missing)) as progress:
+            for answer in ask(config, missing, max_tokens=arguments.max_tokens, num_streams=arguments.streams):
+                file.add(answer)
+                progress.update()
+    # In the order of their prompts, whatever order they came in: the same answers make the same draft.
+    return sorted((answer for answer in file.answers if answer.token_ids), key=lambda answer: answer.seed)
 
 
 def _renderer(folder: Path) -> Callable[[Any], Sequence[int]]:

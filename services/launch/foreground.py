@@ -6,6 +6,7 @@ import json
 import signal
 import urllib.error
 import urllib.request
+import webbrowser
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,9 +53,15 @@ def get(url: str, seconds: float, key: str | None, certificate_file: str | None)
 
 
 def announce(
-    config: Config, urls: Sequence[str], seconds: float, metrics_urls: Mapping[str, str] | None = None
+    config: Config,
+    urls: Sequence[str],
+    seconds: float,
+    metrics_urls: Mapping[str, str] | None = None,
+    *,
+    opens_page: bool = False,
 ) -> None:
-    """Prints that the routers at `urls` answer, `seconds` after the launcher's start, and where metrics are."""
+    """Prints that the routers at `urls` answer, `seconds` after the launcher's start, and where page and metrics are.
+    `opens_page`: in a browser too, if there is one."""
     if config.target.engine == "simulated":
         print("\nTarget and draft are simulated: what they generate means nothing.", flush=True)
     key = " \\\n    -H 'Authorization: Bearer KEY'" if config.router.api_keys_file else ""
@@ -67,5 +74,9 @@ Outrider is ready at {", ".join(urls)} after {seconds:.1f} s. Try:
 """,
         flush=True,
     )
+    if config.router.has_page:
+        print(f"See it at work: {urls[0]}/\n", flush=True)
+        if opens_page:
+            webbrowser.open(f"{urls[0]}/")
     if metrics_urls:
         print("Metrics:", *(f"  {url} ({name})" for name, url in metrics_urls.items()), "", sep="\n", flush=True)

@@ -189,7 +189,7 @@ class LocalCluster:
         self.stop()
 
 
-def serve(config: Config) -> int:
+def serve(config: Config, opens_page: bool = False) -> int:
     """Runs a cluster until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
     signals = StopSignals()
     started_at = time.monotonic()
@@ -201,7 +201,8 @@ def serve(config: Config) -> int:
             cluster.watch()
             if not is_announced and cluster.is_ready():
                 is_announced = True
-                announce(cluster.config, [cluster.url], time.monotonic() - started_at, cluster.metrics_urls)
+                seconds = time.monotonic() - started_at
+                announce(cluster.config, [cluster.url], seconds, cluster.metrics_urls, opens_page=opens_page)
             time.sleep(_POLL_SECONDS if not is_announced else 0.2)
         logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
     finally:

@@ -7,6 +7,7 @@ import logging
 import re
 import subprocess
 import sys
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from cluster.errors import ConfigurationError
 from services import cli
 from services.configuration_page import PAGE
 from services.launch import local
+from services.launch.foreground import announce
 from services.settings import properties_of
 
 
@@ -115,7 +117,7 @@ def test_check_config_names_a_wrong_key(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_the_log_level_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     levels = []
 
-    def serve(config: Config) -> int:
+    def serve(config: Config, opens_page: bool) -> int:
         levels.append((config.logging.level, logging.getLogger().level))
         return 0
 
@@ -132,7 +134,7 @@ def test_the_log_format_is_a_setting(
 ) -> None:
     """What is wrong is in it as soon as the setting is known."""
 
-    def serve(config: Config) -> int:
+    def serve(config: Config, opens_page: bool) -> int:
         raise ConfigurationError("no such place")
 
     monkeypatch.setattr(local, "serve", serve)
@@ -150,7 +152,7 @@ def test_the_log_format_is_a_setting(
 def test_options_of_serve_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Config] = []
 
-    def serve(config: Config) -> int:
+    def serve(config: Config, opens_page: bool) -> int:
         served.append(config)
         return 0
 
@@ -207,3 +209,19 @@ def test_a_draft_worker_that_nobody_would_call_does_not_start(capsys: pytest.Cap
 def test_importing_the_command_imports_no_torch() -> None:
     code = "import sys, services.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("opens_page", [True, False])
+def test_serve_says_where_the_page_is_and_opens_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], opens_page: bool
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    announce(Config(), ["http://127.0.0.1:8000"], 1.0, opens_page=opens_page)
+    assert "See it at work: http://127.0.0.1:8000/\n" in capsys.readouterr().out
+    assert opened == ["http://127.0.0.1:8000/"] * opens_page
+
+
+def test_serve_cannot_open_a_page_that_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--open", "--set", "router.page=false"]) == 2
+    assert "router.page is off" in capsys.readouterr().err

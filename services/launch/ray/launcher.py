@@ -139,7 +139,7 @@ class RayApplication:
         return ray_serve.status().applications.get(self.name) if _serve_runs() else None
 
 
-def serve(config: Config) -> int:
+def serve(config: Config, opens_page: bool = False) -> int:
     """Runs the application until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
     started_at = time.monotonic()
     _join(config, start=True)
@@ -157,7 +157,7 @@ def serve(config: Config) -> int:
                 if application.is_joined() or time.monotonic() > running_since + _LINKS_SECONDS:
                     is_announced = True
                     urls = application.urls() or ["http://(see `serve status`)"]
-                    announce(config, urls, time.monotonic() - started_at)
+                    announce(config, urls, time.monotonic() - started_at, opens_page=opens_page)
             time.sleep(_POLL_SECONDS)
         logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
     finally:
