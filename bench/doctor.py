@@ -46,7 +46,7 @@ class Sickness:
     num_streams: int = _STREAMS
 
 
-def _sicknesses(pair: Path, folder: Path) -> list[Sickness]:
+def sicknesses(pair: Path, folder: Path) -> list[Sickness]:
     slow = {size: _slow_draft(pair, folder / f"slow-{size}", size) for size in (4096, 12288)}
     wrong = {noise: _wrong_draft(pair, folder / f"wrong-{noise}", noise) for noise in (1.2, 100.0)}
     block = 2 * 16 * ModelConfig.from_folder(pair / "target").kv_size * 2 * _num_layers(pair / "target")
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         healthy.wait_ready(READY_TIMEOUT_SECONDS)
         report = _examine(healthy.url, _STREAMS, arguments)
         print(report.text() + "\n\n" + _HEADER, flush=True)
-        for sickness in _sicknesses(arguments.pair, Path(name)):
+        for sickness in sicknesses(arguments.pair, Path(name)):
             if arguments.only and sickness.name not in arguments.only:
                 continue
             with LocalCluster(load_config(None, [*base, *sickness.settings])) as sick:
