@@ -54,16 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--target", default="outrider-target-12m")
     parser.add_argument("--draft", default="outrider-draft-2m")
-    parser.add_argument("--epochs", default="3")
+    parser.add_argument("--epochs", default="6")
+    parser.add_argument("--learning-rate", default="1e-3")
+    parser.add_argument("--folder", type=Path, help="for answers and draft: answers of before are used (default: none)")
     parser.add_argument("--out", type=Path, default=Path("bench/results/distill.json"))
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = arguments.folder or Path(name)
         traffic = folder / "traffic.jsonl"
         lines = (json.dumps({"prompt": prompt}) for prompt in prompts(arguments.prompts, seed=7))
         traffic.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         models = ["--target", arguments.target, "--draft", arguments.draft]
-        code = outrider(["distill", "--traffic", str(traffic), *models, "--out", name, "--epochs", arguments.epochs])
+        training = ["--epochs", arguments.epochs, "--learning-rate", arguments.learning_rate]
+        code = outrider(["distill", "--traffic", str(traffic), *models, "--out", str(folder), *training])
         if code:
             return code
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))

@@ -45,16 +45,15 @@ this list wins:
 {options}
 
 `outrider serve`, the launcher (`--launcher local`, or [`ray`](RAY.md); `--open` shows the page in a browser),
-`outrider router`, `outrider target` and `outrider draft` all take them, and list them with `--help`.
-`outrider check-config` takes them too, prints the configuration that comes of them, and says, with the exit code 2, what is wrong with it, and which files and hosts it
-names that cannot be found. An unknown key and a value of another type are errors, in one line
-that names the key, or the variable; for an unknown key it offers the nearest known one. Variables with one underscore
-between words are no settings. There are some that say where a program is (`OUTRIDER_HOST`, `OUTRIDER_ZONE`,
-`OUTRIDER_REGION`; see `placement`), one that says which instructions a CPU's kernels use
-([`OUTRIDER_CPU_ISA`](OPERATING.md#kernels-for-cpus)), and keys that have no place in a file: `OUTRIDER_API_KEY`, which
-commands send, and `OUTRIDER_LAUNCHER_KEY_SHA256`, which a launcher sets ([keys](OPERATING.md#keys)). Example files are
-in [`configs/`](../configs).
-"""
+`outrider router`, `outrider target` and `outrider draft` all take them, and list them with `--help`. `outrider
+check-config` takes them too, prints the configuration that comes of them, and says, with the exit code 2, what is
+wrong with it, and which files and hosts it names that cannot be found. An unknown key and a value of another type are
+errors, in one line that names the key, or the variable; for an unknown key it offers the nearest known one. Variables
+with one underscore between words are no settings. There are some that say where a program is (`OUTRIDER_HOST`,
+`OUTRIDER_ZONE`, `OUTRIDER_REGION`; see `placement`), one that says which instructions a CPU's kernels use
+([`OUTRIDER_CPU_ISA`](OPERATING.md#kernels-for-cpus)), and keys that have no place in a file: `OUTRIDER_API_KEY`,
+which commands send, and `OUTRIDER_LAUNCHER_KEY_SHA256`, which a launcher sets ([keys](OPERATING.md#keys)). Example
+files are in [`configs/`](../configs). """
 
 
 def make_page() -> str:
