@@ -89,13 +89,18 @@ demo: $(READY_DEMO) $(DEMO_MODEL)/tokenizer.json
 	@exec $(BIN)/outrider serve --target $(DEMO_MODEL) --draft outrider-draft-smollm2-135m --served-model-name smollm2-135m-instruct --open $(ARGS)
 
 # Without vLLM, Ray, the clients or a browser their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
-# REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set.
+# REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set. Those of whole clusters, which take every core that there is, run
+# one after the other, the rest in two processes.
 test: $(READY_DEV)
 	@$(MAKE) --no-print-directory setup-vllm || test -z "$(REQUIRE_VLLM)"
 	@$(MAKE) --no-print-directory setup-ray || test -z "$(REQUIRE_RAY)"
 	@$(MAKE) --no-print-directory setup-clients || test -z "$(REQUIRE_CLIENTS)"
 	@$(MAKE) --no-print-directory setup-browser || test -z "$(REQUIRE_BROWSER)"
+ifdef ARGS
 	$(BIN)/pytest $(ARGS)
+else
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/system; code=$$?; $(BIN)/pytest tests/system && exit $$code
+endif
 
 bench: $(READY_DEV)
 	$(BIN)/python -m bench.speedup $(ARGS)
