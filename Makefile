@@ -86,7 +86,8 @@ $(DEMO_MODEL)/tokenizer.json: | $(READY_DEMO)
 	$(BIN)/python -m bench.instruct --out $(DEMO_MODEL)
 
 demo: $(READY_DEMO) $(DEMO_MODEL)/tokenizer.json
-	@exec $(BIN)/outrider serve --target $(DEMO_MODEL) --draft outrider-draft-smollm2-135m --served-model-name smollm2-135m-instruct --open $(ARGS)
+	@exec $(BIN)/outrider serve --target $(DEMO_MODEL) --draft outrider-draft-smollm2-135m --served-model-name smollm2-135m-instruct \
+	  --router.page_question 'What is the capital of France, and what is it known for?' --open $(ARGS)
 
 # Without vLLM, Ray, the clients or a browser their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
 # REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set. Those of whole clusters, which take every core that there is, run

@@ -109,6 +109,11 @@ class RouterConfig(Section):
         description="show the cluster at work to browsers, at `/`: counts of everybody's rounds, and no text but the "
         "page's own; null: where `host` is this machine's alone",
     )
+    page_question: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="what the page's prompt begins with, put as a question to a model that converses; null: the "
+        "beginning of a Python function, to be completed",
+    )
     allow_different_targets: bool = Field(
         False,
         description="use targets together whose answers may differ (other weights, dtype, processor, ...); what it "

@@ -113,7 +113,11 @@ def create_app(config: Config) -> Starlette:
     template = ChatTemplate.from_folder(folder)
     prompts = ChatPrompts(template, tokenizer)
     health = Health(serving.pool, model_id)
-    page = Page(serving.feed, lambda: _hello(serving, template)) if config.router.has_page else None
+    page = (
+        Page(serving.feed, lambda: _hello(serving, template, config.router.page_question))
+        if config.router.has_page
+        else None
+    )
     readers = Readers.of(config.router, template, tokenizer)
     app = Starlette(
         routes=[
@@ -171,13 +175,14 @@ def served_model_id(model: str) -> str:
     return model
 
 
-def _hello(serving: Serving, template: ChatTemplate | None) -> dict[str, Any]:
+def _hello(serving: Serving, template: ChatTemplate | None, question: str | None) -> dict[str, Any]:
     """What the page is told of what it shows."""
     limits = serving.pool.limits() if serving.pool.usable else None
     return {
         "model": serving.model_id,
         "version": importlib.metadata.version("outrider"),
         "has_chat": template is not None,
+        "question": question,
         "max_speculative_tokens": 0 if limits is None else limits.max_speculative_tokens,
     }
 

@@ -22,10 +22,16 @@ export class Prompt {
     });
   }
 
-  welcome({ model, has_chat: hasChat, max_speculative_tokens: maxDepth }) {
-    this.model = model;
+  welcome({ model, has_chat: hasChat, question, max_speculative_tokens: maxDepth }) {
     const kind = byId("prompt-kind");
     kind.querySelector("[value=chat]").disabled = !hasChat;
+    const text = byId("prompt-text");
+    // Only what nobody has written in yet, and only on the first welcome of a connection that may come again.
+    if (question && hasChat && !this.model && text.value === text.defaultValue) {
+      text.value = question;
+      kind.value = "chat";
+    }
+    this.model = model;
     if (maxDepth) byId("prompt-k").max = maxDepth;
   }
 

@@ -141,6 +141,18 @@ def test_it_shows_a_cluster_at_work(browser: Browser, cluster: LocalCluster, sch
         assert not any(len("".join(piece.split())) > 20 and piece in shown for piece in pieces)
 
 
+def test_a_question_of_the_configuration_is_put_to_a_model_that_converses(browser: Browser) -> None:
+    question = "What is a pangram?"
+    with LocalCluster(load_config(None, [*SETTINGS, f"router.page_question={question}"])) as cluster:
+        cluster.wait_ready(timeout=60)
+        with Visit(browser, cluster.url) as visit:
+            expect(visit.page.locator("#prompt-text")).to_have_value(question)
+            expect(visit.page.locator("#prompt-kind")).to_have_value("chat")
+            visit.page.click("text=Send")
+            expect(visit.page.locator("#answer-told")).to_contain_text("ended:", timeout=20_000)
+            assert visit.complaints == []
+
+
 @pytest.mark.parametrize("kind", ["completion", "chat"])
 def test_an_answer_is_what_the_api_gives(browser: Browser, cluster: LocalCluster, kind: str) -> None:
     body = {**PROMPT, "return_rounds": True}
