@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import ssl
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.diagnosis.measurements import Counts, Measured, StartTimes, Steps, Workload
 from cluster.errors import ConfigurationError
-from services.doctor.pages import read_page, total
+from services.doctor.access import Access
+from services.doctor.pages import total
 from services.doctor.workers import ClusterFacts
-from services.http_call import API_KEY, call
+from services.http_call import call
 
 _ANSWER_SECONDS = 300.0
 _RAMP_SECONDS = 120.0
@@ -38,7 +37,7 @@ class LoadMaker:
     facts: ClusterFacts
     prompts: Sequence[str]
     max_tokens: int
-    context: ssl.SSLContext | None = None
+    access: Access = field(default_factory=Access)
 
     def run(self, workload: Workload, seconds: float) -> Numbers:
         """How counters grew in so many seconds in which all streams were busy. Raises ConfigurationError."""
@@ -60,7 +59,7 @@ class LoadMaker:
 
     def start_times(self) -> StartTimes:
         """Of steps of 16 rows of the first target that has timed some at its start."""
-        for page in self.facts.target_pages(self.context):
+        for page in self.facts.target_pages(self.access):
             own, fitting = (
                 page.find("outrider_start_step_seconds", threads=threads, rows="16") for threads in ("own", "fitting")
             )
@@ -116,11 +115,13 @@ class LoadMaker:
             "ignore_eos": True,
             "num_speculative_tokens": "auto" if depth is None else depth,
         }
-        call(self.facts.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS, context=self.context)
+        call(
+            self.facts.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS, context=self.access.router.context
+        )
 
     def _counters(self) -> Numbers:
-        router = read_page(f"{self.facts.url}/metrics", self.context, key=os.environ.get(API_KEY))
-        targets, drafts = self.facts.target_pages(self.context), self.facts.draft_pages(self.context)
+        router = self.access.router.read_page(self.facts.url)
+        targets, drafts = self.facts.target_pages(self.access), self.facts.draft_pages(self.access)
         found: Numbers = defaultdict(float, {name: total(targets, metric) for name, metric in _COUNTED.items()})
         for kind in _KINDS:
             found[kind] = total(targets, "outrider_steps_total", kind=kind)
@@ -164,13 +165,13 @@ class LoadMaker:
         return Measured(workload, counts, grown["round trips"] / grown["runs"])
 
     def _num_waiting(self) -> float:
-        return total(self.facts.target_pages(self.context), "vllm:num_requests_waiting")
+        return total(self.facts.target_pages(self.access), "vllm:num_requests_waiting")
 
     def _round_trip(self) -> float:
         """Seconds of the links' answers, in the middle; 0 where no draft is apart."""
         times = sorted(
             value
-            for page in self.facts.target_pages(self.context)
+            for page in self.facts.target_pages(self.access)
             for value in page.by_label("outrider_link_round_trip_seconds", "draft").values()
         )
         return times[len(times) // 2] if times else 0.0

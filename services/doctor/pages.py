@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import http.client
 import ssl
-import urllib.request
+import time
 from collections import defaultdict
 from collections.abc import Iterable
+from urllib.parse import SplitResult, urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +24,7 @@ class Page:
     """What one metrics page says, at one time."""
 
     def __init__(self, text: str) -> None:
+        """Raises ValueError."""
         self._values: dict[Sample, float] = {
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)
@@ -48,31 +50,73 @@ class Page:
         return next((value for (of, has), value in self._values.items() if of == name and wanted <= set(has)), None)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        """None: the answer is taken as it is, and is an error."""
-
-
-def read_page(url: str, context: ssl.SSLContext | None = None, *, key: str | None = None) -> Page:
-    """Past any proxy. `key`: of the router, for its own page: a worker says itself where its page is, and gets none.
-
-    Raises ConfigurationError.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigurationError(f"the metrics page {url[:200]!r} is neither http:// nor https://")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirects()]
-    if url.startswith("https"):
-        handlers.append(urllib.request.HTTPSHandler(context=context))
-    try:
-        request = urllib.request.Request(url, headers=headers)
-        with urllib.request.build_opener(*handlers).open(request, timeout=_SECONDS) as answer:
-            return Page(answer.read(_MAX_BYTES).decode())
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ConfigurationError(
-            f"the metrics page {url} cannot be read ({error}): run this where it can be, or set metrics_host"
-        ) from error
-
-
 def total(pages: Iterable[Page], name: str, **labels: str) -> float:
     return sum(page.sum(name, **labels) for page in pages)
+
+
+def read_page(
+    url: str,
+    context: ssl.SSLContext | None = None,
+    *,
+    server_name: str | None = None,
+    token: str | None = None,
+    without_token: str = "none is known",
+) -> Page:
+    """Past any proxy, and nowhere else than at `url`, whoever answers there.
+
+    `context`: what is taken for its certificate; None: what this machine trusts. `server_name`: what that has to be
+    for; None: the host. The token is sent when the certificate has been looked at. `without_token`: what to do about a
+    page that asks for another. Raises ConfigurationError.
+    """
+    try:
+        connection = _connection(urlsplit(url), context, server_name)
+        try:
+            status, content = _get(connection, urlsplit(url).path, token)
+        finally:
+            connection.close()
+        if status == 200:
+            return Page(content.decode())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigurationError(
+            f"the metrics page {url!r} cannot be read ({error}): run this where it can be, or set metrics_host"
+        ) from error
+    if status != 401:
+        raise ConfigurationError(f"the metrics page {url!r} answers {status}")
+    asks = "asks for a token" if token is None else "asks for another token"
+    raise ConfigurationError(f"the metrics page {url!r} {asks}: {without_token}")
+
+
+def _get(connection: http.client.HTTPConnection, path: str, token: str | None) -> tuple[int, bytes]:
+    deadline = time.monotonic() + _SECONDS
+    connection.request("GET", path, headers={} if token is None else {"authorization": f"Bearer {token}"})
+    answer = connection.getresponse()
+    content = bytearray()
+    while answer.status == 200 and (chunk := answer.read1(65_536)):
+        content += chunk
+        if len(content) > _MAX_BYTES or time.monotonic() > deadline:
+            raise ValueError("too much, or too slowly")
+    return answer.status, bytes(content)
+
+
+def _connection(
+    parts: SplitResult, context: ssl.SSLContext | None, server_name: str | None
+) -> http.client.HTTPConnection:
+    """Raises ValueError."""
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("it is neither http:// nor https://")
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SECONDS)
+    return _Https(parts.hostname, parts.port, context or ssl.create_default_context(), server_name)
+
+
+class _Https(http.client.HTTPSConnection):
+    """Takes a certificate for `server_name`, whatever host was dialled."""
+
+    def __init__(self, host: str, port: int | None, context: ssl.SSLContext, server_name: str | None) -> None:
+        super().__init__(host, port, timeout=_SECONDS, context=context)
+        self._shown = context
+        self._server_name = server_name or host
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._shown.wrap_socket(self.sock, server_hostname=self._server_name)

@@ -20,7 +20,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
-from cluster.transport.dialing import PLAIN
+from services.doctor.access import Access
 from services.doctor.cli import add_load_arguments, examine_cluster, read_prompts
 from services.doctor.load import LoadMaker
 from services.doctor.workers import look_around
@@ -92,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             repeats=arguments.repeats,
             prompts=prompts,
             config=config,
+            access=Access.to_own(cluster),
         )
     for finding in report.findings:
         print(f"{finding.name}: {finding.what}")
@@ -120,7 +121,8 @@ def _try(arguments: argparse.Namespace, best: Sequence[str], candidate: Candidat
             makers = []
             for cluster in (old, new):
                 cluster.wait_ready(_READY_SECONDS)
-                makers.append(LoadMaker(look_around(cluster.url, PLAIN, None), prompts, arguments.max_tokens))
+                access = Access.to_own(cluster)
+                makers.append(LoadMaker(look_around(cluster.url, access), prompts, arguments.max_tokens, access))
             ratios = []
             with tqdm(total=arguments.trials, desc=candidate.name, file=sys.stderr, disable=None) as progress:
                 for _ in range(arguments.trials):
