@@ -12,6 +12,7 @@ from cluster.errors import ConfigurationError
 from services.doctor.access import Access, access_of, add_access_arguments, config_of
 from services.doctor.workers import ClusterFacts, look_around
 from services.plan.cli import above_zero
+from services.terminal import as_line, as_lines
 from services.top.view import Change, Look
 
 _CLEAR = "\x1b[H\x1b[2J"
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(arguments.seconds)
             try:
                 after = _look(facts, access)
-                _show(Change(facts, before, after).lines(), clears=not arguments.once)
+                show(Change(facts, before, after).lines(), clears=not arguments.once)
                 if arguments.once:
                     return 0
                 before = after
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             except ConfigurationError as error:  # one that is being started again has no page yet
                 if arguments.once:
                     raise
-                print(f"{error}; asked again in {arguments.seconds:g} s", file=sys.stderr)
+                print(f"{as_line(str(error))}; asked again in {arguments.seconds:g} s", file=sys.stderr)
                 with contextlib.suppress(ConfigurationError):
                     facts = look_around(url, access)
                     before = _look(facts, access)
@@ -62,8 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _show(lines: list[str], *, clears: bool) -> None:
-    print((_CLEAR if clears and sys.stdout.isatty() else "") + "\n".join(lines), flush=True)
+def show(lines: list[str], *, clears: bool) -> None:
+    """Where the lines before were, on a terminal."""
+    print((_CLEAR if clears and sys.stdout.isatty() else "") + as_lines(lines), flush=True)
 
 
 def _look(facts: ClusterFacts, access: Access) -> Look:

@@ -26,6 +26,7 @@ from services.doctor.load import LoadMaker
 from services.doctor.workers import look_around
 from services.launch.local import LocalCluster
 from services.plan.cli import above_zero
+from services.terminal import as_line
 from services.tune.candidates import Candidate, candidates
 
 _READY_SECONDS = 600.0
@@ -95,13 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
             access=Access.to_own(cluster),
         )
     for finding in report.findings:
-        print(f"{finding.name}: {finding.what}")
+        print(as_line(f"{finding.name}: {finding.what}"))
     chosen: list[str] = []
     trials: list[Trial] = []
     for candidate in candidates(config, report.findings, lambda config: _search_layers(config, prompts)):
         trial = _try(arguments, [*overrides, *chosen], candidate, prompts)
         trials.append(trial)
-        print(trial.line(), flush=True)
+        print(as_line(trial.line()), flush=True)
         if trial.is_better:
             chosen += candidate.settings
     if not report.findings:
