@@ -26,12 +26,12 @@ from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS
 from cluster.config_file import load_config
 from cluster.diagnosis.measurements import Workload
 from cluster.engine.model_config import ModelConfig
-from services.doctor.access import Access
 from services.doctor.cli import examine_cluster, read_prompts
-from services.doctor.load import LoadMaker
 from services.doctor.report import Report
-from services.doctor.workers import look_around
 from services.launch.local import LocalCluster
+from services.running_cluster.access import Access
+from services.running_cluster.load import LoadMaker
+from services.running_cluster.workers import look_around
 
 _PYTORCH = {"format": "pt"}
 _STREAMS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cluster.diagnosis.findings import Finding
-from services.doctor.workers import ClusterFacts, WorkerFacts
+from services.running_cluster.workers import ClusterFacts, WorkerFacts
 
 _CLOCK_SECONDS = 1.0  # apart, from which on traces and certificates suffer
 

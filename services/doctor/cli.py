@@ -18,14 +18,14 @@ from cluster.diagnosis.measurements import Examination
 from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
 from cluster.errors import ConfigurationError
 from cluster.training.corpus import held_out_texts
-from services.doctor.access import Access, access_of, add_access_arguments, config_of
 from services.doctor.checks import check_programs
 from services.doctor.examine import TOLD_DEPTH, Plan, examine
-from services.doctor.load import LoadMaker
 from services.doctor.report import Report
-from services.doctor.workers import look_around
 from services.launch.local import LocalCluster
 from services.plan.cli import above_zero
+from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
+from services.running_cluster.load import LoadMaker
+from services.running_cluster.workers import look_around
 
 _READY_SECONDS = 600.0
 _PROMPT_CHARACTERS = 400

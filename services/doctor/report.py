@@ -11,7 +11,7 @@ from cluster.diagnosis.measurements import Examination, Measured
 from cluster.diagnosis.speed import Speed
 from cluster.diagnosis.waterfall import Waterfall
 from services.doctor.examine import TOLD_DEPTH
-from services.doctor.workers import ClusterFacts, WorkerFacts
+from services.running_cluster.workers import ClusterFacts, WorkerFacts
 from services.terminal import as_lines
 
 _BAR_WIDTH = 30

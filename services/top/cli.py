@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from cluster.errors import ConfigurationError
-from services.doctor.access import Access, access_of, add_access_arguments, config_of
-from services.doctor.workers import ClusterFacts, look_around
 from services.plan.cli import above_zero
+from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
+from services.running_cluster.workers import ClusterFacts, look_around
 from services.terminal import as_line, as_lines
 from services.top.view import Change, Look
 

@@ -20,12 +20,12 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
-from services.doctor.access import Access
 from services.doctor.cli import add_load_arguments, examine_cluster, read_prompts
-from services.doctor.load import LoadMaker
-from services.doctor.workers import look_around
 from services.launch.local import LocalCluster
 from services.plan.cli import above_zero
+from services.running_cluster.access import Access
+from services.running_cluster.load import LoadMaker
+from services.running_cluster.workers import look_around
 from services.terminal import as_line
 from services.tune.candidates import Candidate, candidates
 

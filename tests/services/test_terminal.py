@@ -13,7 +13,7 @@ from cluster.diagnosis.findings import Finding
 from protos.speculation.v1 import types_pb2
 from services.cli import main
 from services.doctor.report import Report
-from services.doctor.workers import ClusterFacts, WorkerFacts
+from services.running_cluster.workers import ClusterFacts, WorkerFacts
 from services.terminal import as_line, as_lines, as_text
 from services.top.cli import show
 from tests.cluster.diagnosis.clusters import FormulaCluster

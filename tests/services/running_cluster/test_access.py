@@ -17,8 +17,8 @@ from cluster.config_tls import TlsConfig
 from cluster.errors import ConfigurationError
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
 from cluster.transport.listening import Listener
-from services.doctor.access import Access
 from services.http_call import API_KEY
+from services.running_cluster.access import Access
 from tests.certificates import Certs
 
 WORKER = "127.0.0.1:7000"

@@ -12,9 +12,9 @@ import grpc
 from cluster.errors import ConfigurationError
 from cluster.transport.dialing import Dialer
 from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
-from services.doctor.access import Access, PoolAccess
-from services.doctor.pages import Page
 from services.http_call import call
+from services.running_cluster.access import Access, PoolAccess
+from services.running_cluster.pages import Page
 
 _SECONDS = 10.0
 _CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]

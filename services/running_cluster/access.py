@@ -28,8 +28,8 @@ from cluster.config_file import load_config
 from cluster.errors import ConfigurationError
 from cluster.token_file import TokenFile
 from cluster.transport.dialing import PLAIN, Dialer
-from services.doctor.pages import Page, read_page
 from services.http_call import API_KEY, add_trust_arguments, pinned_context, trusted_context
+from services.running_cluster.pages import Page, read_page
 from services.settings import add_settings
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import ConfigurationError
-from services.doctor.pages import read_page
 from services.http_call import API_KEY
+from services.running_cluster.pages import read_page
 
 
 class Worker(http.server.BaseHTTPRequestHandler):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from cluster.diagnosis.measurements import Counts, Measured, StartTimes, Steps, Workload
 from cluster.errors import ConfigurationError
-from services.doctor.access import Access
-from services.doctor.pages import total
-from services.doctor.workers import ClusterFacts
 from services.http_call import call
+from services.running_cluster.access import Access
+from services.running_cluster.pages import total
+from services.running_cluster.workers import ClusterFacts
 
 _ANSWER_SECONDS = 300.0
 _RAMP_SECONDS = 120.0
