@@ -18,7 +18,7 @@ from cluster.diagnosis.measurements import Examination
 from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
 from cluster.errors import ConfigurationError
 from cluster.training.corpus import held_out_texts
-from services.doctor.checks import check_programs
+from services.doctor.checks import with_programs
 from services.doctor.examine import TOLD_DEPTH, Plan, examine
 from services.doctor.report import Report
 from services.launch.local import LocalCluster
@@ -149,7 +149,7 @@ def examine_cluster(
     total = plan.repeats * len(set(plan.workloads))
     with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
         found = examine(maker, plan, progress.update)
-    wrong = [*findings(found), *check_programs(facts)]
+    wrong = with_programs(findings(found), facts)
     return Report(facts, found, wrong, _waterfall(found, config, earlier_acceptance) if found.has_drafts else None)
 
 
