@@ -26,12 +26,12 @@ from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS
 from cluster.config_file import load_config
 from cluster.diagnosis.measurements import Workload
 from cluster.engine.model_config import ModelConfig
-from cluster.transport.dialing import PLAIN
 from services.doctor.cli import examine_cluster, read_prompts
-from services.doctor.load import LoadMaker
 from services.doctor.report import Report
-from services.doctor.workers import look_around
 from services.launch.local import LocalCluster
+from services.running_cluster.access import Access
+from services.running_cluster.load import LoadMaker
+from services.running_cluster.workers import look_around
 
 _PYTORCH = {"format": "pt"}
 _STREAMS = 4
@@ -179,7 +179,7 @@ def _examine(url: str, num_streams: int, arguments: argparse.Namespace) -> Repor
 def _compare(sick: str, healthy: str, num_streams: int, repeats: int) -> tuple[list[float], list[float]]:
     """Tokens a second of both, in turn, with the controller's k."""
     workload = Workload(num_streams, 0.0, None)
-    makers = [LoadMaker(look_around(url, PLAIN, None), read_prompts(None), 96) for url in (sick, healthy)]
+    makers = [LoadMaker(look_around(url, Access()), read_prompts(None), 96) for url in (sick, healthy)]
     rates: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for maker, of_maker in zip(makers, rates, strict=True):

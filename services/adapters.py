@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from cluster.errors import ConfigurationError
 from services.http_call import add_trust_arguments, call, trusted_context
+from services.terminal import as_line
 
 _PATH = "/admin/adapters"
 _SECONDS = 320.0  # a target may take minutes
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     has_failed = False
     for target in _entries(arguments.admin, answer, "targets"):
         has_failed |= "error" in target
-        print(f"{target.get('address')}: {_outcome(target)}")
+        print(as_line(f"{target.get('address')}: {_outcome(target)}"))
     return int(has_failed)
 
 
@@ -71,7 +72,8 @@ def _outcome(target: dict[str, Any]) -> str:
 def _list(address: str, context: ssl.SSLContext | None) -> int:
     for adapter in _entries(address, call(address, "GET", _PATH, context=context), "adapters"):
         targets = adapter.get("targets") or []
-        print(f"{adapter.get('name')} {str(adapter.get('fingerprint'))[:12]} on {', '.join(map(str, targets))}")
+        holders = ", ".join(map(str, targets))
+        print(as_line(f"{adapter.get('name')} {str(adapter.get('fingerprint'))[:12]} on {holders}"))
     return 0
 
 

@@ -44,6 +44,7 @@ from services.simulate.cli import add_arguments as add_simulate_arguments
 from services.simulate.cli import run as simulate
 from services.speculation_switch import add_arguments as add_speculation_arguments
 from services.speculation_switch import run as switch_speculation
+from services.terminal import as_text
 from services.top.cli import add_arguments as add_top_arguments
 from services.top.cli import run as show_numbers
 from services.tune.cli import add_arguments as add_tune_arguments
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(arguments, "log_format", "text") == "json":
             logger.error("%s", error)
         else:
-            print(f"outrider {arguments.command}: {error}", file=sys.stderr)
+            print(as_text(f"outrider {arguments.command}: {error}"), file=sys.stderr)
         is_passing = isinstance(error, AddressInUseError) and arguments.command in _PROGRAMS
         return os.EX_TEMPFAIL if is_passing else 2
     except KeyboardInterrupt:

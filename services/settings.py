@@ -35,17 +35,28 @@ def settings_parser() -> argparse.ArgumentParser:
     for section, described in schema["properties"].items():
         group = parser.add_argument_group(f"settings of {section}", _help(described["description"]))
         for name, setting in properties_of(schema, section).items():
-            key = f"{section}.{name}"
-            group.add_argument(
-                f"--{key}",
-                action=AppendOverride,
-                dest="overrides",
-                const=(key,),
-                default=[],
-                metavar="VALUE",
-                help=_help(f"{setting['description']} [{kind_of(setting)}; default {plain(setting['default'])}]"),
-            )
+            _add_setting(group, f"{section}.{name}", setting)
     return parser
+
+
+def add_settings(group: argparse._ArgumentGroup, keys: Sequence[str]) -> None:
+    """Those settings as options, to a command that takes no others in this way."""
+    schema = Config.model_json_schema()
+    for key in keys:
+        section, _, name = key.partition(".")
+        _add_setting(group, key, properties_of(schema, section)[name])
+
+
+def _add_setting(group: argparse._ArgumentGroup, key: str, setting: Mapping[str, Any]) -> None:
+    group.add_argument(
+        f"--{key}",
+        action=AppendOverride,
+        dest="overrides",
+        const=(key,),
+        default=[],
+        metavar="VALUE",
+        help=_help(f"{setting['description']} [{kind_of(setting)}; default {plain(setting['default'])}]"),
+    )
 
 
 def _help(text: str) -> str:

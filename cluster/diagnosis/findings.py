@@ -27,6 +27,8 @@ _SHARE_OF_A_STEP = 0.05  # what a round trip may take of one without being looke
 _FULL_SHARE = 0.95  # of the streams that are in steps; others wait to be admitted
 _REFUSED_SHARE = 0.05  # of the steps, in which a sequence was refused
 
+THREADS_OVERSUBSCRIBED = "threads oversubscribed"
+
 Rate = Callable[[Speed], float]
 """Tokens a second of a cluster that is so."""
 
@@ -86,7 +88,7 @@ def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     if own is None or fitting is None or fitting >= own:
         return
     yield Finding(
-        "threads oversubscribed",
+        THREADS_OVERSUBSCRIBED,
         f"more threads compute than there are cores: a step of 16 rows took {1e3 * own:.1f} ms at start, "
         f"with one thread a core {1e3 * fitting:.1f}",
         "set target.threads to null (one a core), and give each worker cores of its own",

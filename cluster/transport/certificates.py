@@ -50,6 +50,17 @@ class Certificates:
         """For a page that is served to whoever has a certificate of the same CA."""
         return _server_context(self._ca, self._certificate, self._key)
 
+    def reader_context(self) -> ssl.SSLContext:
+        """For who reads such a page: shows the certificate to a server that has one of the same CA, and to no other.
+
+        Raises ConfigurationError.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which wants a certificate, for the name that is dialled
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        load_certificate(context, self._certificate, self._key, "tls.certificate_file")
+        _load_authority(context, self._ca)
+        return context
+
     def _read(self, version: int) -> Pems:
         pems = Pems(
             _content("ca_file", self._ca),
@@ -75,11 +86,15 @@ def _server_context(ca: str, certificate: str, key: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     load_certificate(context, certificate, key, "tls.certificate_file")
+    _load_authority(context, ca)
+    return context
+
+
+def _load_authority(context: ssl.SSLContext, ca: str) -> None:
     try:
         context.load_verify_locations(ca)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"tls.ca_file: {ca} has no certificate: {error}") from error
-    return context
 
 
 def load_certificate(context: ssl.SSLContext, certificate: str, key: str, setting: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,6 +16,15 @@ from cluster.transport.certificates import Certificates
 Options = Sequence[tuple[str, Any]]
 
 _MAX_REASON_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PageDialing:
+    """What the workers' metrics pages are read with, over HTTPS. `server_name`: as of the `Dialer`."""
+
+    context: ssl.SSLContext
+    server_name: str | None
+    token: str | None  # the shared one
 
 
 class Dialer:
@@ -53,6 +64,13 @@ class Dialer:
         if self._certificates is None:
             return grpc.insecure_channel(address, options=options)
         return grpc.secure_channel(address, self._credentials(self._certificates), options=self._named(options))
+
+    def page_dialing(self) -> PageDialing | None:
+        """With the files of now. None: the workers' pages are in plaintext. Raises ConfigurationError."""
+        if self._certificates is None:
+            return None
+        token = None if self._token is None else self._token.current()
+        return PageDialing(self._certificates.reader_context(), self._server_name, token)
 
     def explain(self, error: grpc.RpcError) -> str | None:
         """Why a call was refused, in words for the log, where it is for who the two are; else None."""

@@ -14,6 +14,7 @@ from services.chat.painter import Painter
 from services.event_stream import stream_events
 from services.http_call import add_trust_arguments, call, trusted_context
 from services.plan.cli import above_zero
+from services.terminal import as_line
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = arguments.model or call(url, "GET", "/v1/models", context=context)["data"][0]["id"]
     has_colours = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
     if has_colours:
-        print(f"{model}: {Painter(has_colours).legend()}")
+        print(f"{as_line(model)}: {Painter(has_colours).legend()}")
     messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     for words in [" ".join(arguments.words)] if arguments.words else _lines():
         messages.append({"role": "user", "content": words})

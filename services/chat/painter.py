@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from services.terminal import as_text
+
 Kind = Literal["accepted", "correction", "bonus", "plain"]
 
 # Never by colour alone: a correction is underlined, a bonus token bold.
@@ -43,7 +45,7 @@ class Painter:
             self.num_steps += 1
             for text, kind in kinds_of(step):
                 self.counts[kind] += 1
-                painted.append(self._in_style(text, kind))
+                painted.append(self._in_style(as_text(text), kind))
         return "".join(painted)
 
     def summary(self, seconds: float) -> str:

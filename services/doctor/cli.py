@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import ssl
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,21 +13,19 @@ from typing import Any
 from tqdm import tqdm
 
 from cluster.config import Config
-from cluster.config_file import load_config
 from cluster.diagnosis.findings import findings
 from cluster.diagnosis.measurements import Examination
 from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
 from cluster.errors import ConfigurationError
 from cluster.training.corpus import held_out_texts
-from cluster.transport.dialing import Dialer
-from services.doctor.checks import check_programs
+from services.doctor.checks import with_programs
 from services.doctor.examine import TOLD_DEPTH, Plan, examine
-from services.doctor.load import LoadMaker
 from services.doctor.report import Report
-from services.doctor.workers import look_around
-from services.http_call import add_trust_arguments, trusted_context
 from services.launch.local import LocalCluster
 from services.plan.cli import above_zero
+from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
+from services.running_cluster.load import LoadMaker
+from services.running_cluster.workers import look_around
 
 _READY_SECONDS = 600.0
 _PROMPT_CHARACTERS = 400
@@ -52,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE", help="YAML configuration: of what is started, or whose `tls` is used"
     )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    add_trust_arguments(parser)
+    add_access_arguments(parser)
     add_load_arguments(parser)
     parser.add_argument(
         "--baseline",
@@ -103,10 +99,10 @@ def diagnose(arguments: argparse.Namespace) -> Report:
         raise ConfigurationError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     earlier = _earlier_acceptance(arguments.baseline)
     prompts = read_prompts(arguments.prompts)
-    quiet = ["logging.level=warning"] if arguments.start else []  # of the programs that are started
-    config = load_config(arguments.config, [*quiet, *arguments.overrides], os.environ)
-    context = trusted_context(arguments)
-    with _cluster(arguments, config) as url:
+    if arguments.start:  # of the programs that are started
+        arguments.overrides = ["logging.level=warning", *arguments.overrides]
+    config = config_of(arguments)
+    with _cluster(arguments, config) as (url, access):
         return examine_cluster(
             url,
             num_streams=arguments.streams,
@@ -116,7 +112,7 @@ def diagnose(arguments: argparse.Namespace) -> Report:
             repeats=arguments.repeats,
             prompts=prompts,
             config=config,
-            context=context,
+            access=access,
             earlier_acceptance=earlier,
         )
 
@@ -131,26 +127,29 @@ def examine_cluster(
     repeats: int = 2,
     prompts: Sequence[str] = (),
     config: Config | None = None,
-    context: ssl.SSLContext | None = None,
+    access: Access | None = None,
     earlier_acceptance: float | None = None,
 ) -> Report:
-    """Of the router at `url`, whose workers are reached as `config` says; `num_streams`: on each target.
+    """Of the router at `url`; `access`: None: as `config` says, a router with TLS as this machine trusts it.
+
+    `num_streams`: on each target.
 
     Raises ConfigurationError.
     """
     config = config or Config()
-    facts = look_around(url, Dialer.of(config.tls, "router", config.target.tls_server_name), context)
+    access = access or Access.of(config)
+    facts = look_around(url, access)
     max_depth = min(target.max_speculative_tokens for target in facts.targets)
     if max_depth == 0:
         raise ConfigurationError(
             f"the targets of {url} have speculation.num_speculative_tokens 0: there is nothing to examine"
         )
     plan = Plan(num_streams, temperatures, max_depth, seconds, repeats)
-    maker = LoadMaker(facts, prompts or read_prompts(None), max_tokens, context)
+    maker = LoadMaker(facts, prompts or read_prompts(None), max_tokens, access)
     total = plan.repeats * len(set(plan.workloads))
     with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
         found = examine(maker, plan, progress.update)
-    wrong = [*findings(found), *check_programs(facts)]
+    wrong = with_programs(findings(found), facts)
     return Report(facts, found, wrong, _waterfall(found, config, earlier_acceptance) if found.has_drafts else None)
 
 
@@ -169,13 +168,13 @@ def _equal_acceptance(found: Examination, config: Config) -> float | None:
 
 
 @contextlib.contextmanager
-def _cluster(arguments: argparse.Namespace, config: Config) -> Iterator[str]:
+def _cluster(arguments: argparse.Namespace, config: Config) -> Iterator[tuple[str, Access]]:
     if not arguments.start:
-        yield (arguments.url or "http://127.0.0.1:8000").rstrip("/")
+        yield (arguments.url or "http://127.0.0.1:8000").rstrip("/"), access_of(arguments, config)
         return
     with LocalCluster(config) as cluster:
         cluster.wait_ready(_READY_SECONDS)
-        yield cluster.url
+        yield cluster.url, Access.to_own(cluster)
 
 
 def read_prompts(file: Path | None) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster.diagnosis.measurements import Examination, Workload
 from cluster.errors import ConfigurationError
-from services.doctor.load import LoadMaker, Numbers
+from services.running_cluster.load import LoadMaker, Numbers
 
 TOLD_DEPTH = 5  # acceptance and the waterfall are told of rounds so deep
 

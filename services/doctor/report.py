@@ -11,7 +11,8 @@ from cluster.diagnosis.measurements import Examination, Measured
 from cluster.diagnosis.speed import Speed
 from cluster.diagnosis.waterfall import Waterfall
 from services.doctor.examine import TOLD_DEPTH
-from services.doctor.workers import ClusterFacts, WorkerFacts
+from services.running_cluster.workers import ClusterFacts, WorkerFacts
+from services.terminal import as_lines
 
 _BAR_WIDTH = 30
 
@@ -24,11 +25,12 @@ class Report:
     waterfall: Waterfall | None  # None: there were no drafts
 
     def text(self) -> str:
+        """For a terminal."""
         parts = [self._programs(), self._gains(), self._findings()]
         if self.waterfall is not None:
             shown = _show(self.waterfall, self.found.auto.workload.temperature)
             parts = [self._programs(), self._suitability(), self._gains(), shown, self._findings()]
-        return "\n\n".join(parts)
+        return "\n\n".join(map(as_lines, parts))
 
     def to_json(self) -> dict[str, Any]:
         speed, fall = Speed.of(self.found), self.waterfall
@@ -53,14 +55,14 @@ class Report:
             "waterfall": fall and asdict(fall) | {"unexplained": fall.unexplained},
         }
 
-    def _programs(self) -> str:
+    def _programs(self) -> list[str]:
         rows = [f"{self.facts.model} at {self.facts.url} (Outrider {self.facts.version})"]
         rows += [f"  {_describe(worker)}" for worker in self.facts.workers]
         if not self.facts.drafts:
             rows.append("  no draft workers: drafts are made in the target's process, or not at all")
-        return "\n".join(rows)
+        return rows
 
-    def _suitability(self) -> str:
+    def _suitability(self) -> list[str]:
         speed, even = Speed.of(self.found), Speed.of(self.found).break_even_acceptance()
         ratio = speed.draft_seconds / speed.step_seconds(0)
         rows = ["Does the draft suit? Share of the rounds in which the draft token at a place was committed:"]
@@ -74,30 +76,30 @@ class Report:
             f"over {MIN_ACCEPTANCE:g}, and {GOOD_ACCEPTANCE:g} is good; "
             + ("at no acceptance would drafts pay" if even is None else f"below {even:.2f} no k would pay")
         )
-        return "\n".join(rows)
+        return rows
 
-    def _gains(self) -> str:
+    def _gains(self) -> list[str]:
         plain, auto = self.found.plain.counts, self.found.auto.counts
         rows = [f"Tokens a second of each target, {self.found.auto.workload.num_streams} streams on it:"]
         rows.append(f"  without drafts {plain.tokens_per_second:.0f}")
         for one in sorted(self.found.fixed, key=lambda one: one.workload.num_speculative_tokens or 0):
             rows.append(f"  k = {one.workload.num_speculative_tokens}: {_gain(one, self.found.plain)}")
         rows.append(f"  as the controller has it: {_gain(self.found.auto, self.found.plain)}, k {auto.mean_depth:.1f}")
-        return "\n".join(rows)
+        return rows
 
-    def _findings(self) -> str:
+    def _findings(self) -> list[str]:
         if not self.findings:
-            return "Nothing is wrong."
+            return ["Nothing is wrong."]
         rows = ["What is wrong, the dearest first:"]
         for number, finding in enumerate(self.findings, 1):
             cost = "what it costs cannot be told"
             if finding.loss is not None and finding.tokens_per_second is not None:
                 cost = f"costs {100 * finding.loss:.0f} %: mended, about {finding.tokens_per_second:.0f} tokens/s"
             rows += [f"  {number}. {finding.name} ({cost})", f"     {finding.what}", f"     remedy: {finding.remedy}"]
-        return "\n".join(rows)
+        return rows
 
 
-def _show(fall: Waterfall, temperature: float) -> str:
+def _show(fall: Waterfall, temperature: float) -> list[str]:
     widest = max(fall.promised, fall.measured, *(stage.speedup for stage in fall.stages))
     rows = [f"From the formula's speedup to the measured one (one k for all, T = {temperature:g}):"]
     rows.append(f"  {'the formula':46} {fall.promised:5.2f} {_bar(fall.promised, widest)}")
@@ -105,7 +107,7 @@ def _show(fall: Waterfall, temperature: float) -> str:
         rows.append(f"  {stage.cause:46} {-stage.loss:+5.2f} {_bar(stage.speedup, widest)}")
     rows.append(f"  {'measured':46} {fall.measured:5.2f} {_bar(fall.measured, widest)}")
     rows.append(f"  not explained: {100 * fall.unexplained:+.1f} % of the measured")
-    return "\n".join(rows)
+    return rows
 
 
 def _describe(worker: WorkerFacts) -> str:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import ssl
 import sys
 import time
 from pathlib import Path
 
-from cluster.config_file import load_config
 from cluster.errors import ConfigurationError
-from cluster.transport.dialing import Dialer
-from services.doctor.pages import read_page
-from services.doctor.workers import ClusterFacts, look_around
-from services.http_call import API_KEY, add_trust_arguments, trusted_context
 from services.plan.cli import above_zero
+from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
+from services.running_cluster.workers import ClusterFacts, look_around
+from services.terminal import as_line, as_lines
 from services.top.view import Change, Look
 
 _CLEAR = "\x1b[H\x1b[2J"
@@ -35,44 +31,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--once", action="store_true", help="two looks, and no more")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration whose `tls` is used")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    add_trust_arguments(parser)
+    add_access_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError."""
-    context = trusted_context(arguments)
-    config = load_config(arguments.config, arguments.overrides, os.environ)
-    dialer = Dialer.of(config.tls, "router", config.target.tls_server_name)
+    access = access_of(arguments, config_of(arguments))
     url = arguments.url.rstrip("/")
-    facts = look_around(url, dialer, context)
-    before = _look(facts, context)
+    facts = look_around(url, access)
+    before = _look(facts, access)
     try:
         while True:
             time.sleep(arguments.seconds)
             try:
-                after = _look(facts, context)
-                _show(Change(facts, before, after).lines(), clears=not arguments.once)
+                after = _look(facts, access)
+                show(Change(facts, before, after).lines(), clears=not arguments.once)
                 if arguments.once:
                     return 0
                 before = after
-                now = look_around(url, dialer, context)
+                now = look_around(url, access)
                 if now.workers_by_name() != facts.workers_by_name():  # workers come and go
-                    facts, before = now, _look(now, context)
+                    facts, before = now, _look(now, access)
             except ConfigurationError as error:  # one that is being started again has no page yet
                 if arguments.once:
                     raise
-                print(f"{error}; asked again in {arguments.seconds:g} s", file=sys.stderr)
+                print(f"{as_line(str(error))}; asked again in {arguments.seconds:g} s", file=sys.stderr)
                 with contextlib.suppress(ConfigurationError):
-                    facts = look_around(url, dialer, context)
-                    before = _look(facts, context)
+                    facts = look_around(url, access)
+                    before = _look(facts, access)
     except KeyboardInterrupt:
         return 0
 
 
-def _show(lines: list[str], *, clears: bool) -> None:
-    print((_CLEAR if clears and sys.stdout.isatty() else "") + "\n".join(lines), flush=True)
+def show(lines: list[str], *, clears: bool) -> None:
+    """Where the lines before were, on a terminal."""
+    print((_CLEAR if clears and sys.stdout.isatty() else "") + as_lines(lines), flush=True)
 
 
-def _look(facts: ClusterFacts, context: ssl.SSLContext | None) -> Look:
-    router = read_page(f"{facts.url}/metrics", context, key=os.environ.get(API_KEY))
-    return Look(time.monotonic(), router, facts.target_pages(context), facts.draft_pages(context))
+def _look(facts: ClusterFacts, access: Access) -> Look:
+    router = access.router.read_page(facts.url)
+    return Look(time.monotonic(), router, facts.target_pages(access), facts.draft_pages(access))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.doctor.pages import Page
-from services.doctor.workers import ClusterFacts, WorkerFacts
+from services.running_cluster.pages import Page
+from services.running_cluster.workers import ClusterFacts, WorkerFacts
 
 _BAR_WIDTH = 20
 _KINDS = ("prefill", "verify", "decode")

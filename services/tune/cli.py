@@ -20,12 +20,13 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
-from cluster.transport.dialing import PLAIN
 from services.doctor.cli import add_load_arguments, examine_cluster, read_prompts
-from services.doctor.load import LoadMaker
-from services.doctor.workers import look_around
 from services.launch.local import LocalCluster
 from services.plan.cli import above_zero
+from services.running_cluster.access import Access
+from services.running_cluster.load import LoadMaker
+from services.running_cluster.workers import look_around
+from services.terminal import as_line
 from services.tune.candidates import Candidate, candidates
 
 _READY_SECONDS = 600.0
@@ -92,15 +93,16 @@ def run(arguments: argparse.Namespace) -> int:
             repeats=arguments.repeats,
             prompts=prompts,
             config=config,
+            access=Access.to_own(cluster),
         )
     for finding in report.findings:
-        print(f"{finding.name}: {finding.what}")
+        print(as_line(f"{finding.name}: {finding.what}"))
     chosen: list[str] = []
     trials: list[Trial] = []
     for candidate in candidates(config, report.findings, lambda config: _search_layers(config, prompts)):
         trial = _try(arguments, [*overrides, *chosen], candidate, prompts)
         trials.append(trial)
-        print(trial.line(), flush=True)
+        print(as_line(trial.line()), flush=True)
         if trial.is_better:
             chosen += candidate.settings
     if not report.findings:
@@ -120,7 +122,8 @@ def _try(arguments: argparse.Namespace, best: Sequence[str], candidate: Candidat
             makers = []
             for cluster in (old, new):
                 cluster.wait_ready(_READY_SECONDS)
-                makers.append(LoadMaker(look_around(cluster.url, PLAIN, None), prompts, arguments.max_tokens))
+                access = Access.to_own(cluster)
+                makers.append(LoadMaker(look_around(cluster.url, access), prompts, arguments.max_tokens, access))
             ratios = []
             with tqdm(total=arguments.trials, desc=candidate.name, file=sys.stderr, disable=None) as progress:
                 for _ in range(arguments.trials):

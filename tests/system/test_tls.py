@@ -14,6 +14,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.speculation.v1 import types_pb2
+from services.cli import main
+from services.http_call import API_KEY
 from services.launch.local import LocalCluster, free_ports
 from tests.certificates import Certs
 from tests.system.cases import sampled_cases
@@ -46,6 +48,7 @@ def secured(certs: Certs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         f"router.tls_certificate_file={certs.folder}/router.crt",
         f"router.tls_key_file={certs.folder}/router.key",
         f"router.api_keys_file={folder}/keys",
+        f"router.admin_keys_file={folder}/keys",  # alice may know where workers are
         *(f"{section}.metrics_token_file={folder}/scraper" for section in ("router", "target", "draft")),
     )
     with LocalCluster(config) as running:
@@ -90,6 +93,22 @@ def test_pages_of_all_programs_are_open_to_the_scraper_alone(secured: LocalClust
         for page in pages:
             assert client.get(page, headers={"authorization": f"Bearer {SCRAPER}"}).status_code == 200, page
             assert client.get(page).status_code == 401, page
+
+
+def test_an_operator_sees_its_numbers_in_the_terminal(
+    secured: LocalCluster, certs: Certs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(API_KEY, KEY)
+    files = (("ca", "ca.crt"), ("certificate", "client.crt"), ("key", "client.key"), ("token", "token"))
+    settings = [f"--tls.{name}_file={certs.folder}/{file}" for name, file in files]
+    names = [f"--{pool}.tls_server_name=outrider-{pool}" for pool in ("target", "draft")]
+    top = ["top", "--url", secured.url, "--seconds", "0.2", "--once", "--ca-file", f"{certs.folder}/ca.crt"]
+    assert main([*top, *settings, *names]) == 0
+    shown = capsys.readouterr().out
+    assert "target 127.0.0.1:" in shown
+    assert "draft 127.0.0.1:" in shown
+    assert main([*top, *names]) == 2  # without a certificate
+    assert "no target of" in capsys.readouterr().err
 
 
 def test_nobody_gets_past(secured: LocalCluster) -> None:

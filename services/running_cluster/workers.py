@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ import grpc
 from cluster.errors import ConfigurationError
 from cluster.transport.dialing import Dialer
 from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
-from services.doctor.pages import Page, read_page
 from services.http_call import call
+from services.running_cluster.access import Access, PoolAccess
+from services.running_cluster.pages import Page
 
 _SECONDS = 10.0
 _CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
@@ -59,25 +59,25 @@ class ClusterFacts:
         """With the metrics page of each, which differs after a restart."""
         return {(worker.name, worker.machine.metrics_url) for worker in self.workers}
 
-    def target_pages(self, context: ssl.SSLContext | None) -> list[Page]:
-        return _pages(self.targets, context)
+    def target_pages(self, access: Access) -> list[Page]:
+        return _pages(self.targets, access.target)
 
-    def draft_pages(self, context: ssl.SSLContext | None) -> list[Page]:
+    def draft_pages(self, access: Access) -> list[Page]:
         """A drafter in a target's process has that target's page."""
-        return _pages(self.drafts, context)
+        return _pages(self.drafts, access.draft)
 
 
-def _pages(workers: Sequence[WorkerFacts], context: ssl.SSLContext | None) -> list[Page]:
+def _pages(workers: Sequence[WorkerFacts], access: PoolAccess) -> list[Page]:
     without = [worker.name for worker in workers if not worker.machine.metrics_url]
     if without:
         raise ConfigurationError(f"{', '.join(without)}: without a metrics page: set metrics_port")
-    return [read_page(worker.machine.metrics_url, context) for worker in workers]
+    return [access.read_page(worker.machine.metrics_url, worker.address) for worker in workers]
 
 
-def look_around(url: str, dialer: Dialer, context: ssl.SSLContext | None) -> ClusterFacts:
+def look_around(url: str, access: Access) -> ClusterFacts:
     """The cluster behind the router at `url`. Raises ConfigurationError when none of its targets answers."""
-    health = call(url, "GET", "/health", context=context)
-    version = call(url, "GET", "/version", context=context)["version"]
+    health = call(url, "GET", "/health", context=access.router.context)
+    version = call(url, "GET", "/version", context=access.router.context)["version"]
     targets, drafts, unreachable = [], [], []
     for entry in health.get("targets", ()):
         address = entry.get("address")
@@ -86,23 +86,23 @@ def look_around(url: str, dialer: Dialer, context: ssl.SSLContext | None) -> Clu
                 f"{url} does not say where its targets are: give the key of an operator, or ask its router.admin_listen"
             )
         try:
-            targets.append(_describe_target(address, dialer))
+            targets.append(_describe_target(address, access.target.dialer))
         except grpc.RpcError as error:
-            unreachable.append(f"target {address}: {_reason(error)}")
+            unreachable.append(f"target {address}: {_reason(error, access.target.dialer)}")
     if not targets:
         raise ConfigurationError(f"no target of {url} answers: {'; '.join(unreachable) or 'it has none'}")
-    for address in _draft_addresses(targets, context):
+    for address in _draft_addresses(targets, access.target):
         try:
-            drafts.append(_describe_draft(address, dialer))
+            drafts.append(_describe_draft(address, access.draft.dialer))
         except grpc.RpcError as error:
-            unreachable.append(f"draft {address}: {_reason(error)}")
+            unreachable.append(f"draft {address}: {_reason(error, access.draft.dialer)}")
     return ClusterFacts(url, health["model"], version, tuple(targets), tuple(drafts), tuple(unreachable))
 
 
-def _draft_addresses(targets: Sequence[WorkerFacts], context: ssl.SSLContext | None) -> list[str]:
+def _draft_addresses(targets: Sequence[WorkerFacts], access: PoolAccess) -> list[str]:
     """Of the links that the targets have or had; none of those whose drafter is in their own process."""
     found: set[str] = set()
-    for page in _pages(targets, context):
+    for page in _pages(targets, access):
         found |= page.by_label("outrider_link_bytes_total", "draft").keys()
     return sorted(found)
 
@@ -137,5 +137,5 @@ def _timed(describe: Any) -> tuple[Any, float]:
     return said, said.machine.unix_seconds - (asked_at + time.time()) / 2
 
 
-def _reason(error: grpc.RpcError) -> str:
-    return str(error.details()) if isinstance(error, grpc.Call) else str(error)
+def _reason(error: grpc.RpcError, dialer: Dialer) -> str:
+    return dialer.explain(error) or (str(error.details()) if isinstance(error, grpc.Call) else str(error))

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import ssl
+import statistics
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.diagnosis.measurements import Counts, Measured, StartTimes, Steps, Workload
 from cluster.errors import ConfigurationError
-from services.doctor.pages import read_page, total
-from services.doctor.workers import ClusterFacts
-from services.http_call import API_KEY, call
+from services.http_call import call
+from services.running_cluster.access import Access
+from services.running_cluster.pages import Page, total
+from services.running_cluster.workers import ClusterFacts
 
 _ANSWER_SECONDS = 300.0
 _RAMP_SECONDS = 120.0
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.2  # for what went wrong, which asks nobody
+_WAITING_SECONDS = 1.0  # between looks at how many sequences wait
 _KINDS = ("verify", "decode", "prefill")
 _COUNTED = {
     "wait": "outrider_proposal_wait_seconds_total",
@@ -31,6 +32,15 @@ _POSITION = "position "
 Numbers = defaultdict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What all pages say at one time."""
+
+    counters: Numbers
+    num_waiting: float
+    round_trip_seconds: float
+
+
 @dataclass(slots=True)
 class LoadMaker:
     """Puts one cluster under loads, one after the other. `max_tokens`: of an answer."""
@@ -38,29 +48,37 @@ class LoadMaker:
     facts: ClusterFacts
     prompts: Sequence[str]
     max_tokens: int
-    context: ssl.SSLContext | None = None
+    access: Access = field(default_factory=Access)
 
     def run(self, workload: Workload, seconds: float) -> Numbers:
-        """How counters grew in so many seconds in which all streams were busy. Raises ConfigurationError."""
+        """How counters grew in so many seconds in which all streams were busy. Raises ConfigurationError.
+
+        Metrics pages are read before and after. How many sequences wait is no counter, and so looked at in between as
+        well, once a second: but for the controller's k alone, as nobody asks it of other loads.
+        """
         with self._streams(workload) as failed:
-            before, started_at = self._counters(), time.perf_counter()
-            grown: Numbers = defaultdict(float)
-            while (now := time.perf_counter()) < started_at + seconds:
+            before, started_at = self._look(), time.perf_counter()
+            waiting, next_look = [before.num_waiting], _WAITING_SECONDS
+            while (passed := time.perf_counter() - started_at) < seconds:
                 if failed:
                     raise failed[0]
-                grown["waiting"] += self._num_waiting() * _POLL_SECONDS
-                time.sleep(max(0.0, min(_POLL_SECONDS, started_at + seconds - now)))
-            after, grown["seconds"] = self._counters(), time.perf_counter() - started_at
-        grown["round trips"], grown["runs"] = self._round_trip(), 1.0
-        for name, value in after.items():
-            if value < before[name]:
+                if passed >= next_look and workload.num_speculative_tokens is None:
+                    waiting.append(_num_waiting(self.facts.target_pages(self.access)))
+                    next_look += _WAITING_SECONDS
+                time.sleep(min(_POLL_SECONDS, seconds - passed))
+            after, elapsed = self._look(), time.perf_counter() - started_at
+        waiting.append(after.num_waiting)
+        grown: Numbers = defaultdict(float, {"seconds": elapsed, "waiting": statistics.mean(waiting) * elapsed})
+        grown["round trips"], grown["runs"] = after.round_trip_seconds, 1.0
+        for name, value in after.counters.items():
+            if value < before.counters[name]:
                 raise ConfigurationError(f"a program of {self.facts.url} was started anew under the load: ask again")
-            grown[name] += value - before[name]
+            grown[name] += value - before.counters[name]
         return grown
 
     def start_times(self) -> StartTimes:
         """Of steps of 16 rows of the first target that has timed some at its start."""
-        for page in self.facts.target_pages(self.context):
+        for page in self.facts.target_pages(self.access):
             own, fitting = (
                 page.find("outrider_start_step_seconds", threads=threads, rows="16") for threads in ("own", "fitting")
             )
@@ -116,28 +134,15 @@ class LoadMaker:
             "ignore_eos": True,
             "num_speculative_tokens": "auto" if depth is None else depth,
         }
-        call(self.facts.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS, context=self.context)
+        call(
+            self.facts.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS, context=self.access.router.context
+        )
 
-    def _counters(self) -> Numbers:
-        router = read_page(f"{self.facts.url}/metrics", self.context, key=os.environ.get(API_KEY))
-        targets, drafts = self.facts.target_pages(self.context), self.facts.draft_pages(self.context)
-        found: Numbers = defaultdict(float, {name: total(targets, metric) for name, metric in _COUNTED.items()})
-        for kind in _KINDS:
-            found[kind] = total(targets, "outrider_steps_total", kind=kind)
-            found[f"{kind} seconds"] = total(targets, "outrider_step_seconds_total", kind=kind)
-        found["coordination"] = total(targets, "outrider_coordination_seconds_total", part="critical")
-        for reason in ("full", "no_credit"):
-            found["refusals"] += total(targets, "outrider_sequences_refused_total", reason=reason)
-        drafting = [*targets, *drafts]
-        found["draft"] = total(drafting, "outrider_draft_steps_total")
-        found["draft seconds"] = total(drafting, "outrider_draft_step_seconds_total")
-        found["tokens"] = router.sum("vllm:generation_tokens_total")  # every engine's
-        found["rounds"] = router.sum("vllm:spec_decode_num_drafts_total")
-        found["drafted"] = router.sum("vllm:spec_decode_num_draft_tokens_total")
-        found["accepted"] = router.sum("vllm:spec_decode_num_accepted_tokens_total")
-        accepted = router.by_label("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position")
-        found.update({f"{_POSITION}{position}": value for position, value in accepted.items()})
-        return found
+    def _look(self) -> _Look:
+        """Each page once."""
+        router = self.access.router.read_page(self.facts.url)
+        targets, drafts = self.facts.target_pages(self.access), self.facts.draft_pages(self.access)
+        return _Look(_counters(router, targets, drafts), _num_waiting(targets), _round_trip(targets))
 
     def measured(self, workload: Workload, grown: Numbers) -> Measured:
         """What `grown`, of one run or the sum of several, says of one target, on the average."""
@@ -163,14 +168,34 @@ class LoadMaker:
         )
         return Measured(workload, counts, grown["round trips"] / grown["runs"])
 
-    def _num_waiting(self) -> float:
-        return total(self.facts.target_pages(self.context), "vllm:num_requests_waiting")
 
-    def _round_trip(self) -> float:
-        """Seconds of the links' answers, in the middle; 0 where no draft is apart."""
-        times = sorted(
-            value
-            for page in self.facts.target_pages(self.context)
-            for value in page.by_label("outrider_link_round_trip_seconds", "draft").values()
-        )
-        return times[len(times) // 2] if times else 0.0
+def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> Numbers:
+    found: Numbers = defaultdict(float, {name: total(targets, metric) for name, metric in _COUNTED.items()})
+    for kind in _KINDS:
+        found[kind] = total(targets, "outrider_steps_total", kind=kind)
+        found[f"{kind} seconds"] = total(targets, "outrider_step_seconds_total", kind=kind)
+    found["coordination"] = total(targets, "outrider_coordination_seconds_total", part="critical")
+    for reason in ("full", "no_credit"):
+        found["refusals"] += total(targets, "outrider_sequences_refused_total", reason=reason)
+    drafting = [*targets, *drafts]
+    found["draft"] = total(drafting, "outrider_draft_steps_total")
+    found["draft seconds"] = total(drafting, "outrider_draft_step_seconds_total")
+    found["tokens"] = router.sum("vllm:generation_tokens_total")  # every engine's
+    found["rounds"] = router.sum("vllm:spec_decode_num_drafts_total")
+    found["drafted"] = router.sum("vllm:spec_decode_num_draft_tokens_total")
+    found["accepted"] = router.sum("vllm:spec_decode_num_accepted_tokens_total")
+    accepted = router.by_label("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position")
+    found.update({f"{_POSITION}{position}": value for position, value in accepted.items()})
+    return found
+
+
+def _num_waiting(targets: Sequence[Page]) -> float:
+    return total(targets, "vllm:num_requests_waiting")
+
+
+def _round_trip(targets: Sequence[Page]) -> float:
+    """Seconds of the links' answers, in the middle; 0 where no draft is apart."""
+    times = sorted(
+        value for page in targets for value in page.by_label("outrider_link_round_trip_seconds", "draft").values()
+    )
+    return times[len(times) // 2] if times else 0.0

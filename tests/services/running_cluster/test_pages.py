@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import ConfigurationError
-from services.doctor.pages import read_page
 from services.http_call import API_KEY
+from services.running_cluster.pages import read_page
 
 
 class Worker(http.server.BaseHTTPRequestHandler):
@@ -42,17 +42,17 @@ def test_a_page_is_read_as_numbers(url: str) -> None:
     assert page.find("things_total", kind="c") is None
 
 
-def test_the_routers_key_goes_to_nobody_else(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_routers_key_goes_to_nobody_by_itself(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "secret")
     read_page(f"{url}/metrics")
-    read_page(f"{url}/metrics", key="secret")
+    read_page(f"{url}/metrics", token="secret")
     assert Worker.seen == [None, "Bearer secret"]
 
 
 @pytest.mark.parametrize("place", ["/elsewhere"])
 def test_nobody_is_sent_elsewhere(place: str, url: str) -> None:
     with pytest.raises(ConfigurationError, match="302"):
-        read_page(f"{url}{place}", key="secret")
+        read_page(f"{url}{place}", token="secret")
     assert len(Worker.seen) == 1
 
 

@@ -1,0 +1,122 @@
+"""Metrics pages of a cluster's programs, read as numbers."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from urllib.parse import SplitResult, urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.errors import ConfigurationError
+
+_SECONDS = 10.0
+_MAX_BYTES = 16 * 2**20
+
+Sample = tuple[str, frozenset[tuple[str, str]]]
+"""A metric's name and labels."""
+
+
+class Page:
+    """What one metrics page says, at one time."""
+
+    def __init__(self, text: str) -> None:
+        """Raises ValueError."""
+        self._values: dict[Sample, float] = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Over all samples of `name` that have these labels; 0 where there is none."""
+        wanted = labels.items()
+        return sum(value for (of, has), value in self._values.items() if of == name and wanted <= set(has))
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """The values of `name` by what `label` is."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for (of, labels), value in self._values.items():
+            if of == name:
+                found[dict(labels).get(label, "")] += value
+        return dict(found)
+
+    def find(self, name: str, **labels: str) -> float | None:
+        """The first sample of `name` with these labels; None: there is none."""
+        wanted = labels.items()
+        return next((value for (of, has), value in self._values.items() if of == name and wanted <= set(has)), None)
+
+
+def total(pages: Iterable[Page], name: str, **labels: str) -> float:
+    return sum(page.sum(name, **labels) for page in pages)
+
+
+def read_page(
+    url: str,
+    context: ssl.SSLContext | None = None,
+    *,
+    server_name: str | None = None,
+    token: str | None = None,
+    without_token: str = "none is known",
+) -> Page:
+    """Past any proxy, and nowhere else than at `url`, whoever answers there.
+
+    `context`: what is taken for its certificate; None: what this machine trusts. `server_name`: what that has to be
+    for; None: the host. The token is sent when the certificate has been looked at. `without_token`: what to do about a
+    page that asks for another. Raises ConfigurationError.
+    """
+    try:
+        connection = _connection(urlsplit(url), context, server_name)
+        try:
+            status, content = _get(connection, urlsplit(url).path, token)
+        finally:
+            connection.close()
+        if status == 200:
+            return Page(content.decode())
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise ConfigurationError(
+            f"the metrics page {url!r} cannot be read ({error}): run this where it can be, or set metrics_host"
+        ) from error
+    if status != 401:
+        raise ConfigurationError(f"the metrics page {url!r} answers {status}")
+    asks = "asks for a token" if token is None else "asks for another token"
+    raise ConfigurationError(f"the metrics page {url!r} {asks}: {without_token}")
+
+
+def _get(connection: http.client.HTTPConnection, path: str, token: str | None) -> tuple[int, bytes]:
+    deadline = time.monotonic() + _SECONDS
+    connection.request("GET", path, headers={} if token is None else {"authorization": f"Bearer {token}"})
+    answer = connection.getresponse()
+    content = bytearray()
+    while answer.status == 200 and (chunk := answer.read1(65_536)):
+        content += chunk
+        if len(content) > _MAX_BYTES or time.monotonic() > deadline:
+            raise ValueError("too much, or too slowly")
+    return answer.status, bytes(content)
+
+
+def _connection(
+    parts: SplitResult, context: ssl.SSLContext | None, server_name: str | None
+) -> http.client.HTTPConnection:
+    """Raises ValueError."""
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("it is neither http:// nor https://")
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SECONDS)
+    return _Https(parts.hostname, parts.port, context or ssl.create_default_context(), server_name)
+
+
+class _Https(http.client.HTTPSConnection):
+    """Takes a certificate for `server_name`, whatever host was dialled."""
+
+    def __init__(self, host: str, port: int | None, context: ssl.SSLContext, server_name: str | None) -> None:
+        super().__init__(host, port, timeout=_SECONDS, context=context)
+        self._shown = context
+        self._server_name = server_name or host
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._shown.wrap_socket(self.sock, server_hostname=self._server_name)

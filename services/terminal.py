@@ -1,0 +1,34 @@
+"""What is printed to a terminal of words that others chose: names of workers and models, errors, answers.
+
+A terminal obeys what it is sent: escapes move its cursor, set its title, fill its clipboard. So what a command prints
+goes through here, and a character that is no text is shown as it would be written in a program (`\\x1b`).
+"""
+
+from __future__ import annotations
+
+import re
+
+# Controls of both kinds; those that end a line or turn the direction of text round; halves of characters, which cannot
+# be encoded.
+_NO_TEXT = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+_IN_LINES = re.compile(f"[{_NO_TEXT}]")
+_IN_TEXTS = re.compile(f"(?![\n\t])[{_NO_TEXT}]")
+
+
+def as_line(text: str) -> str:
+    """`text` in one line: a name with a line break in it cannot look like a line of the command's own."""
+    return _IN_LINES.sub(_written, text)
+
+
+def as_lines(lines: list[str]) -> str:
+    """Each in its own."""
+    return "\n".join(map(as_line, lines))
+
+
+def as_text(text: str) -> str:
+    """`text` with its line breaks and tabs."""
+    return _IN_TEXTS.sub(_written, text)
+
+
+def _written(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import http.server
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.diagnosis.measurements import Workload
+from protos.speculation.v1 import types_pb2
+from services.running_cluster.load import LoadMaker
+from services.running_cluster.workers import ClusterFacts, WorkerFacts
+
+SECONDS = 1.5
+
+
+class Program(http.server.BaseHTTPRequestHandler):
+    """A router, a target and a draft worker in one, who counts what it is asked; two sequences wait, always."""
+
+    asked: Counter[str] = Counter()  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self.asked[self.path] += 1
+        self.answer(b"vllm:num_requests_waiting 2\nvllm:generation_tokens_total 7\n")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        threading.Event().wait(0.05)
+        self.answer(b"{}")
+
+    def answer(self, content: bytes) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture
+def pages() -> Iterator[dict[str, str]]:
+    """The pages' addresses, by program."""
+    Program.asked.clear()
+    servers = {name: http.server.ThreadingHTTPServer(("127.0.0.1", 0), Program) for name in ("target", "draft")}
+    for server in servers.values():
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield {name: f"http://127.0.0.1:{server.server_port}" for name, server in servers.items()}
+    for server in servers.values():
+        server.shutdown()
+
+
+def worker(pool: str, url: str) -> WorkerFacts:
+    machine = types_pb2.Machine(metrics_url=f"{url}/metrics")
+    return WorkerFacts(pool, "127.0.0.1:1", types_pb2.ModelDescription(), types_pb2.Load(), machine, 6, 0.0)
+
+
+# Three pages before and three after; the target's once in between where the controller chooses k.
+@pytest.mark.parametrize(("depth", "most"), [(0, 6), (5, 6), (None, 7)])
+def test_pages_are_asked_no_more_than_is_needed(depth: int | None, most: int, pages: dict[str, str]) -> None:
+    targets, drafts = (worker("target", pages["target"]),), (worker("draft", pages["draft"]),)
+    maker = LoadMaker(ClusterFacts(pages["target"], "m", "", targets, drafts), ["x"], 8)
+    workload = Workload(1, 0.0, depth)
+    grown = maker.run(workload, SECONDS)
+    assert Program.asked["/metrics"] <= most
+    assert maker.measured(workload, grown).counts.mean_waiting == pytest.approx(2.0)
