@@ -73,7 +73,7 @@ class ScaledCluster:
 def test_drafts_that_slow_down_with_their_batch_are_shared_out_over_more_workers() -> None:
     cluster = ScaledCluster("[[1, 1], [4, 8], [8, 16], [2048, 60]]", num_streams=8)
     alone = cluster.run(INTERVAL_SECONDS)
-    together = cluster.run(300)
+    together = cluster.run(100)
     assert cluster.numbers[-1] >= 4
     assert together > 1.3 * alone
     assert cluster.num_turns <= 2, cluster.numbers

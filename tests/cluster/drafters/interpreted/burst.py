@@ -17,7 +17,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.engine.triton_model import TritonModel
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from tests.interpreter import patch_language_once
+from tests.interpreter import spare_bookkeeping
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(max_model_len=48, max_num_seqs=6, max_num_batched_tokens=64)
@@ -31,7 +31,7 @@ PARAMS = [
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_language_once(monkeypatch)
+    spare_bookkeeping(monkeypatch)
 
 
 class Pair:

@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.gpu_kernels import paged_attention
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention
-from tests.interpreter import patch_language_once
+from tests.interpreter import spare_bookkeeping
 
 CPU = torch.device("cpu")
 ALL = 2**31 - 1  # a span that no context exceeds
@@ -43,10 +43,12 @@ class Cache:
     def table(self, num_tokens: int) -> list[int]:
         """A block table of that many tokens, whose slots are numbers from now on."""
         table = [self.free.pop() for _ in range(-(-num_tokens // self.block_size))]
-        for place in range(num_tokens):
-            slot = table[place // self.block_size] * self.block_size + place % self.block_size
-            self.keys[slot], self.values[slot] = (content[slot] for content in self.contents)
+        slots = self.slots(table, torch.arange(num_tokens))
+        self.keys[slots], self.values[slots] = (content[slots] for content in self.contents)
         return table
+
+    def slots(self, table: Sequence[int], places: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(table)[places // self.block_size] * self.block_size + places % self.block_size
 
     def segment(self, num_rows: int, start: int, parents: Sequence[int] | None = None) -> Segment:
         return Segment([1] * num_rows, start, self.table(start + num_rows), num_rows, parents)
@@ -73,8 +75,7 @@ def expected(query: torch.Tensor, cache: Cache, segments: Sequence[Segment], spa
             else:
                 position = prefix + len(paths[index]) - 1
                 places = [*range(prefix), *(prefix + node for node in paths[index])][-span:]
-            size = cache.block_size
-            slots = [segment.block_table[place // size] * size + place % size for place in places]
+            slots = cache.slots(segment.block_table, torch.tensor(places))
             keys, values = (part[slots].double().repeat_interleave(group, dim=1) for part in (cache.keys, cache.values))
             scores = torch.einsum("hd,chd->hc", query[row].double(), keys) / math.sqrt(cache.head_dim)
             attended.append(torch.einsum("hc,chd->hd", scores.softmax(dim=-1), values))
@@ -102,7 +103,7 @@ def assert_right(
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter keeps bfloat16 as 16 bits, and its product takes them for integers."""
-    patch_language_once(monkeypatch)
+    spare_bookkeeping(monkeypatch)
     multiply = InterpreterBuilder.create_dot
 
     def widened(builder: InterpreterBuilder, a: Any, b: Any, *others: Any) -> Any:

@@ -16,12 +16,12 @@ from cluster.engine.kv_cache import KVCache
 from cluster.engine.model import Model, TorchModel
 from cluster.engine.triton_model import TritonModel
 from tests.cluster.engine.filled_caches import BLOCK_SIZE, CPU, NUM_BLOCKS, model_and_cache
-from tests.interpreter import patch_language_once
+from tests.interpreter import spare_bookkeeping
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_language_once(monkeypatch)
+    spare_bookkeeping(monkeypatch)
 
 
 @pytest.fixture(params=[{}, {"family": "mistral", "sliding_window": 6}, {"family": "qwen3"}], ids=lambda p: str(p))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.token_counts import TokenCounts
 from cluster.speculation.triton_sampler import best_tokens
 from tests.cluster.speculation.logits import random_logits
-from tests.interpreter import patch_language_once
+from tests.interpreter import spare_bookkeeping
 
 CPU = torch.device("cpu")
 SAMPLER = Sampler(CPU)
@@ -24,7 +25,7 @@ SAMPLER = Sampler(CPU)
 @pytest.fixture(autouse=True, params=[512])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a vocabulary has several."""
-    patch_language_once(monkeypatch)
+    spare_bookkeeping(monkeypatch)
     monkeypatch.setattr(triton_sampler, "CHUNK", request.param)
 
 
@@ -101,10 +102,19 @@ def test_vocabularies_of_any_size(vocab_size: int) -> None:
     assert_same(random_logits(1, 24, vocab_size), requests)
 
 
-@pytest.mark.parametrize("chunk", [4096], indirect=True)
-@pytest.mark.parametrize(("vocab_size", "num_requests"), [(4096, 20), (128_256, 3)])
+@pytest.mark.parametrize(
+    ("chunk", "vocab_size", "num_requests"), [(4096, 4096, 20), (32_768, 128_256, 3)], indirect=["chunk"]
+)
 def test_vocabularies_of_models(vocab_size: int, num_requests: int) -> None:
+    """Filters look through all chunks some 30 times: of the large vocabulary these are larger than a GPU's."""
     assert_same_for(vocab_size, vocab_size, num_requests)
+
+
+@pytest.mark.parametrize("chunk", [4096], indirect=True)
+def test_all_chunks_of_a_large_vocabulary_are_merged() -> None:
+    params = SamplingParams(temperature=0.7), SamplingParams(temperature=0.0), SamplingParams(repetition_penalty=1.1)
+    requests = [SampleRequest(p, NoiseKey(n, 5), [7], 1) for n, p in enumerate(params)]
+    assert_same(random_logits(2, len(requests), 128_256), requests, 4)
 
 
 @pytest.mark.parametrize("width", [2, 3, 16])
@@ -115,16 +125,11 @@ def test_the_best_of_a_row(width: int) -> None:
 def test_ties_go_to_the_lowest_id() -> None:
     """Scores of bfloat16 and of integers are often equal; filters then cut among equals."""
     rng = random.Random(3)
-    for scale, logits in ((0.0, torch.zeros(40, 600)), (1.0, random_logits(5, 40, 600).round())):
-        params = [
-            SamplingParams(
-                temperature=rng.choice([0.0, 1.0]), top_k=rng.choice([0, 5, 300]), top_p=rng.choice([0.4, 1.0])
-            )
-            for _ in range(40)
-        ]
-        requests = [SampleRequest(p, NoiseKey(rng.getrandbits(64), int(scale)), [1], 1) for p in params]
-        assert_same(logits, requests, 3)
-        assert_same(logits.to(torch.bfloat16), requests, 3)
+    mixes = itertools.product([0.0, 1.0], [0, 5, 300], [0.4, 1.0])
+    params = [SamplingParams(temperature=t, top_k=top_k, top_p=top_p) for t, top_k, top_p in mixes]
+    requests = [SampleRequest(p, NoiseKey(rng.getrandbits(64), 1), [1], 1) for p in params]
+    assert_same(torch.zeros(len(params), 600), requests, 3)
+    assert_same(random_logits(5, len(params), 600).round().to(torch.bfloat16), requests, 3)
 
 
 def test_scores_that_leave_the_noise_no_say_and_ones_that_leave_it_all() -> None:
