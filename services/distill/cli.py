@@ -21,12 +21,11 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
+from services.distill.card import Distilled, model_card
 from services.plan.cli import above_zero
 
 if TYPE_CHECKING:
-    from cluster.training.teaching import Lesson
     from cluster.training.traffic import Answer
-    from cluster.training.traffic_acceptance import TrafficAcceptance
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _HELD_OUT_ONE_IN = 10
@@ -135,7 +134,18 @@ def _run(arguments: argparse.Namespace) -> int:
     saved = load_draft(arguments.out)  # in bfloat16, as it will serve
     with _progress("acceptance after", len(held_out)) as progress:
         after = measure_traffic_acceptance(saved, held_out, progress.update)
-    _tell(arguments, taught, held_out, before, after)
+    told = Distilled(
+        arguments.target,
+        arguments.draft,
+        draft.num_parameters(),
+        len(taught),
+        sum(len(lesson.answer.token_ids) for lesson in taught),
+        len(held_out),
+        recipe,
+        before,
+        after,
+    )
+    _tell(arguments.out, told)
     return 0
 
 
@@ -199,28 +209,16 @@ def _save(draft: Any, target_folder: Path, out: Path) -> None:
             shutil.copyfile(target_folder / name, out / name)
 
 
-def _tell(
-    arguments: argparse.Namespace,
-    taught: Sequence[Lesson],
-    held_out: Sequence[Lesson],
-    before: Sequence[TrafficAcceptance],
-    after: Sequence[TrafficAcceptance],
-) -> None:
-    print(f"{arguments.out}: taught on {len(taught)} answers; acceptance on {len(held_out)} that it has not seen:")
-    for old, new in zip(before, after, strict=True):
+def _tell(out: Path, told: Distilled) -> None:
+    """Prints it, and keeps it beside the draft, for programs and for people."""
+    print(f"{out}: taught on {told.num_taught} answers; acceptance on {told.num_held_out} that it has not seen:")
+    for old, new in zip(told.before, told.after, strict=True):
         print(
             f"  T = {old.temperature:g}: {old.rate:.3f} -> {new.rate:.3f} ({100 * (new.rate - old.rate):+.1f} points), "
             f"{old.length:.2f} -> {new.length:.2f} tokens a round of 4"
         )
-    report = {
-        "target": arguments.target,
-        "draft": arguments.draft,
-        "num_taught": len(taught),
-        "num_held_out": len(held_out),
-        "before": [asdict(one) for one in before],
-        "after": [asdict(one) for one in after],
-    }
-    (arguments.out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (out / "report.json").write_text(json.dumps(asdict(told), indent=2) + "\n", encoding="utf-8")
+    (out / "README.md").write_text(model_card(out.resolve().name, told), encoding="utf-8")
 
 
 def _progress(what: str, total: int) -> tqdm[Any]:

@@ -66,6 +66,9 @@ def test_the_report_tells_acceptance_on_prompts_that_were_held_out(distilled: Pa
     assert (report["num_held_out"], report["num_taught"]) == (len(held_out), len(answers) - len(held_out))
     for key in ("before", "after"):
         assert sum(one["num_tokens"] for one in report[key]) == sum(len(one.token_ids) for one in held_out)
+    card = (distilled / "README.md").read_text(encoding="utf-8")
+    for old, new in zip(report["before"], report["after"], strict=True):
+        assert f"| {old['temperature']:g} | {old['rate']:.3f} | {new['rate']:.3f} |" in card
     drafts = [load_draft(folder) for folder in (resolve_model_folder(DRAFT), distilled)]
     lessons = [one for one in lessons_of(distilled) if one.answer in held_out]
     for key, draft in zip(("before", "after"), drafts, strict=True):

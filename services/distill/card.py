@@ -1,0 +1,60 @@
+"""The model card of a distilled draft, from what is known of its training and from nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.training.traffic_acceptance import TrafficAcceptance
+    from cluster.training.trainer import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Distilled:
+    """What came of `outrider distill`."""
+
+    target: str
+    draft: str | None  # that it began with; None: a new one
+    num_parameters: int
+    num_taught: int  # answers
+    num_taught_tokens: int
+    num_held_out: int
+    recipe: Recipe
+    before: Sequence[TrafficAcceptance]
+    after: Sequence[TrafficAcceptance]
+
+
+def model_card(name: str, told: Distilled) -> str:
+    """The README.md of the draft called `name`."""
+    recipe = told.recipe
+    facts = {
+        "parameters": f"{told.num_parameters:,}",
+        "begun with": told.draft or "a new model",
+        "answers": f"{told.num_taught:,}, of {told.num_taught_tokens:,} tokens, at temperatures 0, 0.7 and 1 in turn",
+        "steps": f"{recipe.steps:,} of {recipe.batch_size} answers",
+        "learning rate": f"{recipe.learning_rate:g}",
+        "seed": f"{recipe.seed}",
+        "weights": "bfloat16",
+    }
+    rows = [
+        f"| {new.temperature:g} | {old.rate:.3f} | {new.rate:.3f} | {new.length:.2f} |"
+        for old, new in zip(told.before, told.after, strict=True)
+    ]
+    return "\n".join(
+        [
+            f"# {name}\n",
+            f"A draft for {told.target}, whose tokenizer it has: `outrider distill` taught it what that model says at "
+            "every place of its own answers to logged prompts.\n",
+            "|  |  |\n| --- | --- |",
+            *(f"| {key} | {value} |" for key, value in facts.items()),
+            f"\nAcceptance on the target's answers to {told.num_held_out:,} prompts that were held out, given all that "
+            "is before each token and with the noise that drew it; the length is tokens a round of 4 drafts, the bonus "
+            "token included.\n",
+            "| temperature | acceptance before | after | acceptance length |\n| --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
