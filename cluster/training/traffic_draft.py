@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.engine.model_config import ModelConfig
 from cluster.training.attention import MASKLESS_ATTENTION
 from cluster.training.batches import random_numbers
+from cluster.training.log_partition import log_partition
 from cluster.training.teaching import Lesson
 from cluster.training.trainer import Recipe, build_optimizer
 
@@ -106,31 +108,38 @@ def train_draft(
 
 def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
     """Mean cross entropy of a place, in nats: exact over the target's likeliest tokens, an unbiased estimate over the
-    others."""
-    log_probabilities = answer_logits(model, lessons).log_softmax(dim=-1)
+    others. As a label's weights are 1 in all, it is the logarithm of the partition less the weighted logits."""
+    states, head = _answer_states(model, lessons), model.lm_head.weight
     probabilities = torch.from_numpy(np.concatenate([lesson.probabilities for lesson in lessons]))
-    likeliest = _at(log_probabilities, [lesson.likeliest for lesson in lessons])
-    others = _at(log_probabilities, [lesson.drawn for lesson in lessons]).mean(dim=-1)
-    rest = (1.0 - probabilities.sum(dim=-1)).clamp(min=0.0)
-    mean: Tensor = -((probabilities * likeliest).sum(dim=-1) + rest * others).mean()
-    return mean
+    likeliest = _logits_of(states, head, [lesson.likeliest for lesson in lessons])
+    drawn = _logits_of(states, head, [lesson.drawn for lesson in lessons])
+    of_others = 1.0 - probabilities.sum(dim=-1)
+    label = (probabilities * likeliest).sum(dim=-1) + of_others * drawn.mean(dim=-1)
+    return (log_partition(states, head) - label).mean()
 
 
-def _at(log_probabilities: Tensor, token_ids: Sequence[npt.NDArray[np.int32]]) -> Tensor:
+def _logits_of(states: Tensor, head: Tensor, token_ids: Sequence[npt.NDArray[np.int32]]) -> Tensor:
     """[places, tokens of a place]"""
-    return log_probabilities.gather(1, torch.from_numpy(np.concatenate(token_ids)).long())
+    rows = functional.embedding(torch.from_numpy(np.concatenate(token_ids)).long(), head)
+    return torch.einsum("ph,pth->pt", states, rows)
 
 
-def answer_logits(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
-    """The draft's logits at every place of the answers, one after the other, [places, vocab_size]."""
+def _answer_states(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
+    """Of every place of the answers, one after the other, [places, hidden_size]."""
     rows = [lesson.answer.all_token_ids[:-1] for lesson in lessons]
     width = max(map(len, rows))
     # What is after a row is seen by nobody in it: attention is causal.
     inputs = torch.tensor([[*row, *(0,) * (width - len(row))] for row in rows])
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-    asked = [
-        hidden[index, len(row) - len(lesson.answer.token_ids) : len(row)]
-        for index, (row, lesson) in enumerate(zip(rows, lessons, strict=True))
-    ]
-    logits: Tensor = model.lm_head(torch.cat(asked))
+    return torch.cat(
+        [
+            hidden[index, len(row) - len(lesson.answer.token_ids) : len(row)]
+            for index, (row, lesson) in enumerate(zip(rows, lessons, strict=True))
+        ]
+    )
+
+
+def answer_logits(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
+    """The draft's logits at every place of the answers, one after the other, [places, vocab_size]."""
+    logits: Tensor = model.lm_head(_answer_states(model, lessons))
     return logits
