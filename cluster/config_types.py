@@ -47,5 +47,5 @@ class Section(BaseModel):
 
 
 DrainSeconds = Annotated[float, Field(ge=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

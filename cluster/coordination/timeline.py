@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 _NUM_KEPT = 256
@@ -57,3 +58,33 @@ class Timeline:
     def __init__(self) -> None:
         self.steps: Spans[StepSpan] = Spans()
         self.answers: Spans[AnswerSpan] = Spans()
+
+    def add(self, news: News) -> None:
+        """What came of another one, such as of another process."""
+        for step in news.steps:
+            self.steps.add(step)
+        for answer in news.answers:
+            self.answers.add(answer)
+
+
+class News(NamedTuple):
+    """What came in a timeline since somebody last looked."""
+
+    steps: Sequence[StepSpan] = ()
+    answers: Sequence[AnswerSpan] = ()
+
+
+class Follower:
+    """Reads timelines one after the other, each span once; for one thread."""
+
+    def __init__(self) -> None:
+        self._timeline: Timeline | None = None
+        self._next_step = self._next_answer = 0
+
+    def news(self, timeline: Timeline) -> News:
+        """Of `timeline`, which need not be the one of last time."""
+        if timeline is not self._timeline:
+            self._timeline, self._next_step, self._next_answer = timeline, 0, 0
+        self._next_step, steps = timeline.steps.since(self._next_step)
+        self._next_answer, answers = timeline.answers.since(self._next_answer)
+        return News(steps, answers)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, replace
 
 from cluster.errors import ConfigurationError
 
+_MOST = 1_000_000_000  # GB, GB/s, TFLOPS, dollars: what is more is a slip
+_MAX_COUNT_DIGITS = 5
+_MAX_QUOTED = 40  # characters of what was written
 _GROUP = re.compile(r"((?P<count>[1-9]\d*)x)?(?P<gpu>.+)")
 
 
@@ -76,6 +79,8 @@ def parse_gpus(spec: str, prices: Mapping[str, float] | None = None) -> GpuGroup
     assert match is not None or not spec
     if match is None:
         raise ConfigurationError(f"a GPU is missing: write one of {', '.join(GPUS)}")
+    if len(match["count"] or "") > _MAX_COUNT_DIGITS:
+        raise ConfigurationError(f"{spec[:_MAX_QUOTED]!r} are more GPUs than can be: write 99,999 at most")
     name, count = match["gpu"], int(match["count"] or 1)
     if name in GPUS:
         gpu = GPUS[name]
@@ -90,8 +95,11 @@ def _free_gpu(values: str) -> Gpu:
         raise ConfigurationError(
             f"{values!r} is no known GPU ({', '.join(GPUS)}): write GB:GB_PER_SECOND:TFLOPS:DOLLARS_PER_HOUR of another"
         ) from None
-    if not (memory > 0 and bandwidth > 0 and tflops > 0 and dollars >= 0):
-        raise ConfigurationError(f"{values!r}: memory, bandwidth and TFLOPS of a GPU are above 0, its price not below")
+    if not (min(memory, bandwidth, tflops) > 0 and dollars >= 0 and max(memory, bandwidth, tflops, dollars) <= _MOST):
+        raise ConfigurationError(
+            f"{values[:_MAX_QUOTED]!r}: memory, bandwidth and TFLOPS of a GPU are above 0, its price not below, "
+            f"and none is above {_MOST:,}"
+        )
     return Gpu(values, memory, bandwidth, tflops, dollars)
 
 
@@ -102,6 +110,8 @@ def parse_price(text: str) -> tuple[str, float]:
         price = float(dollars)
     except ValueError:
         price = -1.0
-    if name not in GPUS or not equals or price < 0:
-        raise ConfigurationError(f"{text!r} is no price: write NAME=DOLLARS an hour, NAME one of {', '.join(GPUS)}")
+    if name not in GPUS or not equals or not 0 <= price <= _MOST:
+        raise ConfigurationError(
+            f"{text[:_MAX_QUOTED]!r} is no price: write NAME=DOLLARS an hour, NAME one of {', '.join(GPUS)}"
+        )
     return name, price

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from cluster.config import Config
+from cluster.config_simulation import SimulationConfig
 from cluster.errors import ConfigurationError
 from cluster.simulator.chances import Chances
 from cluster.simulator.columns import NEVER, Columns
@@ -25,6 +26,8 @@ from cluster.simulator.rounds import Link, Rounds
 from cluster.simulator.target import Request, Target
 from cluster.simulator.traffic import Arrival, Traffic
 
+_MAX_WORKERS = 10_000  # of a pool
+_MIN_STEP_MS, _MAX_MS = 1e-3, 3_600_000.0
 _SPARE_ROWS = 2  # times the sequences that run: those that were preempted keep theirs
 
 
@@ -248,6 +251,9 @@ class SimulatedCluster:
 def check(config: Config) -> None:
     """Raises ConfigurationError for what is not simulated."""
     limits = config.target
+    _check_times(config.simulation)
+    if max(config.target.replicas, config.draft.replicas) > _MAX_WORKERS:
+        raise ConfigurationError(f"more than {_MAX_WORKERS:,} workers of a pool are not simulated: set fewer replicas")
     if config.speculation.tree_width > 1:
         raise ConfigurationError(
             f"speculation.tree_width {config.speculation.tree_width}: chains only are simulated: set it to 1"
@@ -261,3 +267,18 @@ def check(config: Config) -> None:
             f"target.max_num_batched_tokens {limits.max_num_batched_tokens} is less than target.max_num_seqs "
             f"{limits.max_num_seqs}: every sequence needs a token in every step"
         )
+
+
+def _check_times(simulation: SimulationConfig) -> None:
+    """In a step that took no time nothing would ever end; beyond the other bound numbers run out."""
+    for name, times, least in (
+        ("target_step_ms", [ms for _, ms in simulation.target_step_ms], _MIN_STEP_MS),
+        ("draft_step_ms", [ms for _, ms in simulation.draft_step_ms], 0.0),
+        ("target_sequence_ms", [simulation.target_sequence_ms], 0.0),
+        ("round_trip_ms", [simulation.round_trip_ms], 0.0),
+    ):
+        if not least <= min(times) <= max(times) <= _MAX_MS:
+            raise ConfigurationError(
+                f"simulation.{name} from {min(times):g} to {max(times):g}: what is simulated takes {least:g} to "
+                f"{_MAX_MS:,.0f} ms"
+            )

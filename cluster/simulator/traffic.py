@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,13 @@ import numpy as np
 
 from cluster.errors import ConfigurationError
 
+# What is more would be of no cluster, and would never end.
+_MAX_SECONDS = 31_622_400.0  # a year
+_MAX_REQUESTS = 100_000_000
+_MAX_STREAMS = 1_000_000
+_MAX_TOKENS = 1_000_000_000  # of a prompt, or of an answer
+_MIN_BURSTINESS, _MAX_BURSTINESS = 1e-3, 1e3
+_MAX_QUOTED = 40  # characters of what was written
 _FIELDS = ("arrival_seconds", "prompt_tokens", "answer_tokens")
 
 
@@ -41,6 +47,8 @@ class Lengths:
     most: int
 
     def __post_init__(self) -> None:
+        if self.most > _MAX_TOKENS:
+            raise ConfigurationError(f"lengths of more than {_MAX_TOKENS:,} tokens: write fewer")
         if not 1 <= self.least <= self.most:
             raise ConfigurationError(f"lengths of {self.least} to {self.most} tokens: write 1 or more, the least first")
 
@@ -51,7 +59,7 @@ class Lengths:
         try:
             return cls(int(least), int(most if colon else least))
         except ValueError:
-            raise ConfigurationError(f"{text!r} is no number of tokens: write N or LEAST:MOST") from None
+            raise ConfigurationError(f"{text[:_MAX_QUOTED]!r} is no number of tokens: write N or LEAST:MOST") from None
 
     @property
     def mean(self) -> float:
@@ -76,10 +84,16 @@ class OpenTraffic:
         seed: int,
         burstiness: float = 1.0,
     ) -> None:
-        if not (requests_per_second > 0 and seconds > 0 and burstiness > 0):
+        is_bounded = seconds <= _MAX_SECONDS and requests_per_second * seconds <= _MAX_REQUESTS
+        if not (requests_per_second > 0 and seconds > 0 and is_bounded):
             raise ConfigurationError(
-                f"{requests_per_second:g} requests a second for {seconds:g} s with burstiness {burstiness:g}: all "
-                "three must be above 0"
+                f"{requests_per_second:g} requests a second for {seconds:g} s: both must be above 0, and make "
+                f"{_MAX_REQUESTS:,} requests within {_MAX_SECONDS:,.0f} s (a year) at most"
+            )
+        # Beyond, numbers run out: all requests would come at one time, or none ever.
+        if not _MIN_BURSTINESS <= burstiness <= _MAX_BURSTINESS:
+            raise ConfigurationError(
+                f"a burstiness of {burstiness:g}: write one from {_MIN_BURSTINESS:g} to {_MAX_BURSTINESS:g}"
             )
         self._rate, self._seconds, self._burstiness = requests_per_second, seconds, burstiness
         self._prompts, self._answers, self._seed = prompts, answers, seed
@@ -109,10 +123,10 @@ class ClosedTraffic:
         seed: int,
         ramp_seconds: float = 0.0,
     ) -> None:
-        if num_streams < 1 or seconds <= 0 or ramp_seconds < 0:
+        if not (1 <= num_streams <= _MAX_STREAMS and 0 < seconds <= _MAX_SECONDS and 0 <= ramp_seconds <= seconds):
             raise ConfigurationError(
-                f"{num_streams} streams for {seconds:g} s, begun over {ramp_seconds:g} s: write 1 stream or more, and "
-                "times that are not negative"
+                f"{num_streams} streams for {seconds:g} s, begun over {ramp_seconds:g} s: write 1 to {_MAX_STREAMS:,} "
+                f"streams, {_MAX_SECONDS:,.0f} s (a year) at most, and a beginning from 0 s to all of them"
             )
         self._num_streams, self._seconds, self._ramp_seconds = num_streams, seconds, ramp_seconds
         self._prompts, self._answers = prompts, answers
@@ -175,12 +189,21 @@ def _parse(line: str, place: str) -> Arrival:
     if missing:
         raise ConfigurationError(f"{place}: {', '.join(missing)} missing: each line is an object with {_FIELDS}")
     seconds, prompt, answer = (entry[name] for name in _FIELDS)
-    if not (_is_number(seconds) and 0 <= seconds < math.inf):
-        raise ConfigurationError(f"{place}: arrival_seconds is {seconds!r}: write a number from 0 up")
+    if not (_is_number(seconds) and 0 <= seconds <= _MAX_SECONDS):
+        raise ConfigurationError(
+            f"{place}: arrival_seconds is {_quoted(seconds)}: write a number from 0 to {_MAX_SECONDS:,.0f} (a year)"
+        )
     for name, value in (("prompt_tokens", prompt), ("answer_tokens", answer)):
-        if type(value) is not int or value < 1:
-            raise ConfigurationError(f"{place}: {name} is {value!r}: write a whole number from 1 up")
+        if type(value) is not int or not 1 <= value <= _MAX_TOKENS:
+            raise ConfigurationError(
+                f"{place}: {name} is {_quoted(value)}: write a whole number from 1 to {_MAX_TOKENS:,}"
+            )
     return Arrival(float(seconds), prompt, answer)
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
 
 
 def _is_number(value: object) -> bool:

@@ -40,6 +40,7 @@ class Dialer:
         self._certificates = certificates
         self._token = token
         self._server_name = server_name
+        self._reading: tuple[int, ssl.SSLContext] | None = None  # of pages, and of which version of the certificates
 
     @classmethod
     def of(cls, tls: TlsConfig, program: str, server_name: str | None = None) -> Dialer:
@@ -69,8 +70,11 @@ class Dialer:
         """With the files of now. None: the workers' pages are in plaintext. Raises ConfigurationError."""
         if self._certificates is None:
             return None
+        version = self._certificates.current().version
+        if self._reading is None or self._reading[0] != version:
+            self._reading = version, self._certificates.reader_context()
         token = None if self._token is None else self._token.current()
-        return PageDialing(self._certificates.reader_context(), self._server_name, token)
+        return PageDialing(self._reading[1], self._server_name, token)
 
     def explain(self, error: grpc.RpcError) -> str | None:
         """Why a call was refused, in words for the log, where it is for who the two are; else None."""

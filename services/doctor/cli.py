@@ -22,6 +22,7 @@ from services.doctor.checks import with_programs
 from services.doctor.examine import TOLD_DEPTH, Plan, examine
 from services.doctor.report import Report
 from services.launch.local import LocalCluster
+from services.output_file import check_output
 from services.plan.cli import above_zero
 from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
 from services.running_cluster.load import LoadMaker
@@ -95,8 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def diagnose(arguments: argparse.Namespace) -> Report:
     """Raises ConfigurationError."""
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise ConfigurationError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    check_output("--json", arguments.json)
     earlier = _earlier_acceptance(arguments.baseline)
     prompts = read_prompts(arguments.prompts)
     if arguments.start:  # of the programs that are started

@@ -19,6 +19,7 @@ from cluster.planning.published import checked_table
 from cluster.planning.report import notes, plans_table, published_table, to_json
 from cluster.planning.steps import Efficiency
 
+_MAX_QUOTED = 40  # characters of what was typed
 _MOST_SEQS = 1024  # that are looked at for a limit of latency
 
 
@@ -30,8 +31,9 @@ def above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Call
             number = kind(text)
         except ValueError:
             number = 0
-        if not 0 < number <= at_most or math.isinf(number):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, {at_most:g} at most")
+        if not (0 < number <= at_most and number < math.inf):
+            most = "" if at_most == math.inf else f", {at_most:,} at most"
+            raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a number above 0{most}")
         return number
 
     return parse
@@ -44,8 +46,12 @@ def not_below_zero(text: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up")
+        raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a number from 0 up")
     return number
+
+
+def _quoted(text: str) -> str:
+    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

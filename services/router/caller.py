@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +26,12 @@ def caller_of(scope: Mapping[str, Any]) -> Caller | None:
     """None: a probe without a key."""
     caller: Caller | None = scope.get("state", {}).get("caller")
     return caller
+
+
+def is_still_let_in(scope: Mapping[str, Any]) -> bool:
+    """Whether the key that the request of `scope` came with would open its way now, for what goes on for hours."""
+    ask: Callable[[], object] | None = scope.get("state", {}).get("ask_again")
+    return ask is None or ask() is not None
 
 
 def name_of_caller(scope: Mapping[str, Any]) -> str:

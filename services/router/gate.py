@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -149,6 +150,7 @@ class Gate:
         else:
             refusal = InvalidApiKeyError(_reason(key))
         scope.setdefault("state", {})["caller"] = caller
+        scope["state"]["ask_again"] = partial(self._credentials.public, key, path)
         if caller is None and path not in self._open_paths:
             self._metrics.keys.count_request("", refusal.http_status)
             await refuse(refusal, scope, receive, send)

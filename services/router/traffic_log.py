@@ -16,10 +16,15 @@ from cluster.errors import ConfigurationError
 logger = logging.getLogger(__name__)
 
 _OWNER_ONLY = 0o600
+_FULL = "it is full: see router.traffic_log_max_bytes"
 
 
 class TrafficLog:
-    """Appends to a file, up to a size, after which nothing more is kept."""
+    """Appends to a file, up to a size, after which nothing more is kept.
+
+    Several routers may have the same file: each looks at its size before each line, so that it has at most one line of
+    each of them more than it may.
+    """
 
     def __init__(self, path: str, max_bytes: int) -> None:
         """Raises ConfigurationError when the file cannot be written."""
@@ -29,8 +34,12 @@ class TrafficLog:
         except OSError as error:
             raise ConfigurationError(f"router.traffic_log_file {path} cannot be written: {error.strerror}") from error
         self._path = path
-        self._room: int = max_bytes - os.fstat(self._file).st_size
-        logger.warning("prompts are kept in %s, for whoever can read it", path)
+        self._max_bytes = max_bytes
+        self._is_open = True
+        if self._has_room(1):
+            logger.warning("prompts are kept in %s, for whoever can read it", path)
+        else:
+            self._end(_FULL)
 
     @classmethod
     def of(cls, config: RouterConfig) -> TrafficLog | None:
@@ -38,22 +47,25 @@ class TrafficLog:
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
         """A disk that is full ends the log, and no request."""
+        if not self._is_open:
+            return
         for prompt in prompts:
             line = json.dumps({"prompt_token_ids": list(prompt)}, separators=(",", ":")).encode() + b"\n"
-            if len(line) > self._room:
-                self._end("it is full: see router.traffic_log_max_bytes")
+            if not self._has_room(len(line)):
+                self._end(_FULL)
                 return
             try:
                 os.write(self._file, line)
             except OSError as error:
                 self._end(str(error.strerror))
                 return
-            self._room -= len(line)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return os.fstat(self._file).st_size + num_bytes <= self._max_bytes
 
     def _end(self, why: str) -> None:
-        if self._room > 0:
-            logger.warning("no more prompts are kept in %s: %s", self._path, why)
-        self._room = 0
+        self._is_open = False
+        logger.warning("no more prompts are kept in %s: %s", self._path, why)
 
     def close(self) -> None:
         os.close(self._file)

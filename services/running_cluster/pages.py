@@ -25,11 +25,14 @@ class Page:
 
     def __init__(self, text: str) -> None:
         """Raises ValueError."""
-        self._values: dict[Sample, float] = {
-            (sample.name, frozenset(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        try:
+            self._values: dict[Sample, float] = {
+                (sample.name, frozenset(sample.labels.items())): sample.value
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            }
+        except IndexError as error:  # of a line that ends too early; all else that is wrong is a ValueError
+            raise ValueError("a line of it cannot be understood") from error
 
     def sum(self, name: str, **labels: str) -> float:
         """Over all samples of `name` that have these labels; 0 where there is none."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from cluster.config_types import is_host_port
 from cluster.errors import ConfigurationError
 from cluster.transport.dialing import Dialer
 from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
@@ -77,14 +78,16 @@ def _pages(workers: Sequence[WorkerFacts], access: PoolAccess) -> list[Page]:
 def look_around(url: str, access: Access) -> ClusterFacts:
     """The cluster behind the router at `url`. Raises ConfigurationError when none of its targets answers."""
     health = call(url, "GET", "/health", context=access.router.context)
-    version = call(url, "GET", "/version", context=access.router.context)["version"]
+    version = call(url, "GET", "/version", context=access.router.context)
+    if not (_has(health, model=str, targets=list) and _has(version, version=str)):
+        raise ConfigurationError(f"{url} does not answer as a router")
     targets, drafts, unreachable = [], [], []
-    for entry in health.get("targets", ()):
-        address = entry.get("address")
-        if address is None:
+    for entry in health["targets"]:
+        if not _has(entry, address=str):
             raise ConfigurationError(
                 f"{url} does not say where its targets are: give the key of an operator, or ask its router.admin_listen"
             )
+        address = entry["address"]
         try:
             targets.append(_describe_target(address, access.target.dialer))
         except grpc.RpcError as error:
@@ -92,11 +95,18 @@ def look_around(url: str, access: Access) -> ClusterFacts:
     if not targets:
         raise ConfigurationError(f"no target of {url} answers: {'; '.join(unreachable) or 'it has none'}")
     for address in _draft_addresses(targets, access.target):
+        if not is_host_port(address):  # gRPC would dial sockets of this machine too, where a target says so
+            unreachable.append(f"draft {address}: it is no host:port")
+            continue
         try:
             drafts.append(_describe_draft(address, access.draft.dialer))
         except grpc.RpcError as error:
             unreachable.append(f"draft {address}: {_reason(error, access.draft.dialer)}")
-    return ClusterFacts(url, health["model"], version, tuple(targets), tuple(drafts), tuple(unreachable))
+    return ClusterFacts(url, health["model"], version["version"], tuple(targets), tuple(drafts), tuple(unreachable))
+
+
+def _has(answer: Any, **fields: type) -> bool:
+    return isinstance(answer, dict) and all(isinstance(answer.get(name), kind) for name, kind in fields.items())
 
 
 def _draft_addresses(targets: Sequence[WorkerFacts], access: PoolAccess) -> list[str]:

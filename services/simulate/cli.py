@@ -16,6 +16,7 @@ from cluster.config_file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, parse_gpus, parse_price
+from services.output_file import check_output
 from services.plan.cli import above_zero, not_below_zero
 
 if TYPE_CHECKING:  # it imports torch, by the engine's scheduler
@@ -28,6 +29,9 @@ EXAMPLE = (
     "--set target.replicas=2 --set draft.replicas=1"
 )
 _PROGRESS_AFTER_SECONDS = 2.0
+_MAX_INTERVALS = 100_000
+_MAX_KV_TOKENS = 10**12
+_MAX_STREAMS = 10**6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--draft-gpus", metavar="GPUS", help="of one draft worker")
     cluster.add_argument(
         "--kv-tokens",
-        type=above_zero(int),
+        type=above_zero(int, _MAX_KV_TOKENS),
         metavar="N",
         help="that a target's KV cache holds (default: by its GPUs, or as a simulated target has)",
     )
@@ -65,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic = parser.add_argument_group("traffic (one of the first three)")
     kind = traffic.add_mutually_exclusive_group(required=True)
     kind.add_argument("--requests-per-second", type=above_zero(float), metavar="R", help="that come at random")
-    kind.add_argument("--streams", type=above_zero(int), metavar="N", help="clients that ask again when answered")
+    kind.add_argument(
+        "--streams", type=above_zero(int, _MAX_STREAMS), metavar="N", help="clients that ask again when answered"
+    )
     kind.add_argument(
         "--trace",
         type=Path,
@@ -86,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument(
         "--ramp-seconds", type=not_below_zero, default=0.0, metavar="S", help="over which streams begin; default 0"
     )
-    traffic.add_argument("--seed", type=int, default=0, metavar="N", help="of traffic and drafts; default 0")
+    traffic.add_argument("--seed", type=_seed, default=0, metavar="N", help="of traffic and drafts; default 0")
     results = parser.add_argument_group("results")
     results.add_argument(
         "--warm-up", type=not_below_zero, metavar="S", help="left out of the figures; default a tenth of the seconds"
@@ -104,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     from cluster.simulator.overheads import NOTHING, PROGRAMS
     from cluster.simulator.report import table, to_json
 
+    is_printed = arguments.json == Path("-")
+    check_output("--json", None if is_printed else arguments.json)
     config = load_config(arguments.config, arguments.overrides, os.environ)
     prices = dict(map(parse_price, arguments.price))
     target = _on_gpus(arguments, "target", prices)
@@ -127,13 +135,23 @@ def run(arguments: argparse.Namespace) -> int:
     of_draft = arguments.draft_dollars_per_hour or _dollars(draft)
     figures = cluster.figures(dollars_per_hour(config, of_target, of_draft))
     document = json.dumps(to_json(figures), indent=1) + "\n"
-    if arguments.json == Path("-"):
+    if is_printed:
         print(document, end="")
         return 0
     if arguments.json is not None:
         arguments.json.write_text(document, encoding="utf-8")
     print(table(figures))
     return 0
+
+
+def _seed(text: str) -> int:
+    try:
+        seed = int(text)
+    except ValueError:
+        seed = -1
+    if seed < 0:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 up")
+    return seed
 
 
 def _progress(bar: tqdm[Never], total: int) -> Callable[[float], None]:
@@ -179,5 +197,9 @@ def _traffic(arguments: argparse.Namespace) -> tuple[Traffic, Span, float]:
     if warm_up >= seconds:
         raise ConfigurationError(
             f"a warm-up of {warm_up:g} s leaves nothing of {seconds:g} s: shorten it, or give --seconds"
+        )
+    if seconds > _MAX_INTERVALS * arguments.interval:
+        raise ConfigurationError(
+            f"an interval of {arguments.interval:g} s makes more than {_MAX_INTERVALS:,} of {seconds:g} s: lengthen it"
         )
     return traffic, Span(warm_up, seconds, arguments.interval, is_cut=arguments.streams is not None), mean_context

@@ -22,6 +22,7 @@ from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.doctor.cli import add_load_arguments, examine_cluster, read_prompts
 from services.launch.local import LocalCluster
+from services.output_file import check_output
 from services.plan.cli import above_zero
 from services.running_cluster.access import Access
 from services.running_cluster.load import LoadMaker
@@ -75,8 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError. The exit code is 1 when nothing was faster."""
-    if not arguments.out.parent.is_dir():
-        raise ConfigurationError(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
+    check_output("--out", arguments.out)
     prompts = read_prompts(arguments.prompts)
     # Two clusters run side by side: neither may hold to a port.
     free = [f"{name}=0" for name in ("router.port", "target.metrics_port", "draft.metrics_port")]

@@ -11,6 +11,7 @@ import pytest
 from services import cli
 from services.simulate.cli import EXAMPLE
 
+HUGE = "9" * 400
 QUICK = ["--streams", "3", "--seconds", "20", "--prompt-tokens", "20", "--answer-tokens", "20:40"]
 
 
@@ -78,6 +79,25 @@ def test_steps_memory_and_price_of_gpus(capsys: pytest.CaptureFixture[str]) -> N
         (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl cannot be read"),
         (["--streams", "2", "--set", "speculation.tree_width=2"], "speculation.tree_width 2"),
         (["--streams", "2", "--set", "target.kv_cache_bytes=null"], "give --kv-tokens"),
+        (
+            ["--requests-per-second", "2", "--burstiness", "1e308"],
+            "burstiness of 1e+308: write one from 0.001 to 1000",
+        ),
+        (["--requests-per-second", "2", "--burstiness", "5e-324"], "a burstiness of 4.94066e-324"),
+        (["--requests-per-second", "1e308"], "1e+308 requests a second"),
+        (["--streams", "2", "--seconds", "1e308"], "2 streams for 1e+308 s"),
+        (["--streams", "2", "--ramp-seconds", "1e308"], "begun over 1e+308 s"),
+        (["--streams", "2", "--interval", "5e-324"], "lengthen it"),
+        (["--streams", "2", "--prompt-tokens", HUGE], "lengths of more than 1,000,000,000 tokens"),
+        (["--streams", "2", "--answer-tokens", "nan"], "'nan' is no number of tokens"),
+        (["--streams", "2", "--price", "A10G=nan"], "'A10G=nan' is no price"),
+        (["--streams", "2", "--target", "70B", "--target-gpus", f"{HUGE}xH100"], "more GPUs than can be"),
+        (["--streams", "2", "--target", "70B", "--target-gpus", "inf:1:1:1"], "none is above 1,000,000,000"),
+        (["--streams", "2", "--set", "simulation.target_step_ms=[[1, 0]]"], "simulation.target_step_ms from 0 to 0"),
+        (["--streams", "2", "--set", "simulation.target_step_ms=[[1, 1e308]]"], "from 1e+308 to 1e+308"),
+        (["--streams", "2", "--set", f"target.replicas={HUGE}"], "more than 10,000 workers"),
+        (["--streams", "2", "--json", "/nowhere/figures.json"], "there is no folder /nowhere"),
+        (["--streams", "2", "--json", "/"], "--json / is a folder"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +105,48 @@ def test_bad_input_is_one_line_and_code_2(arguments: list[str], said: str, capsy
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0", "x", HUGE])
+@pytest.mark.parametrize("option", ["--requests-per-second", "--streams", "--burstiness", "--seconds", "--interval"])
+def test_what_is_no_number_is_told_of_its_option(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        simulate(option, value)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"outrider simulate: error: argument {option}: '{value[:4]}")
+    assert len(said) < 160
+
+
+@pytest.mark.parametrize("seed", ["-1", "nan"])
+def test_a_seed_is_a_whole_number_from_0_up(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        simulate("--streams", "2", f"--seed={seed}")
+    assert f"{seed!r} is not a whole number from 0 up" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["arrival_seconds", "prompt_tokens", "answer_tokens"])
+@pytest.mark.parametrize("value", [HUGE, "1e400", "NaN", "-1"])
+def test_a_trace_has_numbers_that_can_be(
+    field: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    line = {"arrival_seconds": 1, "prompt_tokens": 5, "answer_tokens": 5, field: "@"}
+    file.write_text(json.dumps(line).replace('"@"', value))
+    assert simulate("--trace", str(file)) == 2
+    error = capsys.readouterr().err
+    assert f"{file}:1: {field} is " in error
+    assert len(error) < len(str(file)) + 200
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr("cluster.simulator.cluster.SimulatedCluster.run", run)
+    assert simulate(*QUICK, "--json", str(tmp_path / "none" / "figures.json")) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_traffic_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,8 +58,12 @@ class TestDoctor:
         assert "low acceptance" not in text
         assert "From the formula's speedup to the measured one" in text
 
-    def test_a_sick_cluster_is_told_what_ails_it(self, capsys: pytest.CaptureFixture[str]) -> None:
-        sick = (*SIMULATED, "simulation.acceptance=0.1")
+    def test_a_sick_cluster_is_told_what_ails_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Whose pages ask for a token: one that the doctor starts is one whose pages it knows."""
+        token = tmp_path / "token"
+        token.write_text("scraper-0123456789abcdef\n")
+        pages = [f"{section}.metrics_token_file={token}" for section in ("router", "target", "draft")]
+        sick = (*SIMULATED, "simulation.acceptance=0.1", *pages)
         settings = [argument for setting in (*sick, "router.port=0") for argument in ("--set", setting)]
         loads = ["--seconds", "0.5", "--repeats", "1", "--streams", "2", "--temperatures", "0", "--max-tokens", "16"]
         assert main(["doctor", "--start", *settings, *loads]) == 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
+from cluster.coordination.timeline import News
 from cluster.owned_folder import OwnedFolder
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.telemetry.metrics import Reading
@@ -54,6 +55,7 @@ class Status:
     load: TargetLoad
     is_stuck: bool
     readings: Sequence[Reading]
+    news: News  # of its steps and its drafters' answers since the last one
 
 
 @dataclass(frozen=True, slots=True)

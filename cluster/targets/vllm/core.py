@@ -16,6 +16,7 @@ from vllm.v1.request import Request
 from cluster.config import LoggingConfig, SpeculationConfig
 from cluster.config_tls import TlsConfig
 from cluster.coordination.pool import DraftPool
+from cluster.coordination.timeline import Follower, News
 from cluster.engine.constraint import TokenConstraint
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace
@@ -95,6 +96,7 @@ class CoordinatedScheduler(RoundScheduler):
         self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
         self._ended: list[str] = []  # since the last step
         self._links = Links(settings.new_pool)
+        self._follower = Follower()
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
         threading.Thread(target=self._report, name="channel-status", daemon=True).start()
@@ -200,7 +202,7 @@ class CoordinatedScheduler(RoundScheduler):
             time.sleep(_STATUS_SECONDS)
 
     def _send_status(self) -> None:
-        load, pool = self.load(), self._links.pool
+        load, pool, rounds = self.load(), self._links.pool, self.rounds
         target_load = TargetLoad(
             load.num_running,
             load.num_waiting,
@@ -209,9 +211,10 @@ class CoordinatedScheduler(RoundScheduler):
             pool.num_links_up,
             pool.num_endpoints,
             load.num_waiting_tokens,
-            self.rounds.demand() if isinstance(self.rounds, CoordinatedRounds) else None,
+            rounds.demand() if isinstance(rounds, CoordinatedRounds) else None,
         )
-        self._channel.send(Status(target_load, self._heartbeat.is_stuck, list(self._readings(target_load))))
+        news = self._follower.news(rounds.timeline) if isinstance(rounds, CoordinatedRounds) else News()
+        self._channel.send(Status(target_load, self._heartbeat.is_stuck, list(self._readings(target_load)), news))
 
     def _readings(self, load: TargetLoad) -> Iterator[Reading]:
         def counter(name: str, documentation: str, value: float) -> Reading:

@@ -19,6 +19,7 @@ from cluster.config import SpeculationConfig
 from cluster.coordination.coordinator import Coordinator, StepTiming
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.timeline import StepSpan, Timeline
 from cluster.engine.limits import StepLimits
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
@@ -133,12 +134,19 @@ class CoordinatedRounds:
             if sequence is not None and committed.finish_reason is None:
                 rounds.append(Round(sequence, Drafts(committed.draft_token_ids), committed.token_ids))
         self._coordinator.end(rounds, _timing(step) if step.rounds else None)
+        if step.prompts and not step.rounds:  # nothing to learn from, and a step all the same
+            self.timeline.steps.add(StepSpan(self._clock(), 0.0, step.seconds, 0, 0, has_prompts=True))
 
     @_contained
     def close(self, request: Request) -> None:
         sequence = self._sequences.pop(request.request_id, None)
         if sequence is not None:
             self._coordinator.close(sequence)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of these rounds; another one when they begin anew. Any thread."""
+        return self._coordinator.timeline
 
     def demand(self) -> DraftDemand | None:
         """As the coordinator's; any thread."""

@@ -19,6 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.config import Config
 from cluster.constraints import UNCONSTRAINED
+from cluster.coordination.timeline import Timeline
 from cluster.engine.limits import StepLimits
 from cluster.engine.model_config import eos_token_ids
 from cluster.errors import (
@@ -80,6 +81,7 @@ class VllmTarget(Target):
         self._running: dict[str, asyncio.Task[None]] = {}
         self._chores: set[asyncio.Task[None]] = set()
         self._status: Status | None = None
+        self._timeline = Timeline()  # of the engine core's process, as it came up the channel
         self._heard_at = time.monotonic()
         self._failed: tuple[str, float] = ("", 0.0)  # the last error of the engine core, and when it came
         self._is_stopping = False
@@ -250,6 +252,11 @@ class VllmTarget(Target):
     def load(self) -> TargetLoad:
         status = self._status
         return status.load if status is not None else TargetLoad(0, 0, 0, self._num_blocks, 0)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Where vLLM drafts by itself, or nobody does, there are no rounds that it could tell of."""
+        return self._timeline if self._config.has_draft_workers else None
 
     def readings(self) -> Iterable[Reading]:
         stuck = "1 while the engine has work and stands still."
@@ -433,6 +440,7 @@ class VllmTarget(Target):
                         self.abort(output.request_id)
             case Status():
                 self._status, self._heard_at = message, time.monotonic()
+                self._timeline.add(message.news)
             case Failed(cause):
                 self._failed = cause, time.monotonic()
 

@@ -58,9 +58,14 @@ class Feed:
         self._num_steps += num_steps
         self._steps.append([choice, num_tokens, _flat(num_tokens, rounds), int(has_ended)])
 
-    async def events(self, hello: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of one viewer, of which the first is `hello`. Raises OverloadedError when there are
-        `MAX_VIEWERS` already."""
+    async def events(
+        self, hello: Mapping[str, Any], is_let_in: Callable[[], bool] = lambda: True
+    ) -> AsyncGenerator[bytes, None]:
+        """The server-sent events of one viewer, of which the first is `hello`.
+
+        They end when the viewer `is_let_in` no more, which is asked before each: about once a second at least, as
+        there is word of the workers so often. Raises OverloadedError when there are `MAX_VIEWERS` already.
+        """
         if len(self._viewers) >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} pages are fed already; close one, or retry later")
         with self._watching() as viewer:
@@ -68,6 +73,8 @@ class Feed:
             is_last = self._is_closed
             while not is_last:
                 events = await viewer.take()
+                if not is_let_in():
+                    return
                 is_last = self._is_closed
                 yield events
 

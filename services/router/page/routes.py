@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.router.caller import is_still_let_in
 from services.router.page.feed import Feed
 from services.router.streaming import EventStream
 
@@ -60,10 +62,11 @@ class Page:
         # They are the page's own, and not for others to call.
         return [Route(path, show, methods=["GET"], include_in_schema=False) for path, show in endpoints.items()]
 
-    async def _show_events(self, _: Request) -> Response:
+    async def _show_events(self, request: Request) -> Response:
         # A proxy that collected events before it passes them on would make them late.
         headers = {"x-content-type-options": "nosniff", "x-accel-buffering": "no", "cache-control": "no-store"}
-        return EventStream(self._feed.events(self._hello()), headers)
+        events = self._feed.events(self._hello(), partial(is_still_let_in, request.scope))
+        return EventStream(events, headers)
 
 
 class _File:

@@ -8,7 +8,7 @@ import pytest
 
 from bench.in_process import SIMULATED, SimulatedCluster
 from cluster.config_file import load_config
-from cluster.coordination.timeline import Spans
+from cluster.coordination.timeline import AnswerSpan, Follower, News, Spans, StepSpan, Timeline
 
 
 def test_a_reader_gets_what_came_since_it_last_read() -> None:
@@ -30,6 +30,18 @@ def test_the_oldest_are_forgotten() -> None:
     assert following == 1000
     assert kept == list(range(1000 - len(kept), 1000))
     assert len(kept) < 500
+
+
+def test_a_follower_hands_on_each_span_once_also_of_a_timeline_that_begins_anew() -> None:
+    follower, copy = Follower(), Timeline()
+    for timeline in (Timeline(), Timeline()):
+        for number in range(3):
+            timeline.steps.add(StepSpan(float(number), 0.0, 0.1, 1, 1, has_prompts=False))
+            timeline.answers.add(AnswerSpan(float(number), 0.1, 0.1, 0.1, 1, 1, "draft"))
+            copy.add(follower.news(timeline))
+        assert follower.news(timeline) == News([], [])
+    assert [span.ended_at for span in copy.steps.since(0)[1]] == 2 * [0.0, 1.0, 2.0]
+    assert [span.came_at for span in copy.answers.since(0)[1]] == 2 * [0.0, 1.0, 2.0]
 
 
 def test_steps_and_answers_are_as_long_as_the_engines_make_them() -> None:

@@ -11,11 +11,12 @@ import pytest
 from cluster.config import SpeculationConfig
 from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
+from cluster.engine.prompt_pace import PromptPart
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.vllm.rounds import CoordinatedRounds
 from cluster.vllm.coupling import Coupling
-from cluster.wire.messages import Proposal, SpeculateReply
+from cluster.wire.messages import Proposal, SpeculateReply, Timing
 from tests.cluster.coordination.scripted import LIMITS, VOCAB_SIZE, ScriptedLink, ScriptedPool
 
 PROMPT = [1, 2, 3]
@@ -80,9 +81,9 @@ def request(name: str = "a", k: int | None = None, *, coupled: bool = True) -> R
     return Request(name, coupling.to_extra_args() if coupled else None)
 
 
-def step(*committed: Committed, seconds: float = 0.02) -> SimpleNamespace:
+def step(*committed: Committed, seconds: float = 0.02, prompts: tuple[PromptPart, ...] = ()) -> SimpleNamespace:
     num_rows = sum(1 + len(one.draft_token_ids) for one in committed)
-    return SimpleNamespace(rounds=committed, num_rows=num_rows, seconds=seconds, prompts=())
+    return SimpleNamespace(rounds=committed, num_rows=num_rows, seconds=seconds, prompts=prompts)
 
 
 def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink) -> None:
@@ -104,6 +105,27 @@ def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: Scripted
     rounds.end(step())
     (message,) = link.take_sent()
     assert list(message.closes) == [opening.wire_id]
+
+
+def test_steps_are_told_as_they_were(rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink) -> None:
+    asked, other = request(), request("b", k=0)
+    rounds.begin([], [asked])
+    rounds.end(step(seconds=0.03, prompts=(PromptPart(64, 0),)))  # the first of two parts of a prompt
+    rounds.end(step())  # nothing ran
+    (message,) = link.take_sent()
+    (opening,) = message.opens.values()
+    timing = Timing(held_seconds=0.001, step_seconds=0.0005, batch=1)
+    proposal = Proposal(opening.wire_id, 3, (4, 5, 6, 7))
+    links.pool.happens(link, SpeculateReply(proposals={opening.wire_id: proposal}, timing=timing))
+    rounds.begin([asked, other], [])
+    links.pool.now += 0.05
+    rounds.end(step(Committed(asked, [4, 5, 6, 7], [4, 5, 9]), Committed(other, [], [8])))
+    _, (prompt, verify) = rounds.timeline.steps.since(0)
+    assert (prompt.seconds, prompt.num_sequences, prompt.num_rows, prompt.has_prompts) == (0.03, 0, 0, True)
+    assert (verify.seconds, verify.num_sequences, verify.num_rows, verify.has_prompts) == (0.02, 2, 6, False)
+    assert verify.ended_at == links.pool.now
+    _, (answer,) = rounds.timeline.answers.since(0)
+    assert (answer.held_seconds, answer.batch, answer.num_proposals, answer.draft) == (0.001, 1, 1, link.address)
 
 
 def test_requests_have_a_k_of_their_own_and_those_of_others_decode_plainly(

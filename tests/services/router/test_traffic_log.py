@@ -43,6 +43,27 @@ def test_a_full_one_takes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     ) == 1
 
 
+def test_one_that_is_full_at_start_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "traffic.jsonl"
+    file.write_bytes(b"x" * 60)
+    log = TrafficLog(str(file), 60)
+    log.add([[1]])
+    assert [record.message for record in caplog.records] == [
+        f"no more prompts are kept in {file}: it is full: see router.traffic_log_max_bytes"
+    ]
+    assert file.stat().st_size == 60
+
+
+def test_routers_that_share_one_hold_to_its_size_together(tmp_path: Path) -> None:
+    file = tmp_path / "traffic.jsonl"
+    logs = [TrafficLog(str(file), 200) for _ in range(3)]
+    for number in range(10):
+        for log in logs:
+            log.add([[number]])
+    assert 150 < file.stat().st_size <= 200
+    assert lines(file) == [[number // 3] for number in range(len(lines(file)))]
+
+
 def test_one_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="traffic_log_file"):
         TrafficLog(str(tmp_path / "none" / "traffic.jsonl"), 1000)

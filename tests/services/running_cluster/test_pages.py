@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import ConfigurationError
 from services.http_call import API_KEY
-from services.running_cluster.pages import read_page
+from services.running_cluster.pages import Page, read_page
 
 
 class Worker(http.server.BaseHTTPRequestHandler):
@@ -40,6 +40,12 @@ def test_a_page_is_read_as_numbers(url: str) -> None:
     assert page.sum("things_total") == 5
     assert page.by_label("things_total", "kind") == {"a": 2, "b": 3}
     assert page.find("things_total", kind="c") is None
+
+
+@pytest.mark.parametrize("text", [" {", "a{", "a{b", 'a{b="c} 1', "a 1 2 3 4 x", "a one"])
+def test_what_is_no_page_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        Page(text)
 
 
 def test_the_routers_key_goes_to_nobody_by_itself(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

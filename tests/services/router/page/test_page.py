@@ -89,6 +89,35 @@ def test_with_keys_its_files_are_open_and_its_feed_is_not(new_router, target, tm
     assert found[0]["model"] == router.model
 
 
+def test_the_feed_ends_with_its_key(new_router, target, tmp_path):
+    key, other = "a-key-of-more-than-thirty-two-characters", "another-key-of-more-than-thirty-two-characters"
+    keys = tmp_path / "keys"
+    keys.write_text(f"me:{key}\nyou:{other}\n")
+    router = new_router([target.address], api_keys_file=str(keys))
+    begun = {name: threading.Event() for name in (key, other)}
+
+    def watch(name: str) -> None:
+        headers = {"authorization": f"Bearer {name}"}
+        with httpx.stream("GET", router.url + "/page/events", timeout=20, headers=headers) as response:
+            for _ in response.iter_lines():
+                begun[name].set()
+                if is_over.is_set():
+                    return
+
+    is_over = threading.Event()
+    watching = {name: threading.Thread(target=watch, args=(name,)) for name in begun}
+    for name, thread in watching.items():
+        thread.start()
+        assert begun[name].wait(20)
+    keys.write_text(f"you:{other}\n")
+    watching[key].join(20)
+    assert not watching[key].is_alive()
+    assert watching[other].is_alive()
+    is_over.set()
+    watching[other].join(20)
+    assert router.client.get("/page/events", headers={"authorization": f"Bearer {key}"}).status_code == 401
+
+
 def test_a_viewer_sees_steps_and_neither_text_nor_requests(target, router, tokenizer):
     target.tokens_per_reply, target.delay_s = 4, 0.05
     found: list[Any] = []

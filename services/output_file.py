@@ -1,0 +1,20 @@
+"""A file that a command writes at its end, looked at before its work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cluster.errors import ConfigurationError
+
+
+def check_output(option: str, file: Path | None) -> None:
+    """Raises ConfigurationError when `file`, which `option` names, cannot be written: minutes later that is a pity."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise ConfigurationError(f"{option} {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise ConfigurationError(f"{option} {file} is a folder: name a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigurationError(f"{option} {file} may not be written: name another, or have its rights changed")

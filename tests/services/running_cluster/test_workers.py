@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cluster.errors import ConfigurationError
+from services.running_cluster.access import Access
+from services.running_cluster.workers import look_around
+
+
+@pytest.fixture
+def router() -> Iterator[Callable[..., str]]:
+    """Makes a program that answers each path with what it is given for it; returns its address."""
+    servers = []
+
+    def make(**answers: Any) -> str:
+        class Router(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(answers[self.path.strip("/")]).encode())
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Router))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield make
+    for server in servers:
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("health", "version"),
+    [
+        ([], {"version": "1"}),
+        ({"status": "ok"}, {"version": "1"}),
+        ({"model": "m", "targets": None}, {"version": "1"}),
+        ({"model": "m", "targets": []}, ["1"]),
+    ],
+)
+def test_what_is_no_router_is_told(health: Any, version: Any, router: Callable[..., str]) -> None:
+    with pytest.raises(ConfigurationError, match="does not answer as a router"):
+        look_around(router(health=health, version=version), Access())
+
+
+def test_without_an_operators_key_it_is_said_what_is_missing(router: Callable[..., str]) -> None:
+    url = router(health={"model": "m", "targets": [{"problem": None}]}, version={"version": "1"})
+    with pytest.raises(ConfigurationError, match="give the key of an operator"):
+        look_around(url, Access())
+
+
+def test_targets_that_do_not_answer_are_named(router: Callable[..., str]) -> None:
+    url = router(health={"model": "m", "targets": [{"address": "127.0.0.1:1"}]}, version={"version": "1"})
+    with pytest.raises(ConfigurationError, match=r"no target of .* answers: target 127\.0\.0\.1:1: "):
+        look_around(url, Access())
