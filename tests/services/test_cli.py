@@ -207,3 +207,10 @@ def test_a_draft_worker_that_nobody_would_call_does_not_start(capsys: pytest.Cap
 def test_importing_the_command_imports_no_torch() -> None:
     code = "import sys, services.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("pool", ["target", "draft"])
+def test_importing_a_worker_imports_no_compiler(pool: str) -> None:
+    """PyTorch's is a third of what there is to import, and nothing on a CPU needs it."""
+    code = f"import sys, services.{pool}.main; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
