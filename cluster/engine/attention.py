@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from cluster.engine.batch import Batch
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 
 class AttentionPlan(Protocol):
@@ -67,6 +69,8 @@ class GatheredAttention:
             is_chain = batch.paths is None or bool(batch.paths[rows][0, 0] < 0)
             if device.type == "cuda" and is_chain and span >= context_len:
                 # A mask that is written out has cuDNN plan anew for every length of a context: 45 ms on an H100.
+                from torch.nn.attention.bias import causal_lower_right  # half of what a worker on a CPU would import
+
                 mask = causal_lower_right(rows.stop - rows.start, context_len)
             elif context_len > prefix_len + 1:
                 paths = None if batch.paths is None else batch.paths[rows]

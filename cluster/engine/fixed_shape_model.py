@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from cluster.engine.attention import GatheredAttention
@@ -28,6 +30,7 @@ class FixedShapeModel(TorchModel):
         super().__init__(config, weights, kv_cache)
         self._graphs: GraphRunner | None = None
         if self.device.type == "cuda":
+            importlib.import_module("torch.nn.attention.bias")  # which attention asks for there: not in a timed step
             self._graphs = GraphRunner(self._padded_logits, kv_cache.spare_block, kv_cache.block_size)
 
     @torch.inference_mode()

@@ -33,7 +33,8 @@ MANTISSA_BITS = 24  # of float32
 
 def weights(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     """Of `scores` [num_rows, vocab_size], float32, beside the `best` of each row [num_rows, 1]: int64."""
-    distance = torch.where(scores > -torch.inf, scores - best, LOWEST).clamp_(min=LOWEST)
+    from_best = torch.where(scores == best, 0.0, scores - best)  # the best may be +inf
+    distance = torch.where(scores > -torch.inf, from_best, LOWEST).clamp_(min=LOWEST)
     power = (distance * LOG2_E).add_(0.5).floor_()
     rest = (distance - power * LN2_HIGH) - power * LN2_LOW
     polynomial = torch.full_like(rest, COEFFICIENTS[0])

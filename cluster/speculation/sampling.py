@@ -25,10 +25,10 @@ from cluster.speculation.noise import NoiseKey, gumbel_noise
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.token_counts import TokenCounts
 
-_PENALTIES_OF_BYTES = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
+_LIMITS_OF_BYTES = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
 ).astype(np.float32)
-"""For each byte of a mask what it adds to the scores of its eight tokens, [256, 8]."""
+"""For each byte of a mask what the scores of its eight tokens may be at most, [256, 8]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +231,9 @@ def _mask(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
     if not masks:
         return
     allowed = torch.cat(masks) if len(masks) > 1 else masks[0]
-    penalties = _mask_penalties(allowed, scores.shape[-1], scores.device)
+    limits = _limits(allowed, scores.shape[-1], scores.device)
     if len(allowed) == len(scores):
-        scores += penalties
+        torch.minimum(scores, limits, out=scores)
         return
     rows: list[int] = []
     start = 0
@@ -241,20 +241,22 @@ def _mask(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
         if request.allowed is not None:
             rows.extend(range(start, start + request.num_rows))
         start += request.num_rows
-    scores[rows] += penalties
+    scores[rows] = scores[rows].minimum(limits)
 
 
-def _mask_penalties(allowed: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """0 where `allowed` has a bit and -inf where it has none: float32 [num_rows, vocab_size].
+def _limits(allowed: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
+    """+inf where `allowed` has a bit and -inf where it has none: float32 [num_rows, vocab_size].
 
     On a CPU a table of all bytes takes a fortieth of the time of a `masked_fill`, whose branches cannot be predicted.
     """
     if device.type == "cpu":
-        penalties = np.take(_PENALTIES_OF_BYTES, allowed.numpy().view(np.uint8), axis=0)
-        return torch.from_numpy(penalties.reshape(len(allowed), -1)[:, :vocab_size])
+        limits = np.take(_LIMITS_OF_BYTES, allowed.numpy().view(np.uint8), axis=0)
+        return torch.from_numpy(limits.reshape(len(allowed), -1)[:, :vocab_size])
     words = allowed.to(device, non_blocking=True)
     bits = (words[..., None] >> torch.arange(32, dtype=torch.int32, device=device)) & 1
-    return torch.zeros(bits.shape, device=device).masked_fill_(bits == 0, -torch.inf).flatten(1)[:, :vocab_size]
+    return (
+        torch.full(bits.shape, torch.inf, device=device).masked_fill_(bits == 0, -torch.inf).flatten(1)[:, :vocab_size]
+    )
 
 
 def counts_before(

@@ -170,7 +170,8 @@ def _scores(row, shaped, logits, logit_stride, vocab_size, tokens):  # type: ign
 @triton.jit
 def _weights(scores, best):  # type: ignore[no-untyped-def]
     """As `filters.weights`, operation by operation."""
-    distance = tl.where(scores > _NO_SCORE, scores - best, _LOWEST)
+    from_best = tl.where(scores == best, 0.0, scores - best)
+    distance = tl.where(scores > _NO_SCORE, from_best, _LOWEST)
     distance = tl.maximum(distance, _LOWEST)
     power = tl.floor(distance * _LOG2_E + 0.5)
     rest = (distance - power * _LN2_HIGH) - power * _LN2_LOW

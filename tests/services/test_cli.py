@@ -225,3 +225,10 @@ def test_serve_says_where_the_page_is_and_opens_it(
 def test_serve_cannot_open_a_page_that_is_off(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--open", "--set", "router.page=false"]) == 2
     assert "router.page is off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pool", ["target", "draft"])
+def test_importing_a_worker_imports_no_compiler(pool: str) -> None:
+    """PyTorch's is a third of what there is to import, and nothing on a CPU needs it."""
+    code = f"import sys, services.{pool}.main; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

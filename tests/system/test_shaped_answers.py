@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from tests.system.support import assert_table_is_true
 
 BODIES = dict(shaped_bodies())
 NUM_SCHEMA_ANSWERS = 200
+NUM_STREAMS = 8
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +51,23 @@ def test_nor_do_trees(client: httpx.Client) -> None:
 
 
 def test_a_random_draft_leaves_every_answer_valid(cluster_with_random_draft: LocalCluster) -> None:
-    with httpx.Client(base_url=cluster_with_random_draft.url, timeout=300) as client:
+    def ask(seed: int) -> httpx.Response:
+        body: Body = {
+            "messages": [{"role": "user", "content": f"person {seed}"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+            "max_tokens": 400,
+            "n": 4,
+            "seed": seed,
+            "temperature": 0.8,
+        }
+        return client.post("/v1/chat/completions", json=body)
+
+    with (
+        httpx.Client(base_url=cluster_with_random_draft.url, timeout=300) as client,
+        ThreadPoolExecutor(NUM_STREAMS) as threads,
+    ):
         num_valid = 0
-        for seed in range(NUM_SCHEMA_ANSWERS // 4):
-            body: Body = {
-                "messages": [{"role": "user", "content": f"person {seed}"}],
-                "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
-                "max_tokens": 400,
-                "n": 4,
-                "seed": seed,
-                "temperature": 0.8,
-            }
-            response = client.post("/v1/chat/completions", json=body)
+        for response in threads.map(ask, range(NUM_SCHEMA_ANSWERS // 4)):
             assert response.status_code == 200, response.text
             for choice in response.json()["choices"]:
                 assert choice["finish_reason"] == "stop"

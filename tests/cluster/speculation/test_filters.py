@@ -47,6 +47,11 @@ def test_the_best_weighs_all_and_what_cannot_be_chosen_nothing() -> None:
     assert 0 < seen[1, 3] < 2**WEIGHT_BITS
 
 
+def test_beside_an_infinite_best_nothing_else_weighs() -> None:
+    scores = torch.tensor([[3.0, torch.inf, -torch.inf, 1e30, torch.inf]])
+    assert weights(scores, scores.amax(dim=-1, keepdim=True)).tolist() == [[0, 2**WEIGHT_BITS, 0, 0, 2**WEIGHT_BITS]]
+
+
 def test_a_filter_keeps_the_same_in_any_company_and_order() -> None:
     scores = random_logits(3, 16, 5000).round(decimals=1)  # with equal ones
     filters = {"min_p": torch.full((16,), 0.001), "top_k": torch.full((16,), 900), "top_p": torch.full((16,), 0.95)}

@@ -116,6 +116,22 @@ class TestTables:
     def test_each_filter(self, logits: list[float], params: SamplingParams, kept: list[int]) -> None:
         assert keeps(logits, params) == kept
 
+    @pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+    @pytest.mark.parametrize(
+        "filters", [{}, {"min_p": 0.05}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 1.0, "top_k": 2, "top_p": 0.1}]
+    )
+    def test_an_infinite_logit_wins(self, temperature: float, filters: dict[str, Any]) -> None:
+        params = SamplingParams(temperature=temperature, repetition_penalty=1.2, presence_penalty=0.5, **filters)
+        logits = torch.tensor([[1.0, INF, 50.0, -INF], [INF, 2.0, 3.0, 4.0]])
+        assert SAMPLER.sample(logits, [SampleRequest(params, KEY, [1], 1, 2, [0])]) == [1, 0]
+
+    def test_an_infinite_logit_that_is_not_allowed_does_not(self) -> None:
+        logits, allowed = torch.tensor([[1.0, INF, 2.0, -5.0]]), torch.tensor([[0b1101]], dtype=torch.int32)
+        for company in ([], [SampleRequest(GREEDY, KEY, [0], 1)]):
+            request = SampleRequest(SamplingParams(top_k=1, min_p=0.1), KEY, [0], 1, allowed=allowed)
+            rows = logits.expand(1 + len(company), -1).clone()
+            assert SAMPLER.sample(rows, [request, *company])[0] == 2
+
     def test_among_many_equals_the_lowest_ids_stay(self) -> None:
         logits = [1.0] * 1000 + [2.0] + [1.0] * 3000
         assert keeps(logits, SamplingParams(top_k=601)) == [*range(600), 1000]

@@ -137,6 +137,17 @@ def test_scores_that_leave_the_noise_no_say_and_ones_that_leave_it_all() -> None
         assert_same_for(int(scale), 500, 20, scale)
 
 
+def test_infinite_logits_win() -> None:
+    rng = random.Random(6)
+    mixes = ({}, {"min_p": 0.05}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 1.0, "top_k": 3, "top_p": 0.1})
+    params = [SamplingParams(temperature=t, **mix) for t in (0.0, 0.7) for mix in mixes]
+    requests = [SampleRequest(p, NoiseKey(rng.getrandbits(64), 1), [1], 1) for p in params]
+    logits = random_logits(6, len(params), 600)
+    logits[:, [40, 550]] = torch.inf
+    assert (best_tokens(logits, requests, 1)[0] == 40).all()
+    assert_same(logits, requests)
+
+
 def test_what_is_not_allowed_is_not_chosen() -> None:
     none = torch.zeros(1, 20, dtype=torch.int32)
     one = none.clone()
