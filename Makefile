@@ -13,6 +13,7 @@ READY_RAY := .venv/ready-ray
 READY_CLIENTS := .venv/ready-clients
 READY_BROWSER := .venv/ready-browser
 READY_DEMO := .venv/ready-demo
+WHOLE_CLUSTERS := tests/system tests/bench/test_faults.py
 DEMO_MODEL := .models/smollm2-135m-instruct
 
 .PHONY: help setup setup-vllm setup-ray setup-clients setup-browser serve demo test bench gpu-check format lint typecheck protos docs constraints train images clean
@@ -100,7 +101,8 @@ test: $(READY_DEV)
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/system; code=$$?; $(BIN)/pytest tests/system && exit $$code
+	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore ,$(WHOLE_CLUSTERS)); code=$$?; \
+	  $(BIN)/pytest $(WHOLE_CLUSTERS) && exit $$code
 endif
 
 bench: $(READY_DEV)
