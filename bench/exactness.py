@@ -2,24 +2,36 @@
 
 The answers of a cluster without drafts are compared with those under speculation, by another drafter at another k,
 with other blocks and chunks of prompts, and one at a time.
+
+`--instruction-sets all`: on each set that this processor's kernels can be forced to, emulated ones too, answers without
+drafts are compared with those under speculation, and the counts are written to a file. A cluster's
+programs are told the set by their environment.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+import torch
 
+from bench.machine import describe_machine
 from bench.workload import held_out_prompts
 from cluster.config_file import load_config
+from cluster.engine.cpu_kernels import VARIABLE, InstructionSet, instruction_set
 from services.launch.local import LocalCluster
 
 READY_TIMEOUT_SECONDS = 120
 MAX_TOKENS = 250
 TEMPERATURES = (0.0, 0.7, 1.0)
 OTHER_CUT = ("draft.drafter=ngram", "target.block_size=48", "target.max_num_batched_tokens=80")
+OUT = Path("bench/results/exactness.json")
 
 
 def answers(url: str, prompts: Sequence[Sequence[int]], k: int, concurrency: int) -> list[list[int]]:
@@ -38,24 +50,20 @@ def answers(url: str, prompts: Sequence[Sequence[int]], k: int, concurrency: int
         token_ids: list[int] = reply.json()["choices"][0]["token_ids"]
         return token_ids
 
-    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(concurrency) as threads:
+    with httpx.Client(base_url=url, timeout=3600) as client, ThreadPoolExecutor(concurrency) as threads:
         return list(threads.map(complete, range(len(prompts))))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="bench.exactness", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--numerics", default="invariant", choices=("fast", "invariant"))
-    parser.add_argument("--tokens", type=int, default=10_000)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    arguments = parser.parse_args()
-    prompts = held_out_prompts(-(-arguments.tokens // MAX_TOKENS), seed=1)
-    shared = [
-        "router.port=0",
-        f"target.dtype={arguments.dtype}",
-        f"target.numerics={arguments.numerics}",
-        *arguments.overrides,
+def num_differing(expected: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Tokens that differ, and answers that have one."""
+    by_answer = [
+        sum(a != b for a, b in zip(own, other, strict=True)) for own, other in zip(expected, others, strict=True)
     ]
+    return sum(by_answer), sum(map(bool, by_answer))
+
+
+def compare_ways(prompts: Sequence[Sequence[int]], shared: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Of each way what differs from no speculation, printed."""
     compared: dict[str, list[list[int]]] = {}
     with LocalCluster(load_config(None, shared)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
@@ -65,13 +73,93 @@ def main() -> None:
     with LocalCluster(load_config(None, [*shared, *OTHER_CUT])) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         compared["n-gram drafter, k = 8, other blocks and chunks"] = answers(cluster.url, prompts, k=8, concurrency=16)
-    num_tokens = sum(map(len, expected))
-    print(f"{arguments.dtype}, numerics {arguments.numerics}: {len(prompts)} answers, {num_tokens} tokens")
-    for name, others in compared.items():
-        differing = [
-            sum(a != b for a, b in zip(own, other, strict=True)) for own, other in zip(expected, others, strict=True)
-        ]
-        print(f"{name}: {sum(differing)} tokens differ, in {sum(map(bool, differing))} answers")
+    print(f"{len(prompts)} answers, {sum(map(len, expected))} tokens")
+    return {name: num_differing(expected, others) for name, others in compared.items()}
+
+
+def compare_on(using: InstructionSet, prompts: Sequence[Sequence[int]], shared: Sequence[str]) -> dict[str, object]:
+    """What differs from no speculation on one set of instructions."""
+    with _forced(using), LocalCluster(load_config(None, shared)) as cluster:
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
+        expected = answers(cluster.url, prompts, k=0, concurrency=8)
+        drafted = answers(cluster.url, prompts, k=4, concurrency=5)
+        page = httpx.get(f"{cluster.url}/metrics", trust_env=False).text
+    num_tokens, num_answers = num_differing(expected, drafted)
+    return {
+        "instruction_set": using.name.lower(),
+        "num_answers": len(prompts),
+        "num_tokens": sum(map(len, expected)),
+        "num_accepted_drafts": _counter(page, "vllm:spec_decode_num_accepted_tokens_total"),
+        "num_different_tokens": num_tokens,
+        "num_different_answers": num_answers,
+    }
+
+
+@contextmanager
+def _forced(using: InstructionSet) -> Iterator[None]:
+    """Programs that are started meanwhile compute with `using`."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = using.name.lower()
+    try:
+        assert instruction_set(torch.bfloat16) is using
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def _counter(page: str, name: str) -> int:
+    return sum(int(float(line.rpartition(" ")[2])) for line in page.splitlines() if line.startswith(name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.exactness", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    parser.add_argument("--numerics", default="invariant", choices=("fast", "invariant"))
+    parser.add_argument("--tokens", type=int, default=10_000)
+    parser.add_argument(
+        "--instruction-sets",
+        type=lambda text: text.split(","),
+        default=None,
+        metavar="all|NAME,...",
+        help="compare on each of these; they are of bfloat16",
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="of --instruction-sets; rows of other sets are kept")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    arguments = parser.parse_args()
+    prompts = held_out_prompts(-(-arguments.tokens // MAX_TOKENS), seed=1)
+    shared = [
+        "router.port=0",
+        "logging.level=warning",
+        f"target.dtype={arguments.dtype}",
+        f"target.numerics={arguments.numerics}",
+        *arguments.overrides,
+    ]
+    print(f"{arguments.dtype}, numerics {arguments.numerics}")
+    if arguments.instruction_sets is None:
+        for name, (num_tokens, num_answers) in compare_ways(prompts, shared).items():
+            print(f"{name}: {num_tokens} tokens differ, in {num_answers} answers")
+        return
+    if arguments.dtype != "bfloat16":
+        parser.error("--instruction-sets: a model in float32 always takes avx512")
+    supported = {choice.name.lower(): choice for choice in InstructionSet if choice.is_supported}
+    names = list(supported) if arguments.instruction_sets == ["all"] else arguments.instruction_sets
+    if unknown := set(names) - supported.keys():
+        parser.error(f"--instruction-sets {','.join(sorted(unknown))}: here are {', '.join(supported)}")
+    rows = {name: row for name, row in _rows_in(arguments.out).items() if name not in names}
+    for name in names:
+        rows[name] = compare_on(supported[name], prompts, shared)
+        print(f"{name}: {rows[name]['num_different_tokens']} of {rows[name]['num_tokens']} tokens differ", flush=True)
+        result = {"machine": describe_machine(), "numerics": arguments.numerics, "rows": list(rows.values())}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _rows_in(path: Path) -> dict[str, dict[str, object]]:
+    if not path.exists():
+        return {}
+    return {row["instruction_set"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class InstructionSet(enum.IntEnum):
     AVX512_BF16 = 1
     AMX = 2
     AMX_EMULATED = 3
-    """The kernels for tiles where there are none: the same bits, too slow for anything but tests."""
+    """The kernels for tiles where there are none: the same bits, too slow for anything but tests. Never the best."""
 
     @property
     def is_supported(self) -> bool:
@@ -35,7 +35,7 @@ class InstructionSet(enum.IntEnum):
         return kernels is not None and kernels.is_supported(self)
 
 
-_CHOICES = {choice.name.lower(): choice for choice in InstructionSet if choice is not InstructionSet.AMX_EMULATED}
+_CHOICES = {choice.name.lower(): choice for choice in InstructionSet}
 
 
 def has_kernels() -> bool:
@@ -60,4 +60,5 @@ def instruction_set(dtype: torch.dtype) -> InstructionSet:
 
 def best_instruction_set() -> InstructionSet:
     """Of those that the kernels were built for and that run on this processor. There have to be kernels."""
-    return max(choice for choice in _CHOICES.values() if choice.is_supported)
+    real = (choice for choice in InstructionSet if choice is not InstructionSet.AMX_EMULATED)
+    return max(choice for choice in real if choice.is_supported)

@@ -3,13 +3,14 @@
 For child processes of the tests, which have this folder on their PYTHONPATH, so that Python imports it at its start.
 vLLM's CPU build switches Triton off unless there is a backend named `cpu`; the interpreter needs a driver that is
 active, and of that no more than its answers to what vLLM asks. It has to be there before vLLM is imported, in every
-process that vLLM starts.
+process that vLLM starts. The interpreter's bookkeeping is spared once all of Triton is imported.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -48,11 +49,22 @@ def _add_backend(backends: ModuleType) -> None:
     backends.backends["cpu"] = backends.Backend(compiler=None, driver=InterpreterDriver)
 
 
-class _AfterTritonBackends(MetaPathFinder):
-    """Imports `triton.backends` as ever, then adds to it."""
+def _spare_bookkeeping(_: ModuleType) -> None:
+    from tests.interpreter_bookkeeping import replacements
+
+    for owner, name, value in replacements():
+        setattr(owner, name, value)
+
+
+class _After(MetaPathFinder):
+    """Imports a module as ever, then does something to it."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._act = act
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != "triton.backends":
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
@@ -61,11 +73,14 @@ class _AfterTritonBackends(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _add_backend(module)
+                self._act(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.meta_path.insert(0, _AfterTritonBackends())
+    sys.meta_path[:0] = [
+        _After("triton.backends", _add_backend),
+        _After("triton", _spare_bookkeeping),
+    ]

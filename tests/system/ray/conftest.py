@@ -18,6 +18,9 @@ from tests.system.conftest import READY_TIMEOUT_SECONDS
 
 NUM_STREAMS = 8
 MAX_TOKENS = 80
+# A request takes about a second; one of a program that is frozen is waited for so long, and 5 s more.
+SHORT_DRAINS = ("router.drain_seconds=4", "target.drain_seconds=4", "draft.drain_seconds=2")
+UNSCALED = ("ray.scaling.mode=manual", "draft.replicas=2")
 
 
 @pytest.fixture(scope="package")
@@ -36,14 +39,24 @@ def expected(questions: list[Question]) -> Answers:
 
 
 @pytest.fixture(scope="package")
-def cluster(expected: Answers) -> Iterator[RayFaultCluster]:
-    """Two routers, two targets and two drafts with simulated engines. What a test does to it, it mends."""
+def running(expected: Answers) -> Iterator[RayFaultCluster]:
+    """Two routers, two targets and two drafts with simulated engines, as the test before left them."""
     nodes = RayNodes()
     try:
-        with RayFaultCluster(nodes, [*SETTINGS["simulated"], *TWO_OF_EACH]) as running:
-            yield running
+        with RayFaultCluster(nodes, [*SETTINGS["simulated"], *TWO_OF_EACH, *SHORT_DRAINS]) as cluster:
+            yield cluster
     finally:
         nodes.close()
+
+
+@pytest.fixture
+def cluster(running: RayFaultCluster) -> RayFaultCluster:
+    """The same with pools of a fixed size and the model of `expected`. Tests change no more of it without mending that;
+    a roll back takes as long as most tests, so that it is left to who needs it."""
+    config = running.config
+    if (config.ray.scaling.mode, config.simulation.vocab_size) != ("manual", None):
+        running.roll(*UNSCALED, "simulation.vocab_size=null")
+    return running
 
 
 @pytest.fixture

@@ -21,34 +21,31 @@ SCALED = (
     "simulation.draft_step_ms=[[1, 1], [2, 3], [4, 8], [8, 16], [2048, 60]]",
     "simulation.acceptance=0.85",
 )
-UNSCALED = ("ray.scaling.mode=manual", "draft.replicas=2")
 
 
 def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list[Question], expected: Answers) -> None:
     cluster.roll(*SCALED)
-    try:
-        # As many as deployed, for as long as nothing is measured; but one where the targets of before, which had
-        # measured, were listed for long enough with nothing to draft for.
-        assert eventually(lambda: len(cluster.members("draft")) in (1, 2), READY_SECONDS), decisions(cluster)
+    # As many as deployed, for as long as nothing is measured; but one where the targets of before, which had
+    # measured, were listed for long enough with nothing to draft for.
+    assert eventually(lambda: len(cluster.members("draft")) in (1, 2), READY_SECONDS), decisions(cluster)
 
-        def wait_for_three() -> str:
-            assert eventually(lambda: len(cluster.members("draft")) == 3, READY_SECONDS), decisions(cluster)
-            time.sleep(4.0)  # they are not taken away again
-            return f"{len(cluster.members('draft'))} draft workers"
+    def wait_for_three() -> str:
+        assert eventually(lambda: len(cluster.members("draft")) == 3, READY_SECONDS), decisions(cluster)
+        time.sleep(4.0)  # they are not taken away again
+        return f"{len(cluster.members('draft'))} draft workers"
 
-        tally, note = under_load(cluster.urls, questions, expected, wait_for_three, 1.0)
-        assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally
-        assert note == "3 draft workers", decisions(cluster)
-        assert eventually(lambda: len(cluster.members("draft")) == 1, READY_SECONDS), decisions(cluster)
-        target, draft = find_decisions(cluster.application.name)
-        assert (target.pool, target.settled, draft.pool, draft.reason) == (
-            "target",
-            2,
-            "draft",
-            "no sequences to draft for",
-        )
-    finally:
-        cluster.roll(*UNSCALED)
+    tally, note = under_load(cluster.urls, questions, expected, wait_for_three, 1.0)
+    assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally
+    assert note == "3 draft workers", decisions(cluster)
+    assert eventually(lambda: len(cluster.members("draft")) == 1 and _is_idle(cluster), READY_SECONDS), decisions(
+        cluster
+    )
+
+
+def _is_idle(cluster: RayFaultCluster) -> bool:
+    target, draft = find_decisions(cluster.application.name)
+    assert (target.pool, target.settled, draft.pool) == ("target", 2, "draft")
+    return draft.reason == "no sequences to draft for"
 
 
 def decisions(cluster: RayFaultCluster) -> str:
