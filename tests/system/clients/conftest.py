@@ -43,9 +43,9 @@ def instruct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def instruct_cluster(instruct_folder: Path) -> Iterator[LocalCluster]:
-    config = cluster_config(
-        f"target.model={instruct_folder}", "target.dtype=bfloat16", "target.max_model_len=2048", "draft.drafter=ngram"
-    )
+    """As `make demo` serves it."""
+    models = (f"target.model={instruct_folder}", "draft.model=outrider-draft-smollm2-135m")
+    config = cluster_config(*models, "target.dtype=bfloat16", "draft.dtype=bfloat16", "target.max_model_len=2048")
     with LocalCluster(config) as running:
         running.wait_ready(READY_TIMEOUT_SECONDS)
         yield running

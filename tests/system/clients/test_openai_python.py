@@ -59,6 +59,14 @@ def test_a_published_model_answers_sensibly(client: openai.OpenAI, name: str) ->
     assert chunks[-1].usage == whole.usage
 
 
+def test_the_draft_that_was_distilled_for_it_is_accepted(client: openai.OpenAI, name: str) -> None:
+    fields: Any = {"model": name, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 48}
+    answer = client.chat.completions.create(**fields, extra_body={"num_speculative_tokens": 3})
+    (choice,) = answer.choices
+    assert choice.model_extra is not None
+    assert choice.model_extra["speculation"]["num_accepted_tokens"] >= 10
+
+
 def test_responses(client: openai.OpenAI, name: str) -> None:
     fields: Any = {"model": name, "input": MESSAGES[0]["content"], "temperature": 0, "max_output_tokens": 24}
     whole = client.responses.create(**fields)
