@@ -106,4 +106,5 @@ def test_errors_from_the_network(command: list[str], url: str, capsys: pytest.Ca
     assert main([*command, "--url", url]) == 2
     shown = capsys.readouterr()
     assert "owned" in shown.err
+    assert not any(line.startswith("all is well") for line in shown.err.splitlines())
     assert is_harmless(shown.out + shown.err)
