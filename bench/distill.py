@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = arguments.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         traffic = folder / "traffic.jsonl"
         lines = (json.dumps({"prompt": prompt}) for prompt in prompts(arguments.prompts, seed=7))
         traffic.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

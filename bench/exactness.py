@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,7 +125,12 @@ def main() -> None:
         metavar="all|NAME,...",
         help="compare on each of these; they are of bfloat16",
     )
-    parser.add_argument("--out", type=Path, default=OUT, help="of --instruction-sets; rows of other sets are kept")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        help="of --instruction-sets; rows of other sets are kept where machine and numerics are the same",
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
     prompts = held_out_prompts(-(-arguments.tokens // MAX_TOKENS), seed=1)
@@ -147,19 +152,24 @@ def main() -> None:
     names = list(supported) if arguments.instruction_sets == ["all"] else arguments.instruction_sets
     if unknown := set(names) - supported.keys():
         parser.error(f"--instruction-sets {','.join(sorted(unknown))}: here are {', '.join(supported)}")
-    rows = {name: row for name, row in _rows_in(arguments.out).items() if name not in names}
+    about = {"machine": describe_machine(), "numerics": arguments.numerics}
+    rows = {name: row for name, row in _rows_in(arguments.out, about).items() if name not in names}
     for name in names:
         rows[name] = compare_on(supported[name], prompts, shared)
         print(f"{name}: {rows[name]['num_different_tokens']} of {rows[name]['num_tokens']} tokens differ", flush=True)
-        result = {"machine": describe_machine(), "numerics": arguments.numerics, "rows": list(rows.values())}
+        result = {**about, "rows": list(rows.values())}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _rows_in(path: Path) -> dict[str, dict[str, object]]:
+def _rows_in(path: Path, about: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """By their set; none, where what is there is not `about` the same."""
     if not path.exists():
         return {}
-    return {row["instruction_set"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if any(found[key] != value for key, value in about.items()):
+        return {}
+    return {row["instruction_set"]: row for row in found["rows"]}
 
 
 if __name__ == "__main__":

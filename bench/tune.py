@@ -28,8 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     tuned = []
     with tempfile.TemporaryDirectory() as name:
-        # The second of each: the stronger.
-        for sickness in [one for one in sicknesses(arguments.pair, Path(name)) if one.name in arguments.only][1::2]:
+        strongest = {one.name: one for one in sicknesses(arguments.pair, Path(name))}  # which is the last of its name
+        if unknown := set(arguments.only) - strongest.keys():
+            parser.error(f"--only {', '.join(sorted(unknown))}: here are {', '.join(strongest)}")
+        for sickness in map(strongest.__getitem__, arguments.only):
             models = [f"{pool}.model={arguments.pair / pool}" for pool in ("target", "draft")]
             settings = [*MEASURED, *models, "draft.placement=pool", *sickness.settings]
             out = Path(name) / "tuned.yaml"

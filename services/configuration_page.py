@@ -53,7 +53,8 @@ with one underscore between words are no settings. There are some that say where
 `OUTRIDER_ZONE`, `OUTRIDER_REGION`; see `placement`), one that says which instructions a CPU's kernels use
 ([`OUTRIDER_CPU_ISA`](OPERATING.md#kernels-for-cpus)), and keys that have no place in a file: `OUTRIDER_API_KEY`,
 which commands send, and `OUTRIDER_LAUNCHER_KEY_SHA256`, which a launcher sets ([keys](OPERATING.md#keys)). Example
-files are in [`configs/`](../configs). """
+files are in [`configs/`](../configs).
+"""
 
 
 def make_page() -> str:

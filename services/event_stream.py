@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from cluster.errors import ConfigurationError
 from services.http_call import API_KEY
+from services.terminal import as_line
 
 _SECONDS = 300.0  # without a byte
 _MAX_ERROR_BYTES = 65_536
@@ -45,7 +46,8 @@ def stream_events(
             if line.startswith(_DATA) and line.strip() != b"data: [DONE]":
                 event = json.loads(line.removeprefix(_DATA))
                 if "error" in event:
-                    raise ConfigurationError(f"{url}: the answer ends with an error: {event['error'].get('message')}")
+                    message = as_line(str(event["error"].get("message")))
+                    raise ConfigurationError(f"{url}: the answer ends with an error: {message}")
                 yield event
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConfigurationError(f"{url} does not answer as expected: {error or type(error).__name__}") from error
@@ -60,4 +62,4 @@ def _explain(url: str, status: int, content: bytes) -> str:
         message = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = repr(content[:300])
-    return f"{url} answers {status}: {message}"
+    return f"{url} answers {status}: {as_line(str(message))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ class AppendOverride(argparse.Action):
 
 def settings_parser() -> argparse.ArgumentParser:
     """A parent of the parsers of programs: every setting as an option of its own."""
-    schema = Config.model_json_schema()
+    schema = _schema()
     parser = argparse.ArgumentParser(add_help=False)
     for section, described in schema["properties"].items():
         group = parser.add_argument_group(f"settings of {section}", _help(described["description"]))
@@ -39,9 +40,14 @@ def settings_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@functools.cache  # parsers of several commands are made at every start
+def _schema() -> dict[str, Any]:
+    return Config.model_json_schema()
+
+
 def add_settings(group: argparse._ArgumentGroup, keys: Sequence[str]) -> None:
     """Those settings as options, to a command that takes no others in this way."""
-    schema = Config.model_json_schema()
+    schema = _schema()
     for key in keys:
         section, _, name = key.partition(".")
         _add_setting(group, key, properties_of(schema, section)[name])

@@ -105,7 +105,9 @@ class Sampler:
         """As `best_tokens`, with each one's distance from the first; a row whose filters leave fewer has fewer:
         one at least."""
         ids, scores = self._best_tokens(logits, requests, min(width, logits.shape[-1]))
-        gaps = (scores[:, :1] - scores).tolist()
+        distances = scores[:, :1] - scores
+        distances[:, 0] = 0.0  # also of an infinite one
+        gaps = distances.tolist()
         best = []
         for row_tokens, row_gaps in zip(ids.tolist(), gaps, strict=True):
             num_left = max(1, sum(gap < math.inf for gap in row_gaps))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from cluster.errors import ConfigurationError
 from services.chat.painter import Painter
 from services.event_stream import stream_events
 from services.http_call import add_trust_arguments, call, trusted_context
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError."""
     context = trusted_context(arguments)
     url = arguments.url.rstrip("/")
-    model = arguments.model or call(url, "GET", "/v1/models", context=context)["data"][0]["id"]
+    model = arguments.model or _served_model(url, context)
     has_colours = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
     if has_colours:
         print(f"{as_line(model)}: {Painter(has_colours).legend()}")
@@ -72,6 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
         answer = _answer(url, _COMPLETIONS if arguments.completion else _CHAT, body, painter, context)
         messages.append({"role": "assistant", "content": answer})
     return 0
+
+
+def _served_model(url: str, context: ssl.SSLContext | None) -> str:
+    served = call(url, "GET", "/v1/models", context=context)
+    try:
+        return str(served["data"][0]["id"])
+    except (LookupError, TypeError):
+        raise ConfigurationError(f"{url} does not answer as a router") from None
 
 
 def _answer(url: str, path: str, body: dict[str, Any], painter: Painter, context: ssl.SSLContext | None) -> str:

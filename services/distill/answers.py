@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from cluster.config import Config
@@ -17,10 +17,11 @@ _MOST_BYTES_OF_AN_ANSWER, _MOST_BYTES_OF_A_TOKEN = 65_536, 1_024  # its number a
 
 def ask(
     config: Config, prompts: Mapping[int, tuple[int, ...]], *, max_tokens: int, num_streams: int
-) -> Iterator[Answer]:
+) -> Generator[Answer, None, None]:
     """One answer to each prompt, as they come; a prompt's number is its seed, temperatures are in turn.
 
-    Raises ConfigurationError at the first request that fails.
+    To be closed by who stops early, else all that is left is asked at the exit. Raises ConfigurationError at the first
+    request that fails.
     """
 
     def answer(number: int) -> Answer:

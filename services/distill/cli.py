@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -170,8 +171,9 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
         print(f"{arguments.out}: {len(known)} answers of before are used", file=sys.stderr)
     missing = {number: prompt for number, prompt in enumerate(prompts) if number not in known}
     if missing:
-        with _progress("answers", len(missing)) as progress:
-            for answer in ask(config, missing, max_tokens=arguments.max_tokens, num_streams=arguments.streams):
+        asking = ask(config, missing, max_tokens=arguments.max_tokens, num_streams=arguments.streams)
+        with _progress("answers", len(missing)) as progress, contextlib.closing(asking):
+            for answer in asking:
                 file.add(answer)
                 progress.update()
     # In the order of their prompts, whatever order they came in: the same answers make the same draft.

@@ -83,4 +83,4 @@ class LogprobsFormat:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST)
+    return logprob if logprob > _LEAST else _LEAST  # of no number too, which JSON has not either

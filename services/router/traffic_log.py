@@ -46,15 +46,15 @@ class TrafficLog:
         return None if config.traffic_log_file is None else cls(config.traffic_log_file, config.traffic_log_max_bytes)
 
     def add(self, prompts: Iterable[Sequence[int]]) -> None:
-        """A disk that is full ends the log, and no request."""
+        """A disk that is full, or gone, ends the log, and no request."""
         if not self._is_open:
             return
         for prompt in prompts:
             line = json.dumps({"prompt_token_ids": list(prompt)}, separators=(",", ":")).encode() + b"\n"
-            if not self._has_room(len(line)):
-                self._end(_FULL)
-                return
             try:
+                if not self._has_room(len(line)):
+                    self._end(_FULL)
+                    return
                 os.write(self._file, line)
             except OSError as error:
                 self._end(str(error.strerror))

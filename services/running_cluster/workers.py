@@ -16,6 +16,7 @@ from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
 from services.http_call import call
 from services.running_cluster.access import Access, PoolAccess
 from services.running_cluster.pages import Page
+from services.terminal import as_line
 
 _SECONDS = 10.0
 _CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
@@ -88,14 +89,18 @@ def look_around(url: str, access: Access) -> ClusterFacts:
                 f"{url} does not say where its targets are: give the key of an operator, or ask its router.admin_listen"
             )
         address = entry["address"]
+        if not is_host_port(address):  # gRPC would dial sockets of this machine too, where somebody says so
+            unreachable.append(f"target {address}: it is no host:port")
+            continue
         try:
             targets.append(_describe_target(address, access.target.dialer))
         except grpc.RpcError as error:
             unreachable.append(f"target {address}: {_reason(error, access.target.dialer)}")
     if not targets:
-        raise ConfigurationError(f"no target of {url} answers: {'; '.join(unreachable) or 'it has none'}")
+        # In one line, as a worker may have said why.
+        raise ConfigurationError(f"no target of {url} answers: {as_line('; '.join(unreachable)) or 'it has none'}")
     for address in _draft_addresses(targets, access.target):
-        if not is_host_port(address):  # gRPC would dial sockets of this machine too, where a target says so
+        if not is_host_port(address):
             unreachable.append(f"draft {address}: it is no host:port")
             continue
         try:

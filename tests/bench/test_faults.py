@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.faults import FAULTS
@@ -20,9 +23,13 @@ def test_no_request_fails_and_no_token_differs(tmp_path: Path) -> None:
     """In processes of their own, as they may enter network namespaces."""
     assert {fault for half in HALVES for fault in half} == FAULTS.keys()
     folders = [tmp_path / half[0] for half in HALVES]
-    started = [_start(half, folder) for half, folder in zip(HALVES, folders, strict=True)]
-    for half, folder, process in zip(HALVES, folders, started, strict=True):
-        assert process.wait(SECONDS) == 0, (folder / "said").read_text(encoding="utf-8")[-20_000:]
+    with contextlib.ExitStack() as running:
+        started = [running.enter_context(_started(half, folder)) for half, folder in zip(HALVES, folders, strict=True)]
+        deadline = time.monotonic() + SECONDS
+        for folder, process in zip(folders, started, strict=True):
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+            assert code == 0, (folder / "said").read_text(encoding="utf-8")[-20_000:]
+    for half, folder in zip(HALVES, folders, strict=True):
         rows = json.loads((folder / "faults.json").read_text(encoding="utf-8"))["rows"]
         assert len(rows) == 1 + len(half) * 3
         for row in rows:
@@ -30,9 +37,19 @@ def test_no_request_fails_and_no_token_differs(tmp_path: Path) -> None:
             assert row["num_different_tokens"] == 0, row
 
 
-def _start(faults: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def _started(faults: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     folder.mkdir()
     command = [sys.executable, "-m", "bench.faults", "--short", "--streams", "8"]
     command += ["--faults", ",".join(faults), "--out", str(folder / "faults.json")]
     with (folder / "said").open("wb") as said:  # a pipe that nobody reads would hold the programs up
-        return subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:  # where the other half failed, this one still runs
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # it ends its cluster and takes its namespaces away
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()

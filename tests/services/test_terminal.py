@@ -101,9 +101,19 @@ def test_chat_shows_escapes_and_keeps_lines(url: str, capsys: pytest.CaptureFixt
     assert is_harmless(shown)
 
 
+@pytest.mark.parametrize("said", [[], {}, {"data": []}, {"data": None}, {"data": [1]}])
+def test_chat_with_what_is_no_router_ends_in_one_line(
+    said: object, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Router, "do_GET", lambda router: router.answer(200, json.dumps(said)))
+    assert main(["chat", "--url", url, "hello"]) == 2
+    assert "does not answer as a router" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["chat", "fail"], ["doctor"], ["top", "--once"]])
 def test_errors_from_the_network(command: list[str], url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--url", url]) == 2
     shown = capsys.readouterr()
     assert "owned" in shown.err
+    assert not any(line.startswith("all is well") for line in shown.err.splitlines())
     assert is_harmless(shown.out + shown.err)

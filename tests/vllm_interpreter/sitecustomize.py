@@ -66,12 +66,12 @@ class _After(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                sys.meta_path.remove(self)  # not before: who only asks whether there is such a module imports nothing
                 execute(module)
                 self._act(module)
 

@@ -213,8 +213,9 @@ class CoordinatedScheduler(RoundScheduler):
             load.num_waiting_tokens,
             rounds.demand() if isinstance(rounds, CoordinatedRounds) else None,
         )
+        readings = list(self._readings(target_load))  # which may fail: before the news, which are told once
         news = self._follower.news(rounds.timeline) if isinstance(rounds, CoordinatedRounds) else News()
-        self._channel.send(Status(target_load, self._heartbeat.is_stuck, list(self._readings(target_load)), news))
+        self._channel.send(Status(target_load, self._heartbeat.is_stuck, readings, news))
 
     def _readings(self, load: TargetLoad) -> Iterator[Reading]:
         def counter(name: str, documentation: str, value: float) -> Reading:

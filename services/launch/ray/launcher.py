@@ -156,8 +156,9 @@ def serve(config: Config, opens_page: bool = False) -> int:
                 running_since = running_since or time.monotonic()
                 if application.is_joined() or time.monotonic() > running_since + _LINKS_SECONDS:
                     is_announced = True
-                    urls = application.urls() or ["http://(see `serve status`)"]
-                    announce(config, urls, time.monotonic() - started_at, opens_page=opens_page)
+                    urls = application.urls()
+                    shown, seconds = urls or ["http://(see `serve status`)"], time.monotonic() - started_at
+                    announce(config, shown, seconds, opens_page=opens_page and bool(urls))
             time.sleep(_POLL_SECONDS)
         logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
     finally:

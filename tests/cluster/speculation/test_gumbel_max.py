@@ -158,6 +158,7 @@ def test_a_row_without_numbers_has_a_choice_all_the_same(logit: float) -> None:
     """A node that is given no child would be extended again and again."""
     choices = SAMPLER.best_choices(torch.full((1, 600), logit), random_requests(1, 1, [SamplingParams()]), 4)
     assert len(choices[0][0]) == 1
+    assert choices[0][1] == [0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

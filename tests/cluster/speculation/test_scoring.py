@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -29,6 +31,14 @@ def test_among_equals_the_lowest_comes_first() -> None:
     scores = token_logprobs(torch.zeros(1, 4096), [0], [4095], 5)
     assert [token for token, _ in scores.top(0)] == [0, 1, 2, 3, 4]
     assert scores.ranks == [1]
+
+
+def test_beside_infinite_logits_nothing_else_has_a_share() -> None:
+    inf = float("inf")
+    scores = token_logprobs(torch.tensor([[1.0, inf, -inf], [inf, 2.0, inf], [0.0, 0.0, -inf]]), range(3), [1, 1, 0], 2)
+    assert scores.logprobs == pytest.approx([0.0, -inf, math.log(0.5)])
+    assert scores.ranks == [1, 3, 1]
+    assert scores.top(1) == [(0, pytest.approx(math.log(0.5))), (2, pytest.approx(math.log(0.5)))]
 
 
 def test_many_rows_are_worked_on_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,14 @@ def test_without_an_operators_key_it_is_said_what_is_missing(router: Callable[..
         look_around(url, Access())
 
 
+@pytest.mark.parametrize("address", ["unix:/run/somebody.sock", "dns:///127.0.0.1:1", "127.0.0.1", "a:1\nall is well"])
+def test_only_hosts_are_dialled(address: str, router: Callable[..., str]) -> None:
+    url = router(health={"model": "m", "targets": [{"address": address}]}, version={"version": "1"})
+    with pytest.raises(ConfigurationError, match="it is no host:port") as raised:
+        look_around(url, Access())
+    assert "\n" not in str(raised.value)
+
+
 def test_targets_that_do_not_answer_are_named(router: Callable[..., str]) -> None:
     url = router(health={"model": "m", "targets": [{"address": "127.0.0.1:1"}]}, version={"version": "1"})
     with pytest.raises(ConfigurationError, match=r"no target of .* answers: target 127\.0\.0\.1:1: "):

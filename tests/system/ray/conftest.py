@@ -51,8 +51,8 @@ def running(expected: Answers) -> Iterator[RayFaultCluster]:
 
 @pytest.fixture
 def cluster(running: RayFaultCluster) -> RayFaultCluster:
-    """The same with pools of a fixed size and the model of `expected`. Tests change no more of it without mending that;
-    a roll back takes as long as most tests, so that it is left to who needs it."""
+    """The same with pools of a fixed size and the model of `expected`; how fast and how good its drafts are is as the
+    test before left it. A roll back takes as long as most tests, so that it is left to who needs it."""
     config = running.config
     if (config.ray.scaling.mode, config.simulation.vocab_size) != ("manual", None):
         running.roll(*UNSCALED, "simulation.vocab_size=null")

@@ -43,9 +43,13 @@ def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list
 
 
 def _is_idle(cluster: RayFaultCluster) -> bool:
-    target, draft = find_decisions(cluster.application.name)
-    assert (target.pool, target.settled, draft.pool) == ("target", 2, "draft")
-    return draft.reason == "no sequences to draft for"
+    # None at all where the registry did not answer in time.
+    decided = {decision.pool: decision for decision in find_decisions(cluster.application.name)}
+    return (
+        decided.keys() == {"target", "draft"}
+        and decided["target"].settled == 2
+        and decided["draft"].reason == "no sequences to draft for"
+    )
 
 
 def decisions(cluster: RayFaultCluster) -> str:
