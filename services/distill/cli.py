@@ -23,7 +23,7 @@ from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.distill.card import Distilled, model_card
-from services.plan.cli import above_zero
+from services.plan.cli import above_zero, seed
 
 if TYPE_CHECKING:
     from cluster.training.traffic import Answer
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument(
         "--learning-rate", type=above_zero(float), metavar="R", help="default 1e-3, and 3e-4 from a draft that is there"
     )
-    training.add_argument("--seed", type=int, default=0, metavar="N")
+    training.add_argument("--seed", type=seed, default=0, metavar="N")
     shape = parser.add_argument_group("shape of a new draft")
     shape.add_argument("--hidden-size", type=above_zero(int), default=128, metavar="N", help="default 128")
     shape.add_argument("--num-layers", type=above_zero(int), default=3, metavar="N", help="default 3")
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("outrider distill needs transformers: pip install 'outrider[train]'") from error
     try:
         return _run(arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         raise ConfigurationError(str(error)) from error
 
 

@@ -50,6 +50,17 @@ def not_below_zero(text: str) -> float:
     return number
 
 
+def seed(text: str) -> int:
+    """A parser of whole numbers from 0 up, for argparse."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a whole number from 0 up")
+    return number
+
+
 def _quoted(text: str) -> str:
     return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
 

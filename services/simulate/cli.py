@@ -17,7 +17,7 @@ from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, parse_gpus, parse_price
 from services.output_file import check_output
-from services.plan.cli import above_zero, not_below_zero
+from services.plan.cli import above_zero, not_below_zero, seed
 
 if TYPE_CHECKING:  # it imports torch, by the engine's scheduler
     from cluster.simulator.cluster import Span
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     traffic.add_argument(
         "--ramp-seconds", type=not_below_zero, default=0.0, metavar="S", help="over which streams begin; default 0"
     )
-    traffic.add_argument("--seed", type=_seed, default=0, metavar="N", help="of traffic and drafts; default 0")
+    traffic.add_argument("--seed", type=seed, default=0, metavar="N", help="of traffic and drafts; default 0")
     results = parser.add_argument_group("results")
     results.add_argument(
         "--warm-up", type=not_below_zero, metavar="S", help="left out of the figures; default a tenth of the seconds"
@@ -142,16 +142,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(document, encoding="utf-8")
     print(table(figures))
     return 0
-
-
-def _seed(text: str) -> int:
-    try:
-        seed = int(text)
-    except ValueError:
-        seed = -1
-    if seed < 0:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 0 up")
-    return seed
 
 
 def _progress(bar: tqdm[Never], total: int) -> Callable[[float], None]:

@@ -19,7 +19,7 @@ from tests.system.conftest import READY_TIMEOUT_SECONDS
 NUM_STREAMS = 8
 MAX_TOKENS = 80
 # A request takes about a second; one of a program that is frozen is waited for so long, and 5 s more.
-SHORT_DRAINS = ("router.drain_seconds=4", "target.drain_seconds=4", "draft.drain_seconds=2")
+SHORT_DRAINS = ("router.drain_seconds=7", "target.drain_seconds=7", "draft.drain_seconds=3")
 UNSCALED = ("ray.scaling.mode=manual", "draft.replicas=2")
 
 
