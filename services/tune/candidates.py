@@ -74,7 +74,8 @@ def _another_draft(config: Config, search_layers: SearchLayers) -> Settings:
         yield ("draft.drafter=self-int4",)
     layers = search_layers(config)
     if len(layers) >= _MIN_LAYERS:
-        yield "draft.drafter=layer-skip", f"draft.layers=[{','.join(map(str, layers))}]"
+        kept = f"draft.layers=[{','.join(map(str, layers))}]"
+        yield "draft.drafter=layer-skip", kept, "draft.quantization=null"  # which a trial before may have set
 
 
 def _cheaper_draft(config: Config, search_layers: SearchLayers) -> Settings:

@@ -42,7 +42,7 @@ def test_a_draft_that_does_not_suit_gives_way_to_those_that_need_no_training() -
     assert tried("low acceptance", layers=(0, 2, 5)) == [
         ("draft.drafter=ngram",),
         ("draft.drafter=self-int4",),
-        ("draft.drafter=layer-skip", "draft.layers=[0,2,5]"),
+        ("draft.drafter=layer-skip", "draft.layers=[0,2,5]", "draft.quantization=null"),
     ]
     assert tried("low acceptance", "target.engine=vllm", "draft.drafter=model") == [("draft.drafter=ngram",)]
 
