@@ -62,7 +62,9 @@ def test_a_published_model_answers_sensibly(client: openai.OpenAI, name: str) ->
 def test_the_draft_that_was_distilled_for_it_is_accepted(client: openai.OpenAI, name: str) -> None:
     messages: Any = [{"role": "user", "content": "Write a short paragraph about the water cycle."}]
     fields: Any = {"model": name, "messages": messages, "temperature": 0, "max_completion_tokens": 48}
-    answer = client.chat.completions.create(**fields, extra_body={"num_speculative_tokens": 3})
+    answer = client.chat.completions.create(
+        **fields, extra_body={"num_speculative_tokens": 3, "return_speculation_stats": True}
+    )
     (choice,) = answer.choices
     assert choice.model_extra is not None
     assert choice.model_extra["speculation"]["num_accepted_tokens"] >= 8

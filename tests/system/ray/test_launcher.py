@@ -37,7 +37,7 @@ def test_it_answers_as_the_local_launcher_does_and_leaves_nothing_behind(folder:
         launcher.wait_ready()
         client = OpenAI(base_url=f"{launcher.url}/v1", api_key="none")
         model = client.models.list().data[0].id
-        chunks = client.completions.create(model=model, prompt="def f(", max_tokens=8, stream=True)
+        chunks = client.completions.create(model=model, prompt="def f(", max_tokens=8, temperature=0, stream=True)
         assert "".join(chunk.choices[0].text for chunk in chunks)
         assert complete_all(launcher.url, cases) == expected
         end_and_check(launcher, folder)
