@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,32 +82,37 @@ def look_around(url: str, access: Access) -> ClusterFacts:
     version = call(url, "GET", "/version", context=access.router.context)
     if not (_has(health, model=str, targets=list) and _has(version, version=str)):
         raise ConfigurationError(f"{url} does not answer as a router")
-    targets, drafts, unreachable = [], [], []
-    for entry in health["targets"]:
-        if not _has(entry, address=str):
-            raise ConfigurationError(
-                f"{url} does not say where its targets are: give the key of an operator, or ask its router.admin_listen"
-            )
-        address = entry["address"]
-        if not is_host_port(address):  # gRPC would dial sockets of this machine too, where somebody says so
-            unreachable.append(f"target {address}: it is no host:port")
-            continue
-        try:
-            targets.append(_describe_target(address, access.target.dialer))
-        except grpc.RpcError as error:
-            unreachable.append(f"target {address}: {_reason(error, access.target.dialer)}")
+    if not all(_has(entry, address=str) for entry in health["targets"]):
+        raise ConfigurationError(
+            f"{url} does not say where its targets are: give the key of an operator, or ask its router.admin_listen"
+        )
+    unreachable: list[str] = []
+    addresses = [entry["address"] for entry in health["targets"]]
+    targets = _describe_all(access.target, addresses, _describe_target, unreachable)
     if not targets:
         # In one line, as a worker may have said why.
         raise ConfigurationError(f"no target of {url} answers: {as_line('; '.join(unreachable)) or 'it has none'}")
-    for address in _draft_addresses(targets, access.target):
-        if not is_host_port(address):
-            unreachable.append(f"draft {address}: it is no host:port")
+    drafts = _describe_all(access.draft, _draft_addresses(targets, access.target), _describe_draft, unreachable)
+    return ClusterFacts(url, health["model"], version["version"], tuple(targets), tuple(drafts), tuple(unreachable))
+
+
+def _describe_all(
+    access: PoolAccess,
+    addresses: Iterable[str],
+    describe: Callable[[str, Dialer], WorkerFacts],
+    unreachable: list[str],
+) -> list[WorkerFacts]:
+    """Of those that answer; of the others, `unreachable` is told why."""
+    found = []
+    for address in addresses:
+        if not is_host_port(address):  # gRPC would dial sockets of this machine too, where somebody says so
+            unreachable.append(f"{access.pool} {address}: it is no host:port")
             continue
         try:
-            drafts.append(_describe_draft(address, access.draft.dialer))
+            found.append(describe(address, access.dialer))
         except grpc.RpcError as error:
-            unreachable.append(f"draft {address}: {_reason(error, access.draft.dialer)}")
-    return ClusterFacts(url, health["model"], version["version"], tuple(targets), tuple(drafts), tuple(unreachable))
+            unreachable.append(f"{access.pool} {address}: {_reason(error, access.dialer)}")
+    return found
 
 
 def _has(answer: Any, **fields: type) -> bool:
