@@ -22,7 +22,7 @@ import httpx
 import torch
 
 from bench.machine import describe_machine
-from bench.workload import held_out_prompts
+from bench.workload import held_out_prompts, read_counters
 from cluster.config_file import load_config
 from cluster.engine.cpu_kernels import VARIABLE, InstructionSet, instruction_set
 from services.launch.local import LocalCluster
@@ -83,13 +83,13 @@ def compare_on(using: InstructionSet, prompts: Sequence[Sequence[int]], shared: 
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         expected = answers(cluster.url, prompts, k=0, concurrency=8)
         drafted = answers(cluster.url, prompts, k=4, concurrency=5)
-        page = httpx.get(f"{cluster.url}/metrics", trust_env=False).text
+        counters = read_counters(f"{cluster.url}/metrics")
     num_tokens, num_answers = num_differing(expected, drafted)
     return {
         "instruction_set": using.name.lower(),
         "num_answers": len(prompts),
         "num_tokens": sum(map(len, expected)),
-        "num_accepted_drafts": _counter(page, "vllm:spec_decode_num_accepted_tokens_total"),
+        "num_accepted_drafts": int(counters["vllm:spec_decode_num_accepted_tokens_total"]),
         "num_different_tokens": num_tokens,
         "num_different_answers": num_answers,
     }
@@ -107,10 +107,6 @@ def _forced(using: InstructionSet) -> Iterator[None]:
         del os.environ[VARIABLE]
         if before is not None:
             os.environ[VARIABLE] = before
-
-
-def _counter(page: str, name: str) -> int:
-    return sum(int(float(line.rpartition(" ")[2])) for line in page.splitlines() if line.startswith(name))
 
 
 def main() -> None:
