@@ -10,6 +10,7 @@ import enum
 import torch
 import torch.nn.functional as F
 
+from cluster.engine import huge_pages
 from cluster.engine.cpu_kernels import LANES, InstructionSet
 
 _WIDE_PANEL = 64  # outputs whose weights lie together, as in linear_avx512.c
@@ -42,7 +43,7 @@ def pack_weight(
             n = weight.shape[1]
         shape = (n // _BLOCK, _BLOCK * _BLOCK // (2 if is_int4 else 1))
     num_whole, num_panels = out_features // panel, -(-out_features // panel)
-    panels = weight.new_empty(num_panels, *shape, dtype=torch.uint8 if is_int4 else weight.dtype)
+    panels = huge_pages.zeros((num_panels, *shape), torch.uint8 if is_int4 else weight.dtype)
     fill(panels[:num_whole], weight[: num_whole * panel])
     if num_whole < num_panels:
         last = weight.new_zeros(panel, n)

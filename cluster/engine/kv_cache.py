@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from cluster.engine import huge_pages
 from cluster.engine.model_config import ModelConfig
 
 
@@ -24,8 +27,7 @@ class KVCache:
         self.block_size = block_size
         self.spare_block = num_blocks  # beyond what sequences are given: for rows that only pad a step
         shape = (config.num_layers, (num_blocks + 1) * block_size, config.num_kv_heads, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores the rows of a step. `keys`, `values` [num_tokens, num_kv_heads, head_dim]; `slots` [num_tokens]."""
@@ -36,6 +38,10 @@ class KVCache:
         """Copies the slots `sources` of every layer to `destinations`, all of them read first."""
         for cache in (self.keys, self.values):
             cache.index_copy_(1, destinations, cache.index_select(1, sources))
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return huge_pages.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,29 @@
+"""Memory for what a step reads from end to end, in pages of 2 MiB where the system gives them.
+
+A processor looks up a page of 4 KiB for every 64 lines that it reads, and its prefetching ends where a page does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+_HUGE_PAGE = 2**21
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of noughts on the CPU, whose pages are taken as they are first touched."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(*shape, dtype=dtype)
+    # Memory that is shared is never in huge pages. What lies beyond the tensor is never touched.
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _HUGE_PAGE * _HUGE_PAGE)
+    # The tensor keeps `memory`.
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(*shape)
