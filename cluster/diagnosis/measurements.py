@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+START_ROWS = 16
 _ALIKE = 1.25  # numbers of rows
 _REACHED_SHARE = 0.8  # of the draft tokens that were asked for: an answer's last rounds have fewer
 
@@ -146,7 +147,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """A step of 16 rows, as of verifying, as the target timed it at its start; seconds. None: it did not."""
+    """A step of `START_ROWS`, as of verifying, as the target timed it at its start; seconds. None: it did not."""
 
     own: float | None = None
     fitting: float | None = None  # with one thread a core, where it has more

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.diagnosis.measurements import Counts, Measured, StartTimes, Steps, Workload
+from cluster.diagnosis.measurements import START_ROWS, Counts, Measured, StartTimes, Steps, Workload
 from cluster.errors import ConfigurationError
 from services.http_call import call
 from services.running_cluster.access import Access
@@ -77,10 +77,11 @@ class LoadMaker:
         return grown
 
     def start_times(self) -> StartTimes:
-        """Of steps of 16 rows of the first target that has timed some at its start."""
+        """Of the first target that has timed some at its start."""
         for page in self.facts.target_pages(self.access):
             own, fitting = (
-                page.find("outrider_start_step_seconds", threads=threads, rows="16") for threads in ("own", "fitting")
+                page.find("outrider_start_step_seconds", threads=threads, rows=str(START_ROWS))
+                for threads in ("own", "fitting")
             )
             if own is not None:
                 return StartTimes(own, fitting)
