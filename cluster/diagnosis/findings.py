@@ -25,7 +25,7 @@ GOOD_ACCEPTANCE = 0.82
 GOOD_COST_RATIO = 0.8 / 15
 _LEAST_LOSS = 0.05  # that is told of: less is within what two measurements of one cluster differ by
 _SHARE_OF_A_STEP = 0.05  # what a round trip may take of one without being looked at
-_FULL_SHARE = 0.95  # of the streams that are in steps; others wait to be admitted
+_FULL_SHARE = 0.9  # of the streams that are in steps; others begin or end, or wait to be admitted
 _REFUSED_SHARE = 0.05  # of the steps, in which a sequence was refused
 
 THREADS_OVERSUBSCRIBED = "threads oversubscribed"

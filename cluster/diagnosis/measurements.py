@@ -184,11 +184,10 @@ class Examination:
     def network_seconds(self) -> float:
         """Between asking for drafts and having them, what is not drafting, with one stream.
 
-        With several a link's answers overlap, and the shortest says nothing; and it has a step of the drafter in it.
+        Not the links' own round trip: what was drafted ahead is answered at once, and the shortest says nothing.
         """
         alone = self.alone.counts
-        not_drafting = alone.wait_a_step - alone.mean_depth * alone.draft.mean_seconds
-        return max(0.0, min(self.alone.round_trip_seconds, not_drafting))
+        return max(0.0, alone.wait_a_step - alone.mean_depth * alone.draft.mean_seconds)
 
     @property
     def survival(self) -> tuple[float, ...]:

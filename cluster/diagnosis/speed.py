@@ -28,7 +28,7 @@ class Speed:
     wait_share: float  # of drafting and round trip, what a step waits
     rest_seconds: float  # of a round, what is neither the step nor the wait
     prompt_seconds: float  # for each token of an answer
-    step_factor: float = 1.0
+    step_factor: float = 1.0  # of steps, those of prompts too
 
     @classmethod
     def of(cls, found: Examination) -> Speed:
@@ -77,7 +77,8 @@ class Speed:
     def rate(self, depth: int) -> float:
         """Tokens a second with so many draft tokens for every sequence."""
         seconds = self.step_seconds(depth) + self.wait_seconds(depth) + self.rest_seconds
-        return 1.0 / (seconds / (self.num_sequences * self.tokens_per_round(depth)) + self.prompt_seconds)
+        prompts = self.step_factor * self.prompt_seconds
+        return 1.0 / (seconds / (self.num_sequences * self.tokens_per_round(depth)) + prompts)
 
     def best_depth(self) -> int:
         return max(range(MAX_DEPTH + 1), key=self.rate)
