@@ -28,7 +28,7 @@ class DepthPlanner:
     def __init__(self, config: SpeculationConfig, max_rows: int, clock: Callable[[], float]) -> None:
         self.step_seconds = LearnedCurve(max_rows)  # of the target, over the rows of the step
         self.prompts = PromptLoad()
-        self._seconds = StepSeconds(self.step_seconds, self.prompts)
+        self._seconds = StepSeconds(self.step_seconds, self.prompts, max_rows)
         self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens, clock)
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
         self._opening_template: Template | None = None

@@ -138,7 +138,6 @@ class Measured:
 
     workload: Workload
     counts: Counts
-    round_trip_seconds: float  # of the links, the shortest
 
     @property
     def has_reached_its_depth(self) -> bool:

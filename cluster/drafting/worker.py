@@ -60,6 +60,7 @@ class _Entry:
     lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
     sent_at: float = 0.0  # its last proposal
     is_computed: bool = False  # its prompt: it has been drafted for
+    is_behind: bool = False  # by more than a round commits: it was left in peace for some
     turnaround: float | None = None  # from a proposal to what was committed after it, on the average
 
     def has_proposal(self, max_model_len: int) -> bool:
@@ -240,6 +241,7 @@ class DraftWorker:
             for entry in batch:
                 entry.lacks = None
                 entry.is_computed = entry.is_computed or bool(entry.sequence.parents) or entry.sequence.is_exhausted
+                entry.is_behind = False
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.wire_id)
@@ -261,8 +263,8 @@ class DraftWorker:
 
     def _record_step(self, batch: Sequence[_Entry], seconds: float) -> None:
         self.step_time.add(seconds)
-        if not all(entry.is_computed for entry in batch):
-            return  # a coordinator would take the time of a prompt for that of a round
+        if not all(entry.is_computed and not entry.is_behind for entry in batch):
+            return  # a coordinator would take the time of a prompt, or of several rounds, for that of one
         for number, count in Counter(entry.link for entry in batch).items():
             link = self._links.get(number)
             if link is not None:
@@ -376,9 +378,10 @@ class DraftWorker:
         if not entry.owes_proposal:
             outcome = self._outcome(entry, advance)
             self._tune(entry, advance)
-        num_drafts = len(sequence.parents)
+        num_drafts, num_committed = len(sequence.parents), sequence.num_committed
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
+            entry.is_behind |= sequence.num_committed - num_committed > sequence.num_speculative_tokens + 1
             self._num_kept_drafts += len(kept) - len(sequence.parents)
             self._num_wasted_drafts += num_drafts - len(kept)
             self._drafter.rewind(sequence, kept)

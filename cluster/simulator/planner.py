@@ -42,7 +42,7 @@ class Planner:
         self.rates = PositionRates(config.max_speculative_tokens)
         self.shadows = Shadows(clock)
         self.schedule = PlanSchedule(clock)
-        self._seconds = StepSeconds(self.step_seconds, self.prompts)
+        self._seconds = StepSeconds(self.step_seconds, self.prompts, max_step_rows)
         self._controller = make_controller(config, self._seconds)
         self.needs = self._controller.needs
         self._learns_rounds = config.controller == "threshold"

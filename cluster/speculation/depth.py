@@ -245,7 +245,8 @@ class GoodputController:
         wait = np.maximum.accumulate(wait, axis=1)  # no link's wait grows shorter with another token
         tokens = num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)
         token_rates = tokens / (self._steps.at(num_rows + num_taken, tokens) + wait)
-        token_rates = np.where(wait <= self._max_wait_seconds, token_rates, 0.0)
+        fits = (wait <= self._max_wait_seconds) & (num_taken <= self._steps.room_for_drafts(num_rows))
+        token_rates = np.where(fits, token_rates, 0.0)
         limit, last = np.unravel_index(token_rates.argmax(), token_rates.shape)
         plain_seconds = float(self._steps.at(np.array([num_rows]), np.array([float(num_rows)]))[0])
         if token_rates[limit, last] <= min_gain * num_rows / plain_seconds:

@@ -47,11 +47,12 @@ class PromptLoad:
 
 
 class StepSeconds:
-    """What steps take on the average, by their rows and the tokens they commit."""
+    """What steps take on the average, by their rows and the tokens they commit, and how many rows they may have."""
 
-    def __init__(self, verify: LearnedCurve, prompts: PromptLoad) -> None:
+    def __init__(self, verify: LearnedCurve, prompts: PromptLoad, max_rows: int) -> None:
         self.verify = verify
         self._prompts = prompts
+        self._max_rows = max_rows
 
     @property
     def is_known(self) -> bool:
@@ -64,3 +65,9 @@ class StepSeconds:
             return without
         share, num_prompt_tokens = self._prompts.beside(tokens)
         return without + share * (self.verify.at(rows + num_prompt_tokens) - without)
+
+    def room_for_drafts(self, num_rows: int) -> int:
+        """Draft tokens that a step of `num_rows` others can have, as the scheduler has it: prompts keep half of what
+        is left. More would be drafted for nothing, and leave none to some sequences."""
+        room = max(0, self._max_rows - num_rows)
+        return room // 2 if self._prompts.is_any else room

@@ -38,7 +38,6 @@ class _Look:
 
     counters: Numbers
     num_waiting: float
-    round_trip_seconds: float
 
 
 @dataclass(slots=True)
@@ -69,7 +68,6 @@ class LoadMaker:
             after, elapsed = self._look(), time.perf_counter() - started_at
         waiting.append(after.num_waiting)
         grown: Numbers = defaultdict(float, {"seconds": elapsed, "waiting": statistics.mean(waiting) * elapsed})
-        grown["round trips"], grown["runs"] = after.round_trip_seconds, 1.0
         for name, value in after.counters.items():
             if value < before.counters[name]:
                 raise ConfigurationError(f"a program of {self.facts.url} was started anew under the load: ask again")
@@ -143,7 +141,7 @@ class LoadMaker:
         """Each page once."""
         router = self.access.router.read_page(self.facts.url)
         targets, drafts = self.facts.target_pages(self.access), self.facts.draft_pages(self.access)
-        return _Look(_counters(router, targets, drafts), _num_waiting(targets), _round_trip(targets))
+        return _Look(_counters(router, targets, drafts), _num_waiting(targets))
 
     def measured(self, workload: Workload, grown: Numbers) -> Measured:
         """What `grown`, of one run or the sum of several, says of one target, on the average."""
@@ -167,7 +165,7 @@ class LoadMaker:
             num_refusals=share * grown["refusals"],
             waiting_seconds=share * grown["waiting"],
         )
-        return Measured(workload, counts, grown["round trips"] / grown["runs"])
+        return Measured(workload, counts)
 
 
 def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> Numbers:
@@ -192,11 +190,3 @@ def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> 
 
 def _num_waiting(targets: Sequence[Page]) -> float:
     return total(targets, "vllm:num_requests_waiting")
-
-
-def _round_trip(targets: Sequence[Page]) -> float:
-    """Seconds of the links' answers, in the middle; 0 where no draft is apart."""
-    times = sorted(
-        value for page in targets for value in page.by_label("outrider_link_round_trip_seconds", "draft").values()
-    )
-    return times[len(times) // 2] if times else 0.0

@@ -24,7 +24,7 @@ class Engine:
 
     def __init__(self, num_sequences: int = 2, **config: object) -> None:
         self.clock = Clock(100.0)
-        self.planner = DepthPlanner(SpeculationConfig.model_validate(config), 64, self.clock)
+        self.planner = DepthPlanner(SpeculationConfig.model_validate(config), 256, self.clock)
         self.costs = LinkCosts(64)
         self.costs.observe_reply(0.002, 0.0015, 0.0003, 1)
         self.sequences = [new_sequence(None) for _ in range(num_sequences)]

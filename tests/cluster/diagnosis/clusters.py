@@ -48,7 +48,7 @@ class FormulaCluster:
             waiting_seconds=_SECONDS * (self.num_streams - self.num_running),
         )
         workload = Workload(streams or self.num_streams, temperature, None if is_auto else depth)
-        return Measured(workload, counts, self.round_trip_seconds)
+        return Measured(workload, counts)
 
     @property
     def best_depth(self) -> int:

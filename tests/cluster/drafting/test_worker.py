@@ -303,3 +303,18 @@ class TestNewSequences:
         timing = link.reply().timing
         assert timing is not None
         assert timing.step_seconds < 0.1
+
+    def test_nor_do_steps_that_make_up_for_several_rounds(self, drafter: ScriptedDrafter, link: Link) -> None:
+        link.open(1, k=1)
+        drafter.step()
+        link.reply()
+        drafter.next_step()
+        link.advance(1, 2, 901, 902, 903, 904, k=1)
+        drafter.let()
+        assert drafter.next_step() == [1]
+        time.sleep(0.2)
+        drafter.let()
+        reply = link.reply()
+        assert reply.proposals
+        assert reply.timing is not None
+        assert reply.timing.step_seconds < 0.1

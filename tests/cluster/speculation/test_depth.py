@@ -25,6 +25,7 @@ from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_sha
 from cluster.speculation.tree_policy import Template
 
 MAX_DEPTH = 8
+MAX_ROWS = 512
 TIMEOUT_S = 0.050
 MEMORY_BOUND = {1: 0.024, 4: 0.026, 8: 0.038, 16: 0.056, 64: 0.180}
 
@@ -58,8 +59,8 @@ def candidates(rate: float, count: int, costs: LinkCosts | None = None) -> list[
     return [Candidate(own, MAX_DEPTH, costs) for _ in range(count)]
 
 
-def goodput(points: dict[int, float]) -> GoodputController:
-    return GoodputController(StepSeconds(curve(points), PromptLoad()), TIMEOUT_S)
+def goodput(points: dict[int, float], prompts: PromptLoad | None = None) -> GoodputController:
+    return GoodputController(StepSeconds(curve(points), prompts or PromptLoad(), MAX_ROWS), TIMEOUT_S)
 
 
 def depths_of(controller: DepthController, own: Sequence[Candidate], num_rows: int) -> list[int]:
@@ -98,6 +99,20 @@ class TestGoodput:
         good, bad = depths_of(goodput(MEMORY_BOUND), both, 2)
         assert good > bad
 
+    @pytest.mark.parametrize("has_prompts", [False, True])
+    def test_a_step_holds_the_rows_that_are_chosen(self, has_prompts: bool) -> None:
+        """Or sequences that come first would get them all."""
+        prompts = PromptLoad()
+        if has_prompts:
+            prompts.observe(1, 1, 256)
+        free = goodput({1: 0.02, 4096: 0.0201}, prompts)
+        depths = depths_of(free, candidates(0.9, 64), 64)
+        # Three more of each, or seven; where prompts are about, a row more may not pay, but no more than these fit.
+        room = (MAX_ROWS - 64) // (2 if has_prompts else 1)
+        assert room - 64 < sum(depths) <= room
+        assert max(depths) - min(depths) <= 1
+        assert depths_of(free, candidates(0.9, 1), MAX_ROWS) == [0]
+
     def test_what_a_request_asked_for_is_kept(self) -> None:
         asked = Candidate(acceptance(0.1), MAX_DEPTH, link(), fixed_depth=5)
         free = Candidate(acceptance(0.9), MAX_DEPTH, link())
@@ -130,7 +145,7 @@ class TestGoodput:
             seconds = float(verify.at(3 + sum(depths))) + wait
             return (3 + sum(worth[i][d] for i, d in enumerate(depths))) / seconds
 
-        chosen = rate(tuple(depths_of(GoodputController(StepSeconds(verify, PromptLoad()), 1.0), own, 3)))
+        chosen = rate(tuple(depths_of(GoodputController(StepSeconds(verify, PromptLoad(), MAX_ROWS), 1.0), own, 3)))
         best = max(rate(depths) for depths in itertools.product(range(5), repeat=3))
         assert chosen >= 0.98 * best
 

@@ -28,7 +28,7 @@ def load(prompt_len: int, answer_len: int, tokens_a_step: int = 40) -> PromptLoa
 def test_without_prompts_a_step_is_one_without_prompts() -> None:
     curve = with_a_knee()
     rows = np.array([1, 48, 200])
-    assert StepSeconds(curve, PromptLoad()).at(rows, rows * 2.0) == pytest.approx(curve.at(rows))
+    assert StepSeconds(curve, PromptLoad(), 512).at(rows, rows * 2.0) == pytest.approx(curve.at(rows))
 
 
 @pytest.mark.parametrize("tokens", [20.0, 48.0, 100.0])
@@ -36,12 +36,12 @@ def test_with_them_it_is_the_mean_over_their_numbers(tokens: float) -> None:
     curve, rng = with_a_knee(), np.random.default_rng(2)
     numbers = rng.poisson(tokens / 64, 20_000)
     expected = float(curve.at(48 + 128 * numbers).mean())
-    (seconds,) = StepSeconds(curve, load(128, 64)).at(np.array([48]), np.array([tokens]))
+    (seconds,) = StepSeconds(curve, load(128, 64), 512).at(np.array([48]), np.array([tokens]))
     assert seconds == pytest.approx(expected, rel=0.1)
 
 
 def test_rows_that_are_free_without_prompts_are_not_beside_them() -> None:
-    steps = StepSeconds(with_a_knee(), load(128, 64))
+    steps = StepSeconds(with_a_knee(), load(128, 64), 512)
     few, many = steps.at(np.array([48, 96]), np.array([48.0, 48.0]))
     assert many > 1.1 * few
 
