@@ -88,14 +88,15 @@ def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     own, fitting = found.start.own, found.start.fitting
     if own is None or fitting is None or fitting >= own:
         return
+    # Not beside `own`, where steps so small were seen under the load: threads are most in each other's way where other
+    # programs wake, of which there is none at start.
+    slow = now.steps.at(START_ROWS) if now.num_sequences <= START_ROWS else own
     yield Finding(
         THREADS_OVERSUBSCRIBED,
         f"more threads compute than there are cores: a step of {START_ROWS} rows took {1e3 * own:.1f} ms at start, "
         f"with one thread a core {1e3 * fitting:.1f}",
         "set target.threads to null (one a core), and give each worker cores of its own",
-        # Not fitting / own: threads are most in each other's way where other programs wake, of which there is
-        # none at start.
-        rate(replace(now, step_factor=min(1.0, fitting / now.steps.at(START_ROWS)))),
+        rate(replace(now, step_factor=min(1.0, fitting / slow))),
     )
 
 

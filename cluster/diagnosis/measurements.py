@@ -94,7 +94,8 @@ class Counts:
 
     @property
     def wait_a_step(self) -> float:
-        return self.wait_seconds / self.verify.count if self.verify.count else 0.0
+        """By those with drafts, prompts beside them or not."""
+        return self.wait_seconds * self.mean_batch / self.num_rounds if self.num_rounds else 0.0
 
 
 class StepCurve:

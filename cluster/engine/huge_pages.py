@@ -20,7 +20,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*shape, dtype=dtype)
-    # Memory that is shared is never in huge pages. What lies beyond the tensor is never touched.
+    # Memory that is shared is in small ones by default. What lies beyond the tensor is never touched.
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
     with contextlib.suppress(OSError):  # a kernel without them

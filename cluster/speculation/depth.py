@@ -202,10 +202,11 @@ class GoodputController:
             return choice
         columns = Columns.of([candidates[i] for i in free])
         num_other_rows = step.num_rows + sum(num_drafts)
-        best = self._choose(columns, num_other_rows, step.min_gain, None)
+        max_drafts = self._steps.room_for_drafts(step.num_rows) - sum(num_drafts)
+        best = self._choose(columns, num_other_rows, max_drafts, step.min_gain, None)
         least_rate = LEAST_GAIN * best.rate
         for template in step.templates:
-            trees = self._choose(columns, num_other_rows, step.min_gain, template)
+            trees = self._choose(columns, num_other_rows, max_drafts, step.min_gain, template)
             if trees.rate >= max(least_rate, best.rate):
                 best = trees
         for index, number, tokens in zip(free, best.num_drafts.tolist(), best.expected_tokens.tolist(), strict=True):
@@ -214,9 +215,11 @@ class GoodputController:
         return choice
 
     def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
-        return self._choose(columns, num_rows, min_gain, None)
+        return self._choose(columns, num_rows, self._steps.room_for_drafts(num_rows), min_gain, None)
 
-    def _choose(self, columns: Columns, num_rows: int, min_gain: float, template: Template | None) -> ColumnChoice:
+    def _choose(
+        self, columns: Columns, num_rows: int, max_drafts: int, min_gain: float, template: Template | None
+    ) -> ColumnChoice:
         num_candidates = len(columns.rates)
         worth = np.cumprod(columns.rates, axis=1) if template is None else template.survivals(columns.rates)
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
@@ -245,7 +248,7 @@ class GoodputController:
         wait = np.maximum.accumulate(wait, axis=1)  # no link's wait grows shorter with another token
         tokens = num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)
         token_rates = tokens / (self._steps.at(num_rows + num_taken, tokens) + wait)
-        fits = (wait <= self._max_wait_seconds) & (num_taken <= self._steps.room_for_drafts(num_rows))
+        fits = (wait <= self._max_wait_seconds) & (num_taken <= max_drafts)
         token_rates = np.where(fits, token_rates, 0.0)
         limit, last = np.unravel_index(token_rates.argmax(), token_rates.shape)
         plain_seconds = float(self._steps.at(np.array([num_rows]), np.array([float(num_rows)]))[0])

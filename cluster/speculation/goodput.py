@@ -35,7 +35,7 @@ class StepCosts:
         return max(float(self.steps.at(np.array([self.num_rows + num_drafts]), np.array([num_tokens]))[0]), 1e-9)
 
     def rates(self, survival: FloatArray, wait_seconds: FloatArray) -> FloatArray:
-        """Tokens a second of one sequence, by depth from 1 on; 0 where no step waits so long.
+        """Tokens a second of one sequence, by depth from 1 on; 0 where no step waits so long, or has so many rows.
 
         The last axis of `wait_seconds` is the depth; others are alternatives.
 
@@ -46,4 +46,7 @@ class StepCosts:
         rows = self.num_rows * (1 + depths)
         steps = self.steps.at(rows, self.num_rows * tokens) if self.steps.is_known else np.zeros(len(depths))
         seconds = np.maximum(steps + wait_seconds, 1e-9)
-        return np.where(wait_seconds <= self.max_wait_seconds, tokens / seconds, 0.0)
+        fits = (wait_seconds <= self.max_wait_seconds) & (
+            rows - self.num_rows <= self.steps.room_for_drafts(self.num_rows)
+        )
+        return np.where(fits, tokens / seconds, 0.0)

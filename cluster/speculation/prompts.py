@@ -67,7 +67,10 @@ class StepSeconds:
         return without + share * (self.verify.at(rows + num_prompt_tokens) - without)
 
     def room_for_drafts(self, num_rows: int) -> int:
-        """Draft tokens that a step of `num_rows` others can have, as the scheduler has it: prompts keep half of what
-        is left. More would be drafted for nothing, and leave none to some sequences."""
+        """Draft tokens that a step of `num_rows` sequences has room for on the average: where there are prompts, the
+        scheduler keeps half of what is left for them. More would be drafted for nothing, and leave none to some."""
         room = max(0, self._max_rows - num_rows)
-        return room // 2 if self._prompts.is_any else room
+        if not self._prompts.is_any:
+            return room
+        (share,), _ = self._prompts.beside(np.array([float(num_rows)]))
+        return int(room * (1.0 - share / 2.0))
