@@ -240,8 +240,8 @@ class DraftWorker:
                 self.run_ahead.time_step(seconds)
             for entry in batch:
                 entry.lacks = None
-                entry.is_computed = entry.is_computed or bool(entry.sequence.parents) or entry.sequence.is_exhausted
-                entry.is_behind = entry.is_behind and not (entry.sequence.parents or entry.sequence.is_exhausted)
+                if entry.sequence.parents or entry.sequence.is_exhausted:
+                    entry.is_computed, entry.is_behind = True, False
             for entry in [entry for entry in batch if entry.sequence in stuck]:
                 self._release(entry)
                 replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.wire_id)
