@@ -47,6 +47,7 @@ class DepthPlanner:
 
     def join(self, sequence: SpeculativeSequence) -> None:
         """`sequence` takes part from now on."""
+        self.prompts.joined()
         asked = sequence.num_speculative_tokens
         acceptance = SequenceAcceptance(self.rates("", sequence.params.temperature))
         sequence.joined(acceptance, self._config.window(asked or self._max_depth))
@@ -88,6 +89,7 @@ class DepthPlanner:
         return self._schedule.num_planned_rows
 
     def leave(self, sequence: SpeculativeSequence) -> None:
+        self.prompts.ended()
         self.shadows.dismiss(sequence)
 
     def begin_step(self, num_rows: int) -> bool:

@@ -76,6 +76,7 @@ class Planner:
 
     def join(self, row: int) -> None:
         """A new sequence is at `row`."""
+        self.prompts.joined()
         self._acceptance.join(np.array([row - self._first_row]))
         self._columns.depth[row] = self.opening_depth
         if self._opening_tokens is None:

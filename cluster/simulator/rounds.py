@@ -126,6 +126,7 @@ class Rounds:
 
     def leave(self, row: int) -> None:
         """That at `row` has ended."""
+        self.planner.prompts.ended()
         self.planner.shadows.dismiss(self._columns.handle(row))
         self._detach(row)
 

@@ -1,9 +1,12 @@
 """What prompts add to the steps: those that decode faster get more of them.
 
 Sequences that end make room for others, so prompts come in proportion to the tokens that are committed, however fast
-that is. A step that commits T tokens so has a Poisson number of prompts, rT/c on the average, with r prompt tokens for
-each committed one and c in each prompt. Beside them rows are dear that are free without: what pays in steps without
-prompts need not pay where there are many.
+that is. A step that commits T tokens so ends eT/n sequences, where e have ended while n tokens were committed, and has
+a Poisson number of prompts, rT/c on the average, with r prompt tokens for each committed one and c in each prompt.
+Beside them rows are dear that are free without: what pays in steps without prompts need not pay where there are many.
+
+The ends are what is counted, as the prompts of a load that grows come before its answers: by these, answers would seem
+to be short for hundreds of steps.
 """
 
 from __future__ import annotations
@@ -16,32 +19,52 @@ from cluster.speculation.costs import LearnedCurve
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_LEAST_SEEN = 0.01  # of what fades
 _DECAY = 0.99  # of what was counted, a step: about the last hundred count
-_LEAST_ANSWER = (
-    16  # tokens that an answer is taken to have at least: prompts come first, and would seem to be all there is
-)
 
 
 class PromptLoad:
     def __init__(self) -> None:
         self._num_prompt_tokens = 0.0
-        self._num_prompts = 0.0
+        self._num_prompts = 0.0  # or parts of them, which steps computed
+        self._num_joined = 0.0
+        self._num_ended = 0.0
         self._num_committed = 0.0
+        self._num_steps = 0.0
+        self._num_steps_with_prompts = 0.0
+
+    def joined(self) -> None:
+        """A sequence came, whose prompt is to be computed."""
+        self._num_joined += 1.0
+
+    def ended(self) -> None:
+        """A sequence left, and makes room for another."""
+        self._num_ended += 1.0
 
     def observe(self, num_prompt_tokens: int, num_prompts: int, num_committed: int) -> None:
         """A step computed so many tokens of so many prompts, and committed so many."""
         self._num_prompt_tokens = _DECAY * self._num_prompt_tokens + num_prompt_tokens
         self._num_prompts = _DECAY * self._num_prompts + num_prompts
+        self._num_joined *= _DECAY
+        self._num_ended *= _DECAY
         self._num_committed = _DECAY * self._num_committed + num_committed
+        self._num_steps = _DECAY * self._num_steps + 1.0
+        self._num_steps_with_prompts = _DECAY * self._num_steps_with_prompts + bool(num_prompts)
 
     @property
     def is_any(self) -> bool:
-        return self._num_prompt_tokens >= 1.0 and self._num_committed >= 1.0
+        seen = self._num_prompt_tokens, self._num_joined, self._num_ended, self._num_committed
+        return min(seen) > _LEAST_SEEN
+
+    @property
+    def share(self) -> float:
+        """Of the last steps, those that had prompts."""
+        return self._num_steps_with_prompts / max(self._num_steps, 1.0)
 
     def beside(self, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Of steps that commit `tokens`: the share that has prompts, and how many tokens of prompts these have."""
-        num_committed = max(self._num_committed, _LEAST_ANSWER * self._num_prompts)
-        mean = tokens * (self._num_prompt_tokens / num_committed)
+        """Of steps that commit `tokens`: the share that will have prompts, and how many tokens of prompts these."""
+        ends = tokens * (self._num_ended / self._num_committed)
+        mean = ends * (self._num_prompt_tokens / self._num_joined)
         share = -np.expm1(-mean * (self._num_prompts / self._num_prompt_tokens))
         return share, mean / np.maximum(share, 1e-9)
 
@@ -69,8 +92,4 @@ class StepSeconds:
     def room_for_drafts(self, num_rows: int) -> int:
         """Draft tokens that a step of `num_rows` sequences has room for on the average: where there are prompts, the
         scheduler keeps half of what is left for them. More would be drafted for nothing, and leave none to some."""
-        room = max(0, self._max_rows - num_rows)
-        if not self._prompts.is_any:
-            return room
-        (share,), _ = self._prompts.beside(np.array([float(num_rows)]))
-        return int(room * (1.0 - share / 2.0))
+        return int(max(0, self._max_rows - num_rows) * (1.0 - self._prompts.share / 2.0))

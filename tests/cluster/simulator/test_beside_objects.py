@@ -86,4 +86,5 @@ def test_they_agree(num_streams: int, settings: tuple[str, ...]) -> None:
     apart, together = one_by_one(config, num_streams), in_columns(config, num_streams)
     assert together.tokens_per_second == pytest.approx(apart.tokens_per_second, rel=0.06)
     assert together.latency == pytest.approx(apart.latency, rel=0.1)
-    assert together.mean_k == pytest.approx(apart.mean_k, rel=0.12)
+    # Where drafts do not pay, k is nought but for a few rounds of trial: of these there may be more in one.
+    assert together.mean_k == pytest.approx(apart.mean_k, rel=0.12, abs=0.1)

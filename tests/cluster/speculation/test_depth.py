@@ -104,6 +104,9 @@ class TestGoodput:
         """Or sequences that come first would get them all."""
         prompts = PromptLoad()
         if has_prompts:
+            for _ in range(8):
+                prompts.joined()
+                prompts.ended()
             prompts.observe(512, 8, 64)  # so many that nearly every step has some
         free = goodput({1: 0.02, 4096: 0.0201}, prompts)
         depths = depths_of(free, candidates(0.9, 64), 64)

@@ -21,6 +21,9 @@ def load(prompt_len: int, answer_len: int, tokens_a_step: int = 40) -> PromptLoa
     prompts, rng = PromptLoad(), np.random.default_rng(1)
     for _ in range(400):
         number = int(rng.poisson(tokens_a_step / answer_len))
+        for _ in range(number):
+            prompts.ended()
+            prompts.joined()
         prompts.observe(number * prompt_len, number, tokens_a_step)
     return prompts
 
@@ -51,3 +54,22 @@ def test_prompts_that_are_over_are_forgotten() -> None:
     for _ in range(2000):
         prompts.observe(0, 0, 40)
     assert not prompts.is_any
+
+
+def test_a_load_that_grows_does_not_make_answers_seem_short() -> None:
+    """64 prompts of 100 tokens come at once, and end one after the other once they have got their 128 tokens."""
+    prompts = PromptLoad()
+    for _ in range(64):
+        prompts.joined()
+    for _ in range(20):
+        prompts.observe(320, 3, 64)
+    assert prompts.share > 0.99
+    assert not prompts.is_any
+    for step in range(700):
+        is_end = step >= 108 and step % 2 == 0
+        if is_end:
+            prompts.ended()
+            prompts.joined()
+        prompts.observe(100 * is_end, int(is_end), 64)
+    share, num_tokens = prompts.beside(np.array([64.0]))
+    assert share[0] * num_tokens[0] == pytest.approx(64 * 100 / 128, rel=0.05)
