@@ -89,7 +89,8 @@ class DepthPlanner:
         return self._schedule.num_planned_rows
 
     def leave(self, sequence: SpeculativeSequence) -> None:
-        self.prompts.ended()
+        if sequence.acceptance is not None:  # one that never joined makes no room
+            self.prompts.ended()
         self.shadows.dismiss(sequence)
 
     def begin_step(self, num_rows: int) -> bool:
