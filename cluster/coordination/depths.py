@@ -162,7 +162,7 @@ class DepthPlanner:
         assert sequence.link is not None
         costs = sequence.link.costs
         verify = self.step_seconds.seconds(1 + num_drafts) if self.step_seconds.is_known else 1.0
-        level = costs.proposal_seconds(1, 1) - costs.round_trip_seconds
+        level = costs.proposal_seconds(2, 1) - costs.proposal_seconds(1, 1)
         return RoundTime(lambda _: level, lambda _: verify, costs.round_trip_seconds)
 
     @property

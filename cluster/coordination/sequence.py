@@ -20,7 +20,7 @@ from typing import NamedTuple
 from cluster.coordination.base import Link
 from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.acceptance_model import SequenceAcceptance
-from cluster.speculation.costs import LinkCosts
+from cluster.speculation.costs import DraftStep, LinkCosts
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -249,7 +249,8 @@ class ActiveLink:
         self.has_proposed = self.has_proposed or bool(reply.proposals)
         if reply.timing is not None:
             timing = reply.timing
-            self.costs.observe_reply(answer_seconds, timing.held_seconds, timing.step_seconds, timing.batch)
+            step = DraftStep(timing.step_seconds, timing.batch, timing.rows or timing.batch, timing.is_first)
+            self.costs.observe_reply(answer_seconds - timing.held_seconds, step)
 
 
 class Round(NamedTuple):

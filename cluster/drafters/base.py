@@ -215,6 +215,7 @@ class Drafter(ABC):
     dtype: str
     num_blocks: int  # of the KV cache
     block_size: int  # tokens in one
+    num_step_rows: int | None = None  # of the last step; None: one a sequence
 
     @property
     @abstractmethod

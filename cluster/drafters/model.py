@@ -116,6 +116,7 @@ class ModelDrafter(Drafter):
                 self._extend_by(burst, [sequence for sequence, _ in step.extended], logits)
             if not step.extended:
                 self._runner.wait()  # else the next step would be taken to be as long as both
+            self.num_step_rows = step.num_rows
             self._pace.observe(step.num_rows, chunks, time.perf_counter() - started_at)
         return without_room
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.config import window_of
@@ -40,9 +40,11 @@ class _Link:
     num_waiting_bytes: int = 0  # of requests in the inbox
     step_seconds: float = 0.0  # the last step that had a sequence of it
     batch: int = 0  # its sequences in that step
+    rows: int = 0  # and theirs
+    is_first: bool = False  # for some of them, of a proposal
 
     def timing(self, now: float) -> Timing:
-        return Timing(now - self.received_at, self.step_seconds, self.batch)
+        return Timing(now - self.received_at, self.step_seconds, self.batch, self.rows, self.is_first)
 
 
 @dataclass(eq=False, slots=True)
@@ -232,10 +234,11 @@ class DraftWorker:
             batch = self._batch_ahead()
         if batch:
             replies: dict[int, SpeculateReply] = {}
+            first_for = {entry.link for entry in batch if not entry.sequence.parents}
             started_at = self._clock()
             stuck = self._drafter.draft([entry.sequence for entry in batch])
             seconds = self._clock() - started_at
-            self._record_step(batch, seconds)
+            self._record_step(batch, seconds, first_for)
             if is_ahead:
                 self.run_ahead.time_step(seconds)
             for entry in batch:
@@ -261,14 +264,17 @@ class DraftWorker:
                 reply.credit = self._drafter.free_tokens
                 link.deliver(reply)
 
-    def _record_step(self, batch: Sequence[_Entry], seconds: float) -> None:
+    def _record_step(self, batch: Sequence[_Entry], seconds: float, first_for: Container[int]) -> None:
+        """A step of `batch` took `seconds`; it was the first of a proposal for the links `first_for`."""
         self.step_time.add(seconds)
         if not all(entry.is_computed and not entry.is_behind for entry in batch):
             return  # a coordinator would take the time of a prompt, or of several rounds, for that of one
+        num_rows = self._drafter.num_step_rows or len(batch)
         for number, count in Counter(entry.link for entry in batch).items():
             link = self._links.get(number)
             if link is not None:
-                link.step_seconds, link.batch = seconds, count
+                link.step_seconds, link.batch, link.is_first = seconds, count, number in first_for
+                link.rows = max(1, round(num_rows * count / len(batch)))
 
     def _take_inbox(self) -> list[tuple[int, SpeculateRequest | None]]:
         with self._wake:

@@ -26,6 +26,7 @@ from cluster.coordination.waiting import pays_alone, slows_others
 from cluster.simulator.columns import NEVER, BoolArray, Columns, row_of
 from cluster.simulator.planner import Planner
 from cluster.simulator.worths import Worths
+from cluster.speculation.costs import DraftStep
 from cluster.speculation.depth import IntArray
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.goodput import FloatArray
@@ -114,7 +115,7 @@ class Rounds:
         self._num_owed = np.zeros(len(links), np.int64)
         self._depth_owed = np.zeros(len(links), np.int64)
         self._has_proposed = np.zeros(len(links), np.bool_)
-        self._replies: list[deque[tuple[float, float, int]]] = [deque(maxlen=_MAX_REPLIES) for _ in links]
+        self._replies: list[deque[tuple[float, DraftStep]]] = [deque(maxlen=_MAX_REPLIES) for _ in links]
         self._wire_ids = 0
         self._ended: Ended | None = None
         self._wait: _Wait | None = None
@@ -147,7 +148,7 @@ class Rounds:
         """The worker of `link` sends proposals, and says what its steps take."""
         place = link - self._first_link
         self._has_proposed[place] = True
-        self._replies[place].append((2.0 * float(self._ways[place]), step_seconds, batch))
+        self._replies[place].append((2.0 * float(self._ways[place]), DraftStep(step_seconds, batch, batch)))
 
     def turned_away(self, row: int, now: float) -> None:
         """The worker of `row` has no room for it."""
@@ -233,8 +234,8 @@ class Rounds:
         if not self.links or not planner.schedule.is_due(len(order)):
             return
         for link, replies in zip(self.links, self._replies, strict=True):
-            for reply in replies:
-                link.costs.observe_reply(reply[0], 0.0, reply[1], reply[2])
+            for overhead, step in replies:
+                link.costs.observe_reply(overhead, step)
             replies.clear()
         self._worths.renew()
         rows = order[(columns.link[order] >= 0) | (columns.may_open_at[order] <= now)]
@@ -421,10 +422,9 @@ class Rounds:
         takes = np.zeros(len(awaited))
         for number, batch in enumerate(np.bincount(place).tolist()):
             if batch:
-                costs, mine = self.links[number].costs, place == number
-                way = costs.proposal_seconds(0, batch)
-                level = costs.proposal_seconds(1, batch) - way
-                takes[mine] = way + columns.levels[awaited[mine]] * level
+                mine = place == number
+                levels = columns.levels[awaited[mine]]
+                takes[mine] = self.links[number].costs.all_proposal_seconds(levels, np.full(len(levels), batch))
         return max(0.0, float((columns.awaited_since[awaited] + takes).max()) - now)
 
     def _went_without(self, late: IntArray, awaited: IntArray) -> None:

@@ -1,6 +1,6 @@
 """What a round costs, learned from what rounds took: nothing here is configured.
 
-Two curves are learned: the target's step over its rows, and the draft's step over its batch. The rest of a link's
+Two curves are learned: the target's step over its rows, and the draft's over its own. The rest of a link's
 time (the network, and waiting behind other targets) is one number.
 
 What is observed, in every step, is kept until someone asks, which is far rarer. It is not less to do, but between two
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -150,15 +151,30 @@ def _knots(maximum: int) -> list[int]:
     return knots
 
 
+class DraftStep(NamedTuple):
+    """One step of a drafter."""
+
+    seconds: float  # 0: not known
+    batch: int  # sequences
+    rows: int  # of theirs
+    is_first: bool = False  # whether some of them began a proposal in it
+
+
 class LinkCosts:
-    """What one draft worker's proposals take."""
+    """What one draft worker's proposals take.
+
+    A step of the draft costs by its rows. The first of a proposal has some more than one a sequence: a draft that was
+    accepted last in its round was never an input of the drafter. So proposals of one token are dearer a token than
+    deeper ones, and say by themselves little of what these would take.
+    """
 
     def __init__(self, max_batch: int) -> None:
         self.largest_batch = 0  # whose step was observed
-        self._draft_step = LearnedCurve(max_batch)
+        self._draft_step = LearnedCurve(2 * max_batch)  # over its rows
+        self._first_rows, self._level_rows = 1.0, 1.0  # a sequence, in the first step of a proposal and in later ones
         self._overhead: float | None = None  # network, and waiting behind others' work
         self._waited_share = 1.0  # of the time that a proposal takes, what the target really waited
-        self._replies: list[tuple[float, float, int]] = []  # kept until someone asks: overhead, step seconds, batch
+        self._replies: list[tuple[float, DraftStep]] = []  # kept until someone asks, with the overhead
         self._waits: list[tuple[float, int, int]] = []  # seconds, depth, batch
 
     @property
@@ -171,10 +187,10 @@ class LinkCosts:
         self._take_in()
         return self._overhead or 0.0
 
-    def observe_reply(self, answer_seconds: float, held_seconds: float, step_seconds: float, batch: int) -> None:
-        """A reply came `answer_seconds` after it was asked for, of which the worker held the request for
-        `held_seconds`; its steps of `batch` sequences take `step_seconds` each."""
-        self._replies.append((answer_seconds - held_seconds, step_seconds, batch))
+    def observe_reply(self, overhead_seconds: float, step: DraftStep) -> None:
+        """A reply took `overhead_seconds` beside the time for which the worker held the request; `step` was its
+        last."""
+        self._replies.append((overhead_seconds, step))
         if len(self._replies) >= _MAX_KEPT:
             self._take_in()
 
@@ -186,10 +202,15 @@ class LinkCosts:
 
     def _take_in(self) -> None:
         replies, self._replies = self._replies, []
-        for overhead, step_seconds, batch in replies:
+        for overhead, (step_seconds, batch, rows, is_first) in replies:
             if step_seconds > 0.0:
-                self._draft_step.observe(max(1, batch), step_seconds)
+                self._draft_step.observe(max(1, rows), step_seconds)
                 self.largest_batch = max(self.largest_batch, batch)
+                ratio = rows / max(1, batch)
+                if is_first:
+                    self._first_rows += _LINK_LEARNING_RATE * (ratio - self._first_rows)
+                else:
+                    self._level_rows += _LINK_LEARNING_RATE * (ratio - self._level_rows)
             overhead = max(0.0, overhead)
             if self._overhead is None:
                 self._overhead = overhead
@@ -207,15 +228,24 @@ class LinkCosts:
 
     def wait_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
         """`expected_wait` of many at once; nought at depth 0."""
-        proposal_seconds = self._proposal_seconds(depths, batches)  # what was observed is taken in first
+        proposal_seconds = self.all_proposal_seconds(depths, batches)  # what was observed is taken in first
         seconds: FloatArray = np.where(depths > 0, self._waited_share * proposal_seconds, 0.0)
         return seconds
 
     def proposal_seconds(self, depth: int, batch: int) -> float:
         """From asking for a proposal to having it, when nothing was drafted ahead."""
-        step = self._draft_step.seconds(max(batch, 1)) if self.is_known else 0.0
-        return self.round_trip_seconds + depth * step
+        if depth == 0 or not self.is_known:
+            return self.round_trip_seconds
+        batch = max(batch, 1)
+        first = self._draft_step.seconds(self._first_rows * batch)
+        level = self._draft_step.seconds(self._level_rows * batch) if depth > 1 else 0.0
+        return self.round_trip_seconds + first + (depth - 1) * level
 
-    def _proposal_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
-        step = self._draft_step.at(np.maximum(batches, 1)) if self.is_known else 0.0
-        return np.asarray(self.round_trip_seconds + depths * step)
+    def all_proposal_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
+        """`proposal_seconds` of many at once."""
+        if not self.is_known:
+            return np.full(np.shape(depths), self.round_trip_seconds)
+        sequences: FloatArray = np.maximum(batches, 1).astype(np.float64)
+        first = np.where(depths > 0, self._draft_step.at(self._first_rows * sequences), 0.0)
+        levels = np.maximum(depths - 1, 0) * self._draft_step.at(self._level_rows * sequences)
+        return np.asarray(self.round_trip_seconds + first + levels)

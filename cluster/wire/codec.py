@@ -104,6 +104,8 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
         message.timing.held_us = _microseconds(reply.timing.held_seconds)
         message.timing.step_us = _microseconds(reply.timing.step_seconds)
         message.timing.batch = reply.timing.batch
+        message.timing.rows = reply.timing.rows
+        message.timing.is_first = reply.timing.is_first
     if reply.credit is not None:
         message.credit.num_tokens = reply.credit
     if reply.proposals:
@@ -187,7 +189,7 @@ def _decode_open(entry: draft_pb2.Open, shape: Shape | None) -> Open:
 
 
 def _decode_timing(timing: draft_pb2.Timing) -> Timing:
-    return Timing(timing.held_us / 1e6, timing.step_us / 1e6, timing.batch)
+    return Timing(timing.held_us / 1e6, timing.step_us / 1e6, timing.batch, timing.rows, timing.is_first)
 
 
 def _microseconds(seconds: float) -> int:

@@ -104,6 +104,8 @@ class Timing:
     held_seconds: float  # from the arrival of the link's last request to the reply
     step_seconds: float  # the last step of the drafter in which the link had a sequence
     batch: int  # the link's sequences in it
+    rows: int = 0  # theirs in it; 0: one each
+    is_first: bool = False  # whether some of them had no drafts before it, and so had rows for what was committed
 
 
 @dataclass(slots=True)

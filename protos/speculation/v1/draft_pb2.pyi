@@ -283,22 +283,30 @@ class Timing(_message.Message):
     HELD_US_FIELD_NUMBER: _builtins.int
     STEP_US_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    IS_FIRST_FIELD_NUMBER: _builtins.int
     held_us: _builtins.int
     """from the arrival of the link's last request to this reply"""
     step_us: _builtins.int
     """the last step of the drafter in which the link had a sequence"""
     batch: _builtins.int
     """the link's sequences in it"""
+    rows: _builtins.int
+    """their rows in it; absent: one each"""
+    is_first: _builtins.bool
+    """whether some of them had no drafts before it, and so had rows for what was committed"""
     def __init__(
         self,
         *,
         held_us: _builtins.int = ...,
         step_us: _builtins.int = ...,
         batch: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        is_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "held_us", b"held_us", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "held_us", b"held_us", "is_first", b"is_first", "rows", b"rows", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
-from cluster.speculation.costs import LinkCosts
+from cluster.speculation.costs import DraftStep, LinkCosts
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.tree import Shape
 from cluster.wire.messages import Proposal
@@ -26,7 +26,7 @@ class Engine:
         self.clock = Clock(100.0)
         self.planner = DepthPlanner(SpeculationConfig.model_validate(config), 256, self.clock)
         self.costs = LinkCosts(64)
-        self.costs.observe_reply(0.002, 0.0015, 0.0003, 1)
+        self.costs.observe_reply(0.0005, DraftStep(0.0003, 1, 1))
         self.sequences = [new_sequence(None) for _ in range(num_sequences)]
         for sequence in self.sequences:
             self.planner.join(sequence)

@@ -12,6 +12,7 @@ from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.worth import Worth
+from cluster.speculation.costs import DraftStep
 from tests.clock import Clock
 
 from .scripted import new_sequence
@@ -82,7 +83,7 @@ def put(link: ActiveLink, count: int = 1) -> list[SpeculativeSequence]:
 def answers(link: ActiveLink, seconds: float, repeats: int = 60) -> None:
     """Proposals take so long, nearly all of it in the network."""
     for _ in range(repeats):
-        link.costs.observe_reply(seconds, 0.0, 1e-6, 1)
+        link.costs.observe_reply(seconds, DraftStep(1e-6, 1, 1))
 
 
 @pytest.fixture

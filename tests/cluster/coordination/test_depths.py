@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.coordination.sequence import Round
+from cluster.speculation.costs import DraftStep
 from cluster.speculation.drafts import Drafts
 
 from .planning import Engine, verified
@@ -58,7 +59,7 @@ def test_of_what_is_new_every_round_counts_at_once() -> None:
     engine.rows_cost(0.0)
     engine.wanted(engine.sequences[0])
     for _ in range(40):
-        engine.costs.observe_reply(0.011, 0.0105, 0.010, 1)  # half of a step of the target for each token
+        engine.costs.observe_reply(0.0005, DraftStep(0.010, 1, 1))  # half of a step of the target for each token
     num_rounds = 0
     while engine.depths[0] > 0:
         engine.observe([verified(engine.sequences[0], engine.depths[0], 0)])

@@ -16,7 +16,7 @@ from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
 from cluster.coordination.worth import Worth
-from cluster.speculation.costs import LinkCosts
+from cluster.speculation.costs import DraftStep, LinkCosts
 from cluster.wire.messages import Proposal
 
 from .scripted import new_sequence
@@ -133,7 +133,7 @@ class SpeculativeLink:
 
     def __init__(self, name: str, balancer: LinkBalancer) -> None:
         self.link = ActiveLink(cast(DraftLink, name), LinkCosts(64), name)
-        self.link.costs.observe_reply(0.0, 0.0, 0.010, 1)
+        self.link.costs.observe_reply(0.0, DraftStep(0.010, 1, 1))
         balancer.active[self.link.link] = self.link
         self.sequence = new_sequence(None, [1])
         self.sequence.opened(self.link, 0)

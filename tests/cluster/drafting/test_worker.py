@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import pytest
+
 from cluster.drafting.worker import DraftWorker
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
@@ -291,6 +293,25 @@ class TestNewSequences:
         link.open(1, 2)
         assert [drafter.step() for _ in range(K)] == [[1, 2], *[[1]] * (K - 1)]
         assert link.reply() == proposal(1, base=2)
+
+    @pytest.mark.parametrize(
+        ("k", "rows", "told"), [(1, 2, (1, 2, True)), (2, 1, (1, 1, False)), (1, None, (1, 1, True))]
+    )
+    def test_a_reply_tells_the_rows_of_its_last_step(
+        self, drafter: ScriptedDrafter, link: Link, k: int, rows: int | None, told: tuple[int, int, bool]
+    ) -> None:
+        drafter.num_step_rows = rows
+        link.open(1, k=1)
+        drafter.step()
+        link.reply()  # its only step had the prompt
+        drafter.next_step()
+        link.advance(1, 2, 999, k=k)  # the draft was wrong
+        drafter.let()
+        for _ in range(k):
+            drafter.step()
+        timing = link.reply().timing
+        assert timing is not None
+        assert (timing.batch, timing.rows, timing.is_first) == told
 
     def test_steps_with_prompts_say_nothing_of_what_a_round_takes(self, drafter: ScriptedDrafter, link: Link) -> None:
         drafter.prompt_steps[1] = 2

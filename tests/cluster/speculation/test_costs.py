@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.speculation.costs import LearnedCurve, LinkCosts
+from cluster.speculation.costs import DraftStep, LearnedCurve, LinkCosts
 
 
 def curve_of(points: dict[int, float], repeats: int = 50) -> LearnedCurve:
@@ -90,12 +90,25 @@ def test_it_learns_the_same_however_seldom_one_asks() -> None:
 def link(round_trip: float, step: float, repeats: int = 50) -> LinkCosts:
     costs = LinkCosts(64)
     for _ in range(repeats):
-        costs.observe_reply(round_trip + 4 * step, 4 * step, step, 1)
+        costs.observe_reply(round_trip, DraftStep(step, 1, 1))
     return costs
 
 
 def test_a_proposal_takes_the_round_trip_and_its_steps() -> None:
     assert link(0.010, 0.002).proposal_seconds(5, 1) == pytest.approx(0.020, rel=0.05)
+
+
+def test_shallow_proposals_teach_what_deeper_ones_would_take() -> None:
+    costs = LinkCosts(64)
+    for batch in (4, 8, 16, 32):  # 0.1 ms a row, of which the first step of a proposal has three for two sequences
+        for _ in range(30):
+            costs.observe_reply(0.0, DraftStep(0.0001 * 1.5 * batch, batch, batch * 3 // 2, is_first=True))
+    first, level = 0.0001 * 1.5 * 16, 0.0001 * 16
+    assert costs.proposal_seconds(1, 16) == pytest.approx(first, rel=0.05)
+    assert costs.proposal_seconds(4, 16) == pytest.approx(first + 3 * level, rel=0.05)
+    depths = np.array([0, 1, 4])
+    of_many = costs.all_proposal_seconds(depths, np.full(3, 16))
+    assert of_many == pytest.approx([costs.proposal_seconds(int(depth), 16) for depth in depths])
 
 
 def test_no_depth_no_wait() -> None:
@@ -114,7 +127,7 @@ def test_a_link_learns_the_same_however_seldom_one_asks() -> None:
     often, seldom = LinkCosts(64), LinkCosts(64)
     for index in range(100):
         for costs in (often, seldom):
-            costs.observe_reply(0.012 + 0.001 * (index % 2), 0.010, 0.002, 1 + index % 4)
+            costs.observe_reply(0.002 + 0.001 * (index % 2), DraftStep(0.002, 1 + index % 4, 1 + index % 4))
             costs.observe_wait(0.004, 5, 1 + index % 4)
         assert often.is_known
     depths, batches = np.array([1, 5, 5]), np.array([1, 1, 4])

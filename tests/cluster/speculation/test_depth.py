@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
-from cluster.speculation.costs import LearnedCurve, LinkCosts
+from cluster.speculation.costs import DraftStep, LearnedCurve, LinkCosts
 from cluster.speculation.depth import (
     Candidate,
     Columns,
@@ -40,8 +40,8 @@ def curve(points: dict[int, float]) -> LearnedCurve:
 
 def link(round_trip: float = 0.0005, step: float = 0.0008) -> LinkCosts:
     costs = LinkCosts(64)
-    costs.observe_reply(round_trip + 4 * step, 4 * step, step, 1)
-    costs.observe_reply(round_trip + 4 * step, 4 * step, 2 * step, 16)
+    costs.observe_reply(round_trip, DraftStep(step, 1, 1))
+    costs.observe_reply(round_trip, DraftStep(2 * step, 16, 16))
     return costs
 
 
