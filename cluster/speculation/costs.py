@@ -171,6 +171,7 @@ class LinkCosts:
     def __init__(self, max_batch: int) -> None:
         self.largest_batch = 0  # whose step was observed
         self._draft_step = LearnedCurve(2 * max_batch)  # over its rows
+        self._largest_rows = 1  # of a step that was observed: it is not known how much longer more would take
         self._first_rows, self._level_rows = 1.0, 1.0  # a sequence, in the first step of a proposal and in later ones
         self._overhead: float | None = None  # network, and waiting behind others' work
         self._waited_share = 1.0  # of the time that a proposal takes, what the target really waited
@@ -206,6 +207,7 @@ class LinkCosts:
             if step_seconds > 0.0:
                 self._draft_step.observe(max(1, rows), step_seconds)
                 self.largest_batch = max(self.largest_batch, batch)
+                self._largest_rows = max(self._largest_rows, rows)
                 ratio = rows / max(1, batch)
                 if is_first:
                     self._first_rows += _LINK_LEARNING_RATE * (ratio - self._first_rows)
@@ -233,12 +235,16 @@ class LinkCosts:
         return seconds
 
     def proposal_seconds(self, depth: int, batch: int) -> float:
-        """From asking for a proposal to having it, when nothing was drafted ahead."""
+        """From asking for a proposal to having it, when nothing was drafted ahead.
+
+        More sequences than were ever drafted for are taken to take no longer: what is believed to be too cheap is tried
+        and then known, what is believed to be too dear is never tried.
+        """
         if depth == 0 or not self.is_known:
             return self.round_trip_seconds
         batch = max(batch, 1)
-        first = self._draft_step.seconds(self._first_rows * batch)
-        level = self._draft_step.seconds(self._level_rows * batch) if depth > 1 else 0.0
+        first = self._draft_step.seconds(min(self._first_rows * batch, self._largest_rows))
+        level = self._draft_step.seconds(min(self._level_rows * batch, self._largest_rows)) if depth > 1 else 0.0
         return self.round_trip_seconds + first + (depth - 1) * level
 
     def all_proposal_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
@@ -246,6 +252,9 @@ class LinkCosts:
         if not self.is_known:
             return np.full(np.shape(depths), self.round_trip_seconds)
         sequences: FloatArray = np.maximum(batches, 1).astype(np.float64)
-        first = np.where(depths > 0, self._draft_step.at(self._first_rows * sequences), 0.0)
-        levels = np.maximum(depths - 1, 0) * self._draft_step.at(self._level_rows * sequences)
+        first_rows, level_rows = (
+            np.minimum(rows * sequences, self._largest_rows) for rows in (self._first_rows, self._level_rows)
+        )
+        first = np.where(depths > 0, self._draft_step.at(first_rows), 0.0)
+        levels = np.maximum(depths - 1, 0) * self._draft_step.at(level_rows)
         return np.asarray(self.round_trip_seconds + first + levels)

@@ -111,6 +111,15 @@ def test_shallow_proposals_teach_what_deeper_ones_would_take() -> None:
     assert of_many == pytest.approx([costs.proposal_seconds(int(depth), 16) for depth in depths])
 
 
+def test_batches_that_were_never_seen_are_not_taken_to_be_dearer() -> None:
+    costs = LinkCosts(64)
+    for batch in (1, 2):
+        costs.observe_reply(0.0, DraftStep(0.001 * batch, batch, batch))
+    assert costs.proposal_seconds(1, 64) == pytest.approx(costs.proposal_seconds(1, 2))
+    costs.observe_reply(0.0, DraftStep(0.01, 64, 64))
+    assert costs.proposal_seconds(1, 64) > 2 * costs.proposal_seconds(1, 2)
+
+
 def test_no_depth_no_wait() -> None:
     assert link(0.010, 0.002).wait_seconds(np.array([0, 5]), np.array([0, 1]))[0] == 0.0
 
