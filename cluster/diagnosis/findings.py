@@ -80,7 +80,7 @@ def _suspected(found: Examination) -> Iterator[Finding]:
     yield from _threads(found, now, rate)
     yield from _cache(found, now, rate)
     yield from _acceptance(now, rate)
-    yield from _draft_time(now, rate)
+    yield from _draft_time(found, now, rate)
     yield from _network(now, rate)
 
 
@@ -136,17 +136,20 @@ def _acceptance(now: Speed, rate: Rate) -> Iterator[Finding]:
         )
 
 
-def _draft_time(now: Speed, rate: Rate) -> Iterator[Finding]:
+def _draft_time(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     step = now.step_seconds(0)
     ratio = now.draft_seconds / step
     if ratio > MAX_COST_RATIO:
+        # Where both compute on the same cores the target's prompts take longer too, beside those of a slow draft.
+        plain = found.plain.counts
+        undisturbed = min(now.prompt_seconds, plain.prompt_seconds(plain.decode.mean_seconds))
         yield Finding(
             "draft the bottleneck",
             f"a draft step takes {1e3 * now.draft_seconds:.1f} ms, {100 * ratio:.0f} % of the target's "
             f"{1e3 * step:.1f}; what fits takes less than {100 * MAX_COST_RATIO:.0f} %",
             "a smaller draft, draft.quantization int8 or int4, a faster device or more of it, or layer-skip or ngram "
             "for draft.drafter",
-            rate(replace(now, draft_seconds=GOOD_COST_RATIO * step)),
+            rate(replace(now, draft_seconds=GOOD_COST_RATIO * step, prompt_seconds=undisturbed)),
         )
 
 

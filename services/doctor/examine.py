@@ -11,6 +11,7 @@ from cluster.errors import ConfigurationError
 from services.running_cluster.load import LoadMaker, Numbers
 
 TOLD_DEPTH = 5  # acceptance and the waterfall are told of rounds so deep
+_AUTO_TIMES = 3  # longer than the others: every loss is told in proportion to what the controller's run gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Plan:
     num_streams: int  # on each target
     temperatures: tuple[float, ...]
     max_depth: int  # that requests may ask for
-    seconds: float  # of a load, each time
+    seconds: float  # of a load, each time; the controller's is longer
     repeats: int
 
     @property
@@ -43,7 +44,8 @@ def examine(maker: LoadMaker, plan: Plan, did_one: Callable[[], object] = lambda
     grown: dict[Workload, Numbers] = {workload: defaultdict(float) for workload in workloads}
     for _ in range(plan.repeats):
         for workload in workloads:
-            for name, value in maker.run(workload, plan.seconds).items():
+            times = _AUTO_TIMES if workload.num_speculative_tokens is None else 1
+            for name, value in maker.run(workload, times * plan.seconds).items():
                 grown[workload][name] += value
             did_one()
     found = {workload: maker.measured(workload, numbers) for workload, numbers in grown.items()}
