@@ -80,7 +80,13 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> Any:
         help="one prompt a line, of the kind that is asked: acceptance depends on it (default: Python source)",
     )
     load.add_argument("--max-tokens", type=above_zero(int), default=96, metavar="N", help="of an answer; default 96")
-    load.add_argument("--seconds", type=above_zero(float), default=3.0, metavar="S", help="of a load (auto: 3 times)")
+    load.add_argument(
+        "--seconds",
+        type=above_zero(float),
+        default=3.0,
+        metavar="S",
+        help="of a load; default 3; that of auto takes three times as long",
+    )
     load.add_argument("--repeats", type=above_zero(int), default=2, metavar="N", help="of all loads; default 2")
     return load
 
