@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.diagnosis.findings import GOOD_ACCEPTANCE, GOOD_COST_RATIO, findings
-from cluster.diagnosis.measurements import StartTimes, StepCurve, Steps
+from cluster.diagnosis.measurements import Measured, StartTimes, StepCurve, Steps
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from tests.cluster.diagnosis.clusters import FormulaCluster
@@ -50,6 +50,26 @@ def test_steps_that_too_many_threads_slow_down_are_reckoned_as_timed_at_start() 
     (finding,) = findings(SICK["threads oversubscribed"][1].examine())
     fitting = replace(HEALTHY, decode_seconds=0.004)  # not by the 4 of 18 that it is at start, where nothing else runs
     assert finding.tokens_per_second == pytest.approx(fitting.tokens_per_second, rel=0.02)
+
+
+def test_prompts_beside_a_slow_draft_are_reckoned_to_take_what_they_do_without_drafts() -> None:
+    sick, (fitting, beside) = SICK["draft the bottleneck"][0], (0.0003, 0.0006)  # for each token of an answer
+    found = sick.examine()
+    found = replace(
+        found,
+        plain=with_prompts(found.plain, fitting),
+        fixed=[with_prompts(one, beside) for one in found.fixed],
+        auto=with_prompts(found.auto, beside),
+    )
+    (finding,) = findings(found)
+    mended = replace(sick, **MENDED["draft the bottleneck"])
+    assert finding.tokens_per_second == pytest.approx(1.0 / (1.0 / mended.tokens_per_second + fitting), rel=0.02)
+
+
+def with_prompts(one: Measured, seconds: float) -> Measured:
+    """With prompts that add so much to the steps for each token."""
+    counts, added = one.counts, seconds * one.counts.num_tokens
+    return replace(one, counts=replace(counts, seconds=counts.seconds + added, prefill=Steps(0.0, added)))
 
 
 def test_of_several_the_dearest_comes_first() -> None:
