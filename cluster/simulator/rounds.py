@@ -422,9 +422,8 @@ class Rounds:
         takes = np.zeros(len(awaited))
         for number, batch in enumerate(np.bincount(place).tolist()):
             if batch:
-                mine = place == number
-                levels = columns.levels[awaited[mine]]
-                takes[mine] = self.links[number].costs.all_proposal_seconds(levels, np.full(len(levels), batch))
+                costs, mine = self.links[number].costs, place == number
+                takes[mine] = costs.all_proposal_seconds(columns.levels[awaited[mine]], np.array([batch]))
         return max(0.0, float((columns.awaited_since[awaited] + takes).max()) - now)
 
     def _went_without(self, late: IntArray, awaited: IntArray) -> None:

@@ -242,19 +242,18 @@ class LinkCosts:
         """
         if depth == 0 or not self.is_known:
             return self.round_trip_seconds
-        batch = max(batch, 1)
-        first = self._draft_step.seconds(min(self._first_rows * batch, self._largest_rows))
-        level = self._draft_step.seconds(min(self._level_rows * batch, self._largest_rows)) if depth > 1 else 0.0
-        return self.round_trip_seconds + first + (depth - 1) * level
+        most, batch = self._largest_rows, max(batch, 1)
+        seconds = self.round_trip_seconds + self._draft_step.seconds(min(self._first_rows * batch, most))
+        if depth > 1:
+            seconds += (depth - 1) * self._draft_step.seconds(min(self._level_rows * batch, most))
+        return seconds
 
     def all_proposal_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
         """`proposal_seconds` of many at once."""
         if not self.is_known:
             return np.full(np.shape(depths), self.round_trip_seconds)
-        sequences: FloatArray = np.maximum(batches, 1).astype(np.float64)
-        first_rows, level_rows = (
-            np.minimum(rows * sequences, self._largest_rows) for rows in (self._first_rows, self._level_rows)
-        )
-        first = np.where(depths > 0, self._draft_step.at(first_rows), 0.0)
-        levels = np.maximum(depths - 1, 0) * self._draft_step.at(level_rows)
-        return np.asarray(self.round_trip_seconds + first + levels)
+        most, batches = self._largest_rows, np.maximum(batches, 1)
+        first = self._draft_step.at(np.minimum(self._first_rows * batches, most))
+        level = self._draft_step.at(np.minimum(self._level_rows * batches, most))
+        drafting = np.where(depths > 0, first + (depths - 1) * level, 0.0)
+        return np.asarray(self.round_trip_seconds + drafting)
