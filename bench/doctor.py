@@ -181,9 +181,10 @@ def _compare(sick: str, healthy: str, num_streams: int, repeats: int) -> tuple[l
     workload = Workload(num_streams, 0.0, None)
     makers = [LoadMaker(look_around(url, Access()), read_prompts(None), 96) for url in (sick, healthy)]
     rates: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for maker, of_maker in zip(makers, rates, strict=True):
-            of_maker.append(maker.measured(workload, maker.run(workload, _COMPARED_SECONDS)).counts.tokens_per_second)
+            grown = maker.run(workload, _COMPARED_SECONDS, part=repeat, num_parts=repeats)
+            of_maker.append(maker.measured(workload, grown).counts.tokens_per_second)
     return rates
 
 

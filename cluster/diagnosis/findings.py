@@ -105,12 +105,16 @@ def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     num_streams = found.auto.workload.num_streams
     auto = found.auto.counts
     if now.num_sequences < _FULL_SHARE * num_streams and found.is_cache_full:
+        # Of those that do not wait for blocks some wait for their prompts; and nothing is computed again for one stream.
+        in_steps = now.num_sequences / max(num_streams - auto.mean_waiting, now.num_sequences)
+        alone = found.alone.counts
+        undisturbed = min(now.prompt_seconds, alone.prompt_seconds(alone.verify.mean_seconds))
         yield Finding(
             "KV cache exhausted",
             f"of {num_streams} streams {now.num_sequences:.1f} were in a step, the others waited for blocks; "
             f"{auto.num_preemptions:.0f} preemptions",
             "raise target.kv_cache_bytes (or target.memory_utilization), or lower target.max_num_seqs, or k",
-            rate(replace(now, num_sequences=float(num_streams))),
+            rate(replace(now, num_sequences=in_steps * num_streams, prompt_seconds=undisturbed)),
         )
     if auto.num_refusals > _REFUSED_SHARE * auto.num_steps:
         drafted = auto.num_rounds / max(now.num_sequences * auto.num_steps, 1.0)

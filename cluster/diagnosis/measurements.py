@@ -82,10 +82,15 @@ class Counts:
         """The acceptance length."""
         return 1.0 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
 
-    def prompt_seconds(self, decode_seconds: float) -> float:
-        """That prompts add to steps, for each token that is committed; a step without drafts takes `decode_seconds`."""
-        added = max(0.0, self.prefill.seconds - self.prefill.count * decode_seconds)
+    def prompt_seconds(self, step_seconds: float) -> float:
+        """That prompts add to steps, for each token that is committed; a step without any takes `step_seconds`."""
+        added = max(0.0, self.prefill.seconds - self.prefill.count * step_seconds)
         return added / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def rows(self) -> float:
+        """Of a step with drafts, or of a plain one."""
+        return self.mean_batch * (1.0 + self.mean_depth)
 
     @property
     def mean_waiting(self) -> float:

@@ -32,23 +32,22 @@ class Speed:
 
     @classmethod
     def of(cls, found: Examination) -> Speed:
+        """Of the rounds of the fastest depth."""
         plain, told = found.plain.counts, found.told.counts
         decode = plain.decode.mean_seconds
-        steps = [(plain.mean_batch, plain.decode)]
-        for one in (*found.fixed, found.auto):
-            counts = one.counts
-            steps.append((counts.mean_batch * (1.0 + counts.mean_depth), counts.verify))
+        drafted = [one.counts for one in (*found.fixed, found.auto)]
+        steps = StepCurve([(plain.rows, plain.decode), *((counts.rows, counts.verify) for counts in drafted)])
         asked = told.mean_depth * told.draft.mean_seconds + found.network_seconds
         plain_token = 1.0 / max(plain.tokens_per_second, 1e-9) - plain.prompt_seconds(decode)
         return cls(
-            num_sequences=plain.mean_batch,
+            num_sequences=told.mean_batch,
             survival=found.survival,
-            steps=StepCurve(steps),
+            steps=steps,
             draft_seconds=told.draft.mean_seconds,
             round_trip_seconds=found.network_seconds,
             wait_share=min(told.wait_a_step / asked, _MAX_WAIT_SHARE) if asked > 0 else 1.0,
             rest_seconds=max(0.0, plain.mean_batch * plain_token - decode),
-            prompt_seconds=told.prompt_seconds(decode),
+            prompt_seconds=told.prompt_seconds(steps.at(told.rows)),  # steps with prompts have drafts, too
         )
 
     def survival_at(self, depth: int) -> float:

@@ -42,10 +42,11 @@ def examine(maker: LoadMaker, plan: Plan, did_one: Callable[[], object] = lambda
     """Puts the cluster under each load, all of them in turn as often as the plan says. Raises ConfigurationError."""
     workloads = list(dict.fromkeys(plan.workloads))
     grown: dict[Workload, Numbers] = {workload: defaultdict(float) for workload in workloads}
-    for _ in range(plan.repeats):
+    for repeat in range(plan.repeats):
         for workload in workloads:
             times = _AUTO_TIMES if workload.num_speculative_tokens is None else 1
-            for name, value in maker.run(workload, times * plan.seconds).items():
+            numbers = maker.run(workload, times * plan.seconds, part=repeat, num_parts=plan.repeats)
+            for name, value in numbers.items():
                 grown[workload][name] += value
             did_one()
     found = {workload: maker.measured(workload, numbers) for workload, numbers in grown.items()}

@@ -49,13 +49,16 @@ class LoadMaker:
     max_tokens: int
     access: Access = field(default_factory=Access)
 
-    def run(self, workload: Workload, seconds: float) -> Numbers:
+    def run(self, workload: Workload, seconds: float, *, part: int = 0, num_parts: int = 1) -> Numbers:
         """How counters grew in so many seconds in which all streams were busy. Raises ConfigurationError.
+
+        It begins with the first prompt of `part` of so many parts of them: repeats that each begin with a part of their
+        own ask more of the prompts, and loads of one part the same ones, some of which are easier to draft than others.
 
         Metrics pages are read before and after. How many sequences wait is no counter, and so looked at in between as
         well, once a second: but for the controller's k alone, as nobody asks it of other loads.
         """
-        with self._streams(workload) as failed:
+        with self._streams(workload, part * len(self.prompts) // num_parts) as failed:
             before, started_at = self._look(), time.perf_counter()
             waiting, next_look = [before.num_waiting], _WAITING_SECONDS
             while (passed := time.perf_counter() - started_at) < seconds:
@@ -86,14 +89,14 @@ class LoadMaker:
         return StartTimes()
 
     @contextmanager
-    def _streams(self, workload: Workload) -> Iterator[list[ConfigurationError]]:
+    def _streams(self, workload: Workload, first_prompt: int) -> Iterator[list[ConfigurationError]]:
         """Streams under way, each with one request after the other; what goes wrong is put into what is yielded."""
         num_streams = workload.num_streams * len(self.facts.targets)
         is_over, has_answered = threading.Event(), threading.Semaphore(0)
         failed: list[ConfigurationError] = []
 
         def stream(first: int) -> None:
-            number = first
+            number = first_prompt + first
             # The first answers are short, of different lengths: streams that begin together would end together.
             max_tokens = max(8, self.max_tokens * (first + 1) // (2 * num_streams))
             while not is_over.is_set():

@@ -126,9 +126,11 @@ def _try(arguments: argparse.Namespace, best: Sequence[str], candidate: Candidat
                 makers.append(LoadMaker(look_around(cluster.url, access), prompts, arguments.max_tokens, access))
             ratios = []
             with tqdm(total=arguments.trials, desc=candidate.name, file=sys.stderr, disable=None) as progress:
-                for _ in range(arguments.trials):
+                for trial in range(arguments.trials):
                     before, after = (
-                        maker.measured(workload, maker.run(workload, arguments.seconds)).counts.tokens_per_second
+                        maker.measured(
+                            workload, maker.run(workload, arguments.seconds, part=trial, num_parts=arguments.trials)
+                        ).counts.tokens_per_second
                         for maker in makers
                     )
                     ratios.append(after / max(before, 1e-9))
