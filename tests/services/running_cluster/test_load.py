@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -19,13 +20,14 @@ class Program(http.server.BaseHTTPRequestHandler):
     """A router, a target and a draft worker in one, who counts what it is asked; two sequences wait, always."""
 
     asked: Counter[str] = Counter()  # noqa: RUF012
+    prompts: list[str] = []  # noqa: RUF012
 
     def do_GET(self) -> None:
         self.asked[self.path] += 1
         self.answer(b"vllm:num_requests_waiting 2\nvllm:generation_tokens_total 7\n")
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
+        self.prompts.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"])
         threading.Event().wait(0.05)
         self.answer(b"{}")
 
@@ -41,6 +43,7 @@ class Program(http.server.BaseHTTPRequestHandler):
 def pages() -> Iterator[dict[str, str]]:
     """The pages' addresses, by program."""
     Program.asked.clear()
+    Program.prompts.clear()
     servers = {name: http.server.ThreadingHTTPServer(("127.0.0.1", 0), Program) for name in ("target", "draft")}
     for server in servers.values():
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -63,3 +66,14 @@ def test_pages_are_asked_no_more_than_is_needed(depth: int | None, most: int, pa
     grown = maker.run(workload, SECONDS)
     assert Program.asked["/metrics"] <= most
     assert maker.measured(workload, grown).counts.mean_waiting == pytest.approx(2.0)
+
+
+def test_each_part_begins_with_prompts_of_its_own(pages: dict[str, str]) -> None:
+    targets = (worker("target", pages["target"]),)
+    maker = LoadMaker(ClusterFacts(pages["target"], "m", "", targets, ()), ["a", "b", "c", "d"], 8)
+    asked = []
+    for part in range(2):
+        Program.prompts.clear()
+        maker.run(Workload(1, 0.0, 5), 0.2, part=part, num_parts=2)
+        asked.append(Program.prompts[:3])
+    assert asked == [["a", "b", "c"], ["c", "d", "a"]]

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from cluster.diagnosis.measurements import StartTimes, Workload
+from services.doctor.examine import Plan, examine
+from services.running_cluster.load import LoadMaker, Numbers
+from tests.services.doctor.test_checks import facts
+
+
+@dataclass(slots=True)
+class RecordingMaker(LoadMaker):
+    """Keeps what it is asked for, and does none of it."""
+
+    asked: list[tuple[Workload, float, int, int]] = field(default_factory=list)
+
+    def run(self, workload: Workload, seconds: float, *, part: int = 0, num_parts: int = 1) -> Numbers:
+        self.asked.append((workload, seconds, part, num_parts))
+        return defaultdict(float, {"seconds": seconds, "decode": 1.0, "decode seconds": 0.02, "tokens": 4.0})
+
+    def start_times(self) -> StartTimes:
+        return StartTimes()
+
+
+def test_each_repeat_puts_the_cluster_under_all_loads_with_prompts_of_its_own() -> None:
+    maker = RecordingMaker(facts(2), ["x"], 8)
+    plan = Plan(num_streams=4, temperatures=(0.0, 0.7), max_depth=16, seconds=3.0, repeats=2)
+    found = examine(maker, plan)
+    loads = plan.workloads
+    assert [workload for workload, *_ in maker.asked] == [*loads, *loads]
+    assert [asked[2:] for asked in maker.asked] == [(0, 2)] * len(loads) + [(1, 2)] * len(loads)
+    assert found.plain.counts.num_tokens == 8.0  # of both
+    assert [one.workload.num_speculative_tokens for one in found.fixed] == [2, 5, 10]
+
+
+def test_the_run_with_the_controllers_depth_is_the_longest() -> None:
+    maker = RecordingMaker(facts(2), ["x"], 8)
+    examine(maker, Plan(num_streams=4, temperatures=(0.0,), max_depth=16, seconds=3.0, repeats=1))
+    took = {load.num_speculative_tokens: seconds for load, seconds, *_ in maker.asked if load.num_streams == 4}
+    assert took == {0: 3.0, 2: 3.0, 5: 3.0, 10: 3.0, None: 9.0}
