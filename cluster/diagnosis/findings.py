@@ -105,7 +105,7 @@ def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     num_streams = found.auto.workload.num_streams
     auto = found.auto.counts
     if now.num_sequences < _FULL_SHARE * num_streams and found.is_cache_full:
-        # Of those that do not wait for blocks some wait for their prompts; and nothing is computed again for one stream.
+        # Of those that do not wait for blocks some wait for their prompts. With one stream none is computed twice.
         in_steps = now.num_sequences / max(num_streams - auto.mean_waiting, now.num_sequences)
         alone = found.alone.counts
         undisturbed = min(now.prompt_seconds, alone.prompt_seconds(alone.verify.mean_seconds))
