@@ -193,7 +193,7 @@ class SimulatedCluster:
     def _turn_target(self, target: Target, due_at: float) -> None:
         if self._due_at[target.index] != due_at:
             return  # it was put off, or came sooner
-        self._follow(target, target.wake(self.now) if target.rounds.is_waiting else target.end_step(self.now))
+        self._follow(target, target.wake(self.now) if target.rounds.waits.is_waiting else target.end_step(self.now))
         if self.recorder.ended:
             self._ended()
 
@@ -233,7 +233,7 @@ class SimulatedCluster:
             target = self._targets[index]
             target.rounds.heard(draft.index, float(draft.step_seconds[index]), int(draft.batches[index]))
             if waited[index]:
-                due_at = target.rounds.wakes_at()
+                due_at = target.rounds.waits.wakes_at()
                 if due_at is not None and due_at != self._due_at[index]:
                     self._follow(target, due_at)
 

@@ -22,9 +22,9 @@ from cluster.coordination.openings import pause_seconds
 from cluster.coordination.sequence import Round, SpeculativeSequence
 from cluster.coordination.shadows import SHADOW_DEPTH
 from cluster.coordination.stats import CoordinatorStats
-from cluster.coordination.waiting import pays_alone, slows_others
 from cluster.simulator.columns import NEVER, BoolArray, Columns, row_of
 from cluster.simulator.planner import Planner
+from cluster.simulator.waiting import Waits
 from cluster.simulator.worths import Worths
 from cluster.speculation.costs import DraftStep
 from cluster.speculation.depth import IntArray
@@ -67,12 +67,6 @@ class Ended:
     ended_at: float
 
 
-@dataclass(slots=True)
-class _Wait:
-    started_at: float
-    rows: IntArray
-
-
 class Rounds:
     def __init__(
         self,
@@ -97,28 +91,22 @@ class Rounds:
             config.target.max_num_batched_tokens,
             clock,
         )
-        self.held_back: IntArray = _NONE  # sequences that the step goes on without
-        self.waited_seconds = 0.0  # by the step that begins
         self._columns = columns
         self._told = told
-        self._timeout = config.speculation.draft_timeout_ms / 1e3
+        timeout = config.speculation.draft_timeout_ms / 1e3
         self._worths = Worths(self.planner)
-        self._balancer = LinkBalancer(
-            config.target.max_num_seqs, self._timeout, self._worths, config.placement.trial_share
-        )
+        self._balancer = LinkBalancer(config.target.max_num_seqs, timeout, self._worths, config.placement.trial_share)
         for link in links:
             self._balancer.add(link)
         self.links = list(self._balancer.active.values())
         self._first_link = first_link
         self._ways = np.array([link.way_seconds for link in links])
         self._order = _NONE
-        self._num_owed = np.zeros(len(links), np.int64)
-        self._depth_owed = np.zeros(len(links), np.int64)
         self._has_proposed = np.zeros(len(links), np.bool_)
         self._replies: list[deque[tuple[float, DraftStep]]] = [deque(maxlen=_MAX_REPLIES) for _ in links]
         self._wire_ids = 0
         self._ended: Ended | None = None
-        self._wait: _Wait | None = None
+        self.waits = Waits(columns, self.planner, self.stats, self.links, first_link, timeout, self._verified_depth)
 
     def join(self, row: int) -> None:
         """A new sequence is at `row`."""
@@ -133,7 +121,7 @@ class Rounds:
 
     def begin(self, order: IntArray, now: float) -> None:
         """A step of `order`, the oldest first, is next."""
-        self._order, self.waited_seconds = order, 0.0
+        self._order = order
         self._learn()
         self._take_replies(now)
         self._rearrange(now)
@@ -311,8 +299,7 @@ class Rounds:
             columns.is_opening[rows] = True
         else:
             owed = ~is_shadow
-            self._num_owed += np.bincount(place[owed], minlength=len(self.links))
-            np.maximum.at(self._depth_owed, place[owed], depth[owed])
+            self.waits.owe(place[owed], depth[owed])
         self._touch(place, arrives_at, is_opening)
 
     def _touch(self, places: IntArray, arrive_at: FloatArray, is_opening: bool) -> None:
@@ -336,117 +323,14 @@ class Rounds:
 
     def begin_wait(self, now: float) -> float | None:
         """Begins to wait for proposals. Returns when to `wake`; None: the step need not wait."""
-        columns, planner = self._columns, self.planner
-        decoding = self._order[~columns.is_prefilling[self._order]]
-        self.held_back = _NONE
-        if not self.links or planner.leaves_drafts_out:
-            return None
-        since, is_late = columns.awaited_since[decoding], columns.is_late[decoding]
-        has_depth = columns.depth[decoding] > 0
-        is_awaited = (since < NEVER) & ~is_late & has_depth
-        if is_late.any() or is_awaited.any():
-            has_answered = columns.has_answered[decoding]
-            if ((since == NEVER) | has_answered).any():
-                # Drafters of new sequences still compute the tokens that these were opened with: others do not wait.
-                columns.is_late[decoding[is_awaited & ~has_answered]] = True
-                is_awaited &= has_answered
-            is_late = columns.is_late[decoding]
-            self._went_without(decoding[is_late], decoding[is_awaited])
-        if not is_awaited.any():
-            self._waited(_NONE, now, now)
-            return None
-        awaited = decoding[is_awaited]
-        if len(awaited) < len(decoding) and planner.needs.measurements and planner.step_seconds.is_known:
-            to_wait = self._seconds_to_wait(awaited, now)
-            num_plain = int(((columns.link[decoding] < 0) & has_depth).sum())
-            rows_awaited = len(awaited) + int(columns.depth[awaited].sum())
-            if num_plain > len(awaited) and slows_others(
-                to_wait, planner.step_seconds.seconds(num_plain + rows_awaited)
-            ):
-                self._waited(_NONE, now, now)
-                return None
-            ready = decoding[~is_awaited]
-            rows_ready = len(ready) + int(self._verified_depth(ready).sum())
-            tokens_ready = float(columns.expected[ready].sum())
-            tokens = tokens_ready + float(columns.expected[awaited].sum())
-            rows = rows_ready, rows_ready + rows_awaited
-            if pays_alone(planner.step_seconds, rows, (tokens_ready, tokens), to_wait):
-                self.held_back = awaited
-                return None
-        columns.is_waited_for[awaited] = True
-        self._wait = _Wait(now, awaited)
-        return self._wakes_at(awaited)
-
-    @property
-    def is_waiting(self) -> bool:
-        """For proposals."""
-        return self._wait is not None
-
-    def wakes_at(self) -> float | None:
-        """When to `wake`, now that more proposals are on their way; None: nothing is waited for."""
-        return None if self._wait is None else self._wakes_at(self._still_awaited(self._wait.rows))
+        return self.waits.begin(self._order[~self._columns.is_prefilling[self._order]], now)
 
     def wake(self, now: float) -> float | None:
         """Proposals have come, or it is time to give some up. Returns what `begin_wait` returns."""
-        wait, columns = self._wait, self._columns
-        assert wait is not None
-        rows = wait.rows
-        is_awaited = columns.is_waited_for[rows]
-        here = is_awaited & (columns.coming_at[rows] <= now)
-        given_up = is_awaited & ~here & (now >= columns.awaited_since[rows] + self._timeout)
-        if given_up.any():
-            columns.is_late[rows[given_up]] = True
-            self.stats.num_late_rounds += int(given_up.sum())
-        columns.is_waited_for[rows[here | given_up]] = False
-        left = self._still_awaited(rows)
-        if left.size:
-            return self._wakes_at(left)
-        self._wait = None
-        self._waited(rows, wait.started_at, now)
-        self._take_replies(now)
-        self.waited_seconds = now - wait.started_at
-        return None
-
-    def _wakes_at(self, rows: IntArray) -> float:
-        """When the next of `rows` that are waited for is given up, or all have come."""
-        columns = self._columns
-        until = float(columns.awaited_since[rows].min()) + self._timeout
-        return min(until, float(columns.coming_at[rows].max()))
-
-    def _still_awaited(self, rows: IntArray) -> IntArray:
-        return rows[self._columns.is_waited_for[rows]]
-
-    def _seconds_to_wait(self, awaited: IntArray, now: float) -> float:
-        columns = self._columns
-        place = columns.link[awaited] - self._first_link
-        takes = np.zeros(len(awaited))
-        for number, batch in enumerate(np.bincount(place).tolist()):
-            if batch:
-                costs, mine = self.links[number].costs, place == number
-                takes[mine] = costs.all_proposal_seconds(columns.levels[awaited[mine]], np.array([batch]))
-        return max(0.0, float((columns.awaited_since[awaited] + takes).max()) - now)
-
-    def _went_without(self, late: IntArray, awaited: IntArray) -> None:
-        columns, size = self._columns, len(self.links)
-        links = columns.link[late]
-        is_late = np.bincount(links[links >= 0] - self._first_link, minlength=size) > 0
-        is_late &= np.bincount(columns.link[awaited] - self._first_link, minlength=size) == 0
-        self._num_owed[is_late] = self._depth_owed[is_late] = 0
-
-    def _waited(self, rows: IntArray, started_at: float, now: float) -> None:
-        """A step has waited since then for the proposals of `rows`, and for those of no other link at all."""
-        if not self._num_owed.any():
-            return
-        seconds = np.zeros(len(self.links))
-        if rows.size:
-            came_at = np.minimum(self._columns.coming_at[rows], now)
-            seconds[:] = float(came_at.min())
-            np.maximum.at(seconds, self._columns.link[rows] - self._first_link, came_at)
-            seconds -= started_at
-        for place in self._num_owed.nonzero()[0].tolist():
-            costs = self.links[place].costs
-            costs.observe_wait(float(seconds[place]), int(self._depth_owed[place]), int(self._num_owed[place]))
-        self._num_owed[:] = self._depth_owed[:] = 0
+        wakes_at = self.waits.wake(now)
+        if wakes_at is None:
+            self._take_replies(now)
+        return wakes_at
 
     # What is verified.
 

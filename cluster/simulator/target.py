@@ -150,8 +150,8 @@ class Target:
         """The step begins; returns when it ends."""
         columns = self._columns
         decoding = self._order[~columns.is_prefilling[self._order]]
-        if self.rounds.held_back.size:
-            decoding = decoding[~np.isin(decoding, self.rounds.held_back)]
+        if self.rounds.waits.held_back.size:
+            decoding = decoding[~np.isin(decoding, self.rounds.waits.held_back)]
         num_begun = len(decoding)
         may_grow, num_kept = self.blocks.grow(self._order)
         if num_kept < len(self._order):
@@ -187,7 +187,7 @@ class Target:
             parts,
             num_rows,
             seconds,
-            self.rounds.waited_seconds,
+            self.rounds.waits.seconds,
             num_begun,
         )
         return now + over + seconds
