@@ -192,8 +192,9 @@ class Coordinator:
             self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure, is_whole=is_whole)
             if step.timing is None:
                 continue
-            if is_pure:
-                self.planner.step_seconds.observe(step.timing.num_rows, step.timing.seconds)
+            # With prompts beside, too: where answers end all the time hardly a step is without.
+            num_rows = step.timing.num_rows + step.timing.num_prompt_tokens
+            self.planner.step_seconds.observe(num_rows, step.timing.seconds)
             num_committed = sum([len(ended.chosen) for ended in step.rounds])
             self.planner.prompts.observe(step.timing.num_prompt_tokens, step.timing.num_prompts, num_committed)
 

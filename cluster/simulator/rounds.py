@@ -168,8 +168,7 @@ class Rounds:
             for judged in rounds:
                 if judged.sequence.proposal is None:
                     self._columns.held_base[row_of(judged.sequence)] = -1
-        if is_pure:
-            planner.step_seconds.observe(ended.num_choices, ended.seconds)
+        planner.step_seconds.observe(ended.num_choices + ended.prompt_tokens, ended.seconds)
         planner.prompts.observe(ended.prompt_tokens, ended.prompts, ended.num_committed)
 
     def _shadow_rounds(self, ended: Ended) -> list[Round]:

@@ -36,8 +36,9 @@ class LearnedCurve:
     knot learns what it differs by beside that, the faster the longer it was not seen: a plain step among a dozen with
     drafts has to weigh as much as these, or what they shift the common factor by would stay with it.
 
-    The curve never falls: more rows never cost less. A knot that nothing was observed near follows from its neighbours:
-    below the first one that was, flat; above the last, with the slope of the curve's upper half.
+    The curve never falls: more rows never cost less, so of knots that contradict each other the one seen last holds. A
+    knot that nothing was observed near follows from its neighbours: below the first one that was, flat; above the last,
+    with the slope of the curve's upper half.
     """
 
     def __init__(self, maximum: int) -> None:
@@ -114,20 +115,33 @@ class LearnedCurve:
             return index, 0.0
         return index, max(0.0, (count - knots[index]) / (knots[index + 1] - knots[index]))
 
+    def _known(self) -> list[tuple[int, float]]:
+        """Knots and their seconds, which never fall: of two that contradict each other the one seen last holds."""
+        known: list[tuple[int, float]] = []
+        for index, log_seconds in enumerate(self._log_seconds):
+            if log_seconds is None:
+                continue
+            seconds = math.exp(log_seconds)
+            before = len(known)
+            while (
+                before and known[before - 1][1] > seconds and self._seen_at[known[before - 1][0]] < self._seen_at[index]
+            ):
+                before -= 1
+            seconds = max(seconds, known[before - 1][1]) if before else seconds
+            known[before:] = [(earlier, seconds) for earlier, _ in known[before:]]
+            known.append((index, seconds))
+        return known
+
     def _fill(self) -> list[float]:
         """The seconds at all knots, without the common factor."""
         if self._num_observations < self._fill_at:
             return self._filled
         knots, filled = self._knots, [0.0] * len(self._knots)
         last = -1  # the last knot that is known
-        for index, log_seconds in enumerate(self._log_seconds):
-            if log_seconds is None:
-                continue
-            seconds = math.exp(log_seconds)
+        for index, seconds in self._known():
             if last < 0:
                 filled[:index] = [seconds] * index
             else:
-                seconds = max(seconds, filled[last])
                 slope = (seconds - filled[last]) / (knots[index] - knots[last])
                 for between in range(last + 1, index):
                     filled[between] = filled[last] + slope * (knots[between] - knots[last])

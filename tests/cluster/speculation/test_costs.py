@@ -32,6 +32,16 @@ def test_it_never_falls() -> None:
     assert (np.diff(values) >= 0).all()
 
 
+def test_what_was_seen_last_holds_where_fewer_rows_seem_dearer() -> None:
+    """As when other programs were in the way while steps were timed at start, and only larger ones came since."""
+    curve = curve_of({1: 0.040, 64: 0.140, 128: 0.170})
+    for _ in range(40):
+        curve.observe(128, 0.100)
+        curve.observe(256, 0.180)
+    assert float(curve.at(128)) == pytest.approx(0.100, rel=0.05)
+    assert float(curve.at(64)) <= float(curve.at(128))
+
+
 def test_beyond_what_was_seen_the_last_slope_goes_on() -> None:
     curve = curve_of({1: 0.010, 64: 0.064, 128: 0.128})
     assert float(curve.at(256)) == pytest.approx(0.256, rel=0.1)
