@@ -48,6 +48,7 @@ class StepTiming:
     is_pure: bool = True  # nothing else was computed beside, such as a chunk of a prompt
     num_prompts: int = 0  # of which a chunk was
     num_prompt_tokens: int = 0  # in these chunks
+    left_prompts: bool = False  # some tokens of theirs, or of others, are still to be computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,12 @@ class Coordinator:
             num_rows = step.timing.num_rows + step.timing.num_prompt_tokens
             self.planner.step_seconds.observe(num_rows, step.timing.seconds)
             num_committed = sum([len(ended.chosen) for ended in step.rounds])
-            self.planner.prompts.observe(step.timing.num_prompt_tokens, step.timing.num_prompts, num_committed)
+            self.planner.prompts.observe(
+                step.timing.num_prompt_tokens,
+                step.timing.num_prompts,
+                num_committed,
+                left_some=step.timing.left_prompts,
+            )
 
     def _plan(self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence]) -> None:
         num_rows = len(decoding) + len(joining)

@@ -62,6 +62,7 @@ class Ended:
     num_choices: int
     prompts: int
     prompt_tokens: int
+    left_prompts: bool
     seconds: float
     is_whole: bool
     ended_at: float
@@ -169,7 +170,7 @@ class Rounds:
                 if judged.sequence.proposal is None:
                     self._columns.held_base[row_of(judged.sequence)] = -1
         planner.step_seconds.observe(ended.num_choices + ended.prompt_tokens, ended.seconds)
-        planner.prompts.observe(ended.prompt_tokens, ended.prompts, ended.num_committed)
+        planner.prompts.observe(ended.prompt_tokens, ended.prompts, ended.num_committed, left_some=ended.left_prompts)
 
     def _shadow_rounds(self, ended: Ended) -> list[Round]:
         rounds = []

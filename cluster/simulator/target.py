@@ -264,6 +264,7 @@ class Target:
             len(rows) + int(num_drafts.sum()),
             len(step.parts),
             sum(part.num_tokens for part in step.parts),
+            bool(columns.is_prefilling[self._order].any()),
             step.seconds,
             is_whole,
             now,

@@ -5,6 +5,9 @@ that is. A step that commits T tokens so ends eT/n sequences, where e have ended
 a Poisson number of prompts, rT/c on the average, with r prompt tokens for each committed one and c in each prompt.
 Beside them rows are dear that are free without: what pays in steps without prompts need not pay where there are many.
 
+A step computes no more than so many tokens of prompts (`cluster.engine.prompt_pace`). Where T tokens bring f times as
+many along, sequences wait for their prompts until a step commits T/f: these T take f steps, of as many rows in all.
+
 The ends are what is counted, as the prompts of a load that grows come before its answers: by these, answers would seem
 to be short for hundreds of steps.
 """
@@ -21,6 +24,7 @@ IntArray = npt.NDArray[np.int64]
 
 _LEAST_SEEN = 0.01  # of what fades
 _DECAY = 0.99  # of what was counted, a step: about the last hundred count
+_LIMIT_RATE = 0.05  # of a step that had as many tokens of prompts as it may have
 
 
 class PromptLoad:
@@ -32,6 +36,7 @@ class PromptLoad:
         self._num_committed = 0.0
         self._num_steps = 0.0
         self._num_steps_with_prompts = 0.0
+        self._most_tokens: float | None = None  # None: no step left any
 
     def joined(self) -> None:
         """A sequence came, whose prompt is to be computed."""
@@ -41,8 +46,11 @@ class PromptLoad:
         """A sequence left, and makes room for another."""
         self._num_ended += 1.0
 
-    def observe(self, num_prompt_tokens: int, num_prompts: int, num_committed: int) -> None:
-        """A step computed so many tokens of so many prompts, and committed so many."""
+    def observe(self, num_prompt_tokens: int, num_prompts: int, num_committed: int, *, left_some: bool = False) -> None:
+        """A step computed so many tokens of so many prompts, and committed so many; it `left_some` of the prompts."""
+        if left_some and num_prompt_tokens:
+            known = self._most_tokens or num_prompt_tokens
+            self._most_tokens = known + _LIMIT_RATE * (num_prompt_tokens - known)
         self._num_prompt_tokens = _DECAY * self._num_prompt_tokens + num_prompt_tokens
         self._num_prompts = _DECAY * self._num_prompts + num_prompts
         self._num_joined *= _DECAY
@@ -60,6 +68,11 @@ class PromptLoad:
     def share(self) -> float:
         """Of the last steps, those that had prompts."""
         return self._num_steps_with_prompts / max(self._num_steps, 1.0)
+
+    @property
+    def most_tokens(self) -> float:
+        """Of prompts, that a step computes when there are more."""
+        return self._most_tokens or np.inf
 
     def beside(self, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Of steps that commit `tokens`: the share that will have prompts, and how many tokens of prompts these."""
@@ -87,7 +100,13 @@ class StepSeconds:
         if not self._prompts.is_any:
             return without
         share, num_prompt_tokens = self._prompts.beside(tokens)
-        return without + share * (self.verify.at(rows + num_prompt_tokens) - without)
+        with_prompts = without + share * (self.verify.at(rows + num_prompt_tokens) - without)
+        most = self._prompts.most_tokens
+        num_steps = share * num_prompt_tokens / most
+        if not np.any(num_steps > 1.0):
+            return with_prompts
+        num_steps = np.maximum(num_steps, 1.0)
+        return np.where(num_steps > 1.0, num_steps * self.verify.at(rows / num_steps + most), with_prompts)
 
     def room_for_drafts(self, num_rows: int) -> int:
         """Draft tokens that a step of `num_rows` sequences has room for on the average: where there are prompts, the

@@ -299,6 +299,7 @@ class StepLoop(Target):
             is_pure=kind != "prefill",
             num_prompts=len(prompts),
             num_prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
+            left_prompts=any(generation.is_prefilling for generation in self._scheduler.running),
         )
 
     def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:

@@ -54,6 +54,7 @@ class EngineStep:
     num_rows: int  # that yielded a choice
     seconds: float
     prompts: Sequence[PromptPart]  # that were computed beside
+    left_prompts: bool  # some tokens of theirs, or of others, are still to be computed
 
     @property
     def has_prefill(self) -> bool:
@@ -176,6 +177,7 @@ class RoundScheduler(Scheduler):
                 for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
                 if num_tokens > 1 + len(drafts_of.get(request_id, ())) and (request := requests[request_id]) is not None
             ],
+            left_prompts=any(request.is_prefill_chunk for request in self.running),
         )
         self.pace.observe(scheduler_output.total_num_scheduled_tokens, step.prompts, seconds)
         if self.rounds is not None:

@@ -195,6 +195,7 @@ def _timing(step: EngineStep) -> StepTiming:
         is_pure=not step.prompts,
         num_prompts=len(step.prompts),
         num_prompt_tokens=sum(prompt.num_tokens for prompt in step.prompts),
+        left_prompts=step.left_prompts,
     )
 
 

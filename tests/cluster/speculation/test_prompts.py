@@ -73,3 +73,22 @@ def test_a_load_that_grows_does_not_make_answers_seem_short() -> None:
         prompts.observe(100 * is_end, int(is_end), 64)
     share, num_tokens = prompts.beside(np.array([64.0]))
     assert share[0] * num_tokens[0] == pytest.approx(64 * 100 / 128, rel=0.05)
+
+
+def test_where_steps_leave_prompts_more_tokens_wait_for_their_turn() -> None:
+    """120 tokens bring 240 of prompts, and a step computes 60: they take four steps, each with a quarter of the rows."""
+    curve = LearnedCurve(512)
+    for rows in (1, 64, 128, 192, 256, 384, 512):
+        curve.observe(rows, 0.020 + 0.0002 * rows)
+    prompts = load(128, 64)
+    steps = StepSeconds(curve, prompts, 512)
+    unlimited = float(steps.at(np.array([160]), np.array([120.0]))[0])
+    for _ in range(200):
+        prompts.ended()
+        prompts.joined()
+        prompts.observe(60, 1, 30, left_some=True)
+    (ratio,) = prompts.beside(np.array([120.0]))[0] * prompts.beside(np.array([120.0]))[1]
+    (seconds,) = steps.at(np.array([160]), np.array([120.0]))
+    assert prompts.most_tokens == pytest.approx(60)
+    assert seconds == pytest.approx(ratio / 60 * (0.020 + 0.0002 * 60) + 0.0002 * 160, rel=0.02)
+    assert seconds > unlimited
