@@ -83,7 +83,7 @@ def request(name: str = "a", k: int | None = None, *, coupled: bool = True) -> R
 
 def step(*committed: Committed, seconds: float = 0.02, prompts: tuple[PromptPart, ...] = ()) -> SimpleNamespace:
     num_rows = sum(1 + len(one.draft_token_ids) for one in committed)
-    return SimpleNamespace(rounds=committed, num_rows=num_rows, seconds=seconds, prompts=prompts)
+    return SimpleNamespace(rounds=committed, num_rows=num_rows, seconds=seconds, prompts=prompts, left_prompts=False)
 
 
 def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink) -> None:
