@@ -1,7 +1,8 @@
 """In columns as one by one: `bench.virtual` runs the real step loop, coordinator and draft worker in virtual time.
 
 Both draw their own acceptances and lengths, so they are compared over some thousand rounds: in runs of 200 s they were
-within 2 % of each other in tokens a second and 6 % in the mean k; here runs are shorter.
+within 2 % of each other in tokens a second and 6 % in the mean k; here runs are shorter, but where drafts do not pay: k
+is nought there but for some rounds of trial, of which there have to be enough.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cluster.simulator.traffic import ClosedTraffic
 from cluster.targets.base import GenerationOutput
 from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of
 
-SECONDS, WARM_UP = 120.0, 30.0
+SECONDS, RARE_SECONDS, WARM_UP = 120.0, 900.0, 30.0
 
 
 @dataclass
@@ -30,7 +31,7 @@ class Outcome:
     latency: float  # the median of whole answers
 
 
-def one_by_one(config: Config, num_streams: int) -> Outcome:
+def one_by_one(config: Config, num_streams: int, seconds: float) -> Outcome:
     cluster, rng = VirtualCluster(config), np.random.default_rng(3)
     asked_at: dict[str, float] = {}
     took: list[float] = []
@@ -53,15 +54,15 @@ def one_by_one(config: Config, num_streams: int) -> Outcome:
     cluster.on_step = on_step
     for _ in range(num_streams):
         ask()
-    cluster.run(SECONDS)
+    cluster.run(seconds)
     num_tokens, num_drafts, num_rounds = counts
-    return Outcome(num_tokens / (SECONDS - WARM_UP), num_drafts / num_rounds, float(np.median(took)))
+    return Outcome(num_tokens / (seconds - WARM_UP), num_drafts / num_rounds, float(np.median(took)))
 
 
-def in_columns(config: Config, num_streams: int) -> Outcome:
-    traffic = ClosedTraffic(num_streams, SECONDS, PROMPTS, ANSWERS, seed=3)
+def in_columns(config: Config, num_streams: int, seconds: float) -> Outcome:
+    traffic = ClosedTraffic(num_streams, seconds, PROMPTS, ANSWERS, seed=3)
     alike = Programs(hand_over=HAND_OVER_SECONDS, router=0.0, answer=0.0, target=Overheads(), draft=Overheads())
-    span = Span(WARM_UP, SECONDS, is_cut=True)
+    span = Span(WARM_UP, seconds, is_cut=True)
     cluster = SimulatedCluster(config, traffic, 1_000_000, span, programs=alike)
     cluster.run()
     figures = cluster.figures()
@@ -70,21 +71,20 @@ def in_columns(config: Config, num_streams: int) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("num_streams", "settings"),
+    ("num_streams", "seconds", "settings"),
     [
-        (1, ()),
-        (4, ()),
-        (4, ("speculation.max_run_ahead=0",)),
-        (8, ("speculation.controller=fixed",)),
-        (4, ("simulation.draft_step_ms=[[1,4],[16,8]]", "simulation.round_trip_ms=6")),
-        (4, ("simulation.acceptance=[0.95,0.8,0.5]", "draft.replicas=2")),
+        (1, SECONDS, ()),
+        (4, SECONDS, ()),
+        (4, SECONDS, ("speculation.max_run_ahead=0",)),
+        (8, SECONDS, ("speculation.controller=fixed",)),
+        (4, RARE_SECONDS, ("simulation.draft_step_ms=[[1,4],[16,8]]", "simulation.round_trip_ms=6")),
+        (4, SECONDS, ("simulation.acceptance=[0.95,0.8,0.5]", "draft.replicas=2")),
     ],
     ids=str,
 )
-def test_they_agree(num_streams: int, settings: tuple[str, ...]) -> None:
+def test_they_agree(num_streams: int, seconds: float, settings: tuple[str, ...]) -> None:
     config = config_of(*settings)
-    apart, together = one_by_one(config, num_streams), in_columns(config, num_streams)
+    apart, together = one_by_one(config, num_streams, seconds), in_columns(config, num_streams, seconds)
     assert together.tokens_per_second == pytest.approx(apart.tokens_per_second, rel=0.06)
     assert together.latency == pytest.approx(apart.latency, rel=0.1)
-    # Where drafts do not pay, k is nought but for a few rounds of trial: of these there may be more in one.
-    assert together.mean_k == pytest.approx(apart.mean_k, rel=0.12, abs=0.1)
+    assert together.mean_k == pytest.approx(apart.mean_k, rel=0.12)
