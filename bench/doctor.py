@@ -173,7 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _examine(url: str, num_streams: int, arguments: argparse.Namespace) -> Report:
-    return examine_cluster(url, num_streams=num_streams, seconds=arguments.seconds, repeats=2)
+    # No loss is told from how other temperatures compare.
+    return examine_cluster(
+        url, num_streams=num_streams, temperatures=(0.0,), seconds=arguments.seconds, repeats=arguments.examinations
+    )
 
 
 def _compare(sick: str, healthy: str, num_streams: int, repeats: int) -> tuple[list[float], list[float]]:
@@ -204,6 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--only", nargs="+", help="of the sicknesses, by the doctor's names")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each of the doctor's loads")
+    parser.add_argument("--examinations", type=int, default=2, help="how often the doctor repeats its loads")
     parser.add_argument("--repeats", type=int, default=3, help="of the comparison of sick and healthy")
     parser.add_argument("--out", type=Path, default=Path("bench/results/doctor.json"))
     return parser

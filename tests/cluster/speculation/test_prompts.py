@@ -76,7 +76,7 @@ def test_a_load_that_grows_does_not_make_answers_seem_short() -> None:
 
 
 def test_where_steps_leave_prompts_more_tokens_wait_for_their_turn() -> None:
-    """120 tokens bring 240 of prompts, and a step computes 60: they take four steps, each with a quarter of the rows."""
+    """120 tokens bring 240 of prompts, and a step computes 60: four steps, each with a quarter of the rows."""
     curve = LearnedCurve(512)
     for rows in (1, 64, 128, 192, 256, 384, 512):
         curve.observe(rows, 0.020 + 0.0002 * rows)
@@ -87,8 +87,9 @@ def test_where_steps_leave_prompts_more_tokens_wait_for_their_turn() -> None:
         prompts.ended()
         prompts.joined()
         prompts.observe(60, 1, 30, left_some=True)
-    (ratio,) = prompts.beside(np.array([120.0]))[0] * prompts.beside(np.array([120.0]))[1]
     (seconds,) = steps.at(np.array([160]), np.array([120.0]))
-    assert prompts.most_tokens == pytest.approx(60)
-    assert seconds == pytest.approx(ratio / 60 * (0.020 + 0.0002 * 60) + 0.0002 * 160, rel=0.02)
+    share, num_prompt_tokens = prompts.beside(np.array([120.0]))
+    num_steps = float(share[0] * num_prompt_tokens[0]) / 60
+    assert seconds == pytest.approx(num_steps * (0.020 + 0.0002 * 60) + 0.0002 * 160, rel=0.02)
     assert seconds > unlimited
+    assert prompts.most_tokens == pytest.approx(60)
