@@ -105,8 +105,8 @@ class StepSeconds:
         num_steps = share * num_prompt_tokens / most
         if not np.any(num_steps > 1.0):
             return with_prompts
-        num_steps = np.maximum(num_steps, 1.0)
-        return np.where(num_steps > 1.0, num_steps * self.verify.at(rows / num_steps + most), with_prompts)
+        waiting = num_steps * self.verify.at(rows / np.maximum(num_steps, 1.0) + most)
+        return np.where(num_steps > 1.0, waiting, with_prompts)
 
     def room_for_drafts(self, num_rows: int) -> int:
         """Draft tokens that a step of `num_rows` sequences has room for on the average: where there are prompts, the
