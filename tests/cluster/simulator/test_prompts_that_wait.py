@@ -1,0 +1,37 @@
+"""Where steps cannot compute all the prompts that their tokens bring, drafts only make the steps longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.simulator.cluster import Span
+from cluster.simulator.traffic import ClosedTraffic, Lengths
+from tests.cluster.simulator.clusters import ran
+
+# A 190M target and its draft on two cores without matrix units: 55 tokens of prompts take the 50 ms that a step has.
+COSTS = (
+    "simulation.target_step_ms=[[1,20],[64,95],[128,150],[192,215],[325,315],[512,480]]",
+    "simulation.draft_step_ms=[[1,0.5],[64,4]]",
+    "simulation.round_trip_ms=0.5",
+    "speculation.max_run_ahead=0",
+)
+STREAMS, SECONDS, ANSWERS = 64, 90.0, Lengths(96, 160)
+
+
+def tokens_per_second(prompts: Lengths, *settings: str) -> float:
+    traffic = ClosedTraffic(STREAMS, SECONDS, prompts, ANSWERS, seed=1)
+    span = Span(SECONDS / 3, SECONDS, is_cut=True)
+    return ran(traffic, *COSTS, *settings, span=span).figures().tokens_per_second
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "prompts"), [(0.8, Lengths(300, 400)), (0.85, Lengths(150, 250)), (0.85, Lengths(80, 160))]
+)
+def test_the_controller_leaves_them_out(acceptance: float, prompts: Lengths) -> None:
+    accepted = f"simulation.acceptance={acceptance}"
+    fixed = [
+        tokens_per_second(prompts, accepted, "speculation.controller=fixed", f"speculation.num_speculative_tokens={k}")
+        for k in range(4)
+    ]
+    assert tokens_per_second(prompts, accepted) >= 0.98 * max(fixed)
+    assert fixed == sorted(fixed, reverse=True)  # or there would be nothing to leave out
