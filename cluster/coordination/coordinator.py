@@ -35,6 +35,7 @@ from cluster.coordination.worth import Worth
 from cluster.engine.limits import StepLimits
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
+from cluster.speculation.prompts import SHORT_CONTEXT
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply
 
@@ -48,7 +49,8 @@ class StepTiming:
     is_pure: bool = True  # nothing else was computed beside, such as a chunk of a prompt
     num_prompts: int = 0  # of which a chunk was
     num_prompt_tokens: int = 0  # in these chunks
-    left_prompts: bool = False  # some tokens of theirs, or of others, are still to be computed
+    left_prompts: bool = False  # some of those that run are still to be computed, or parts of them
+    longest_context: int = 0  # the most tokens that a chunk has before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +195,11 @@ class Coordinator:
             self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure, is_whole=is_whole)
             if step.timing is None:
                 continue
-            # With prompts beside, too: where answers end all the time hardly a step is without.
-            num_rows = step.timing.num_rows + step.timing.num_prompt_tokens
-            self.planner.step_seconds.observe(num_rows, step.timing.seconds)
+            # With prompts beside, too: where answers end all the time hardly a step is without. What long ones take is
+            # attention, which is no matter of rows.
+            if step.timing.num_rows and step.timing.longest_context <= SHORT_CONTEXT:
+                num_rows = step.timing.num_rows + step.timing.num_prompt_tokens
+                self.planner.step_seconds.observe(num_rows, step.timing.seconds)
             num_committed = sum([len(ended.chosen) for ended in step.rounds])
             self.planner.prompts.observe(
                 step.timing.num_prompt_tokens,

@@ -40,7 +40,7 @@ class Speed:
         asked = told.mean_depth * told.draft.mean_seconds + found.network_seconds
         plain_token = 1.0 / max(plain.tokens_per_second, 1e-9) - plain.prompt_seconds(decode)
         return cls(
-            num_sequences=told.mean_batch,
+            num_sequences=told.mean_batch or plain.mean_batch,
             survival=found.survival,
             steps=steps,
             draft_seconds=told.draft.mean_seconds,

@@ -265,6 +265,7 @@ class Target:
             len(step.parts),
             sum(part.num_tokens for part in step.parts),
             bool(columns.is_prefilling[self._order].any()),
+            max((part.num_before for part in step.parts), default=0),
             step.seconds,
             is_whole,
             now,

@@ -139,6 +139,9 @@ class LearnedCurve:
         knots, filled = self._knots, [0.0] * len(self._knots)
         last = -1  # the last knot that is known
         for index, seconds in self._known():
+            # What is learned next is learned of the curve as it is read: else what was held back of a knot would come
+            # back with the next observation, and the common factor after it.
+            self._log_seconds[index] = math.log(max(seconds, 1e-9))
             if last < 0:
                 filled[:index] = [seconds] * index
             else:

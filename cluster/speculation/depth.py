@@ -247,7 +247,8 @@ class GoodputController:
             wait[:, own] = link_costs.wait_seconds(reached, batch)
         wait = np.maximum.accumulate(wait, axis=1)  # no link's wait grows shorter with another token
         tokens = num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)
-        token_rates = tokens / (self._steps.at(num_rows + num_taken, tokens) + wait)
+        with_waits = self._steps.at(num_rows + num_taken, tokens) + self._steps.num_steps(tokens) * wait
+        token_rates = tokens / with_waits
         fits = (wait <= self._max_wait_seconds) & (num_taken <= max_drafts)
         token_rates = np.where(fits, token_rates, 0.0)
         limit, last = np.unravel_index(token_rates.argmax(), token_rates.shape)

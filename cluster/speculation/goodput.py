@@ -45,7 +45,7 @@ class StepCosts:
         tokens = 1.0 + np.cumsum(survival)
         rows = self.num_rows * (1 + depths)
         steps = self.steps.at(rows, self.num_rows * tokens) if self.steps.is_known else np.zeros(len(depths))
-        seconds = np.maximum(steps + wait_seconds, 1e-9)
+        seconds = np.maximum(steps + self.steps.num_steps(self.num_rows * tokens) * wait_seconds, 1e-9)
         fits = (wait_seconds <= self.max_wait_seconds) & (
             rows - self.num_rows <= self.steps.room_for_drafts(self.num_rows)
         )

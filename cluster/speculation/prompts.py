@@ -22,6 +22,8 @@ from cluster.speculation.costs import LearnedCurve
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+# Tokens before a chunk of a prompt, up to which what it takes is a matter of its rows and not of attention.
+SHORT_CONTEXT = 1024
 _LEAST_SEEN = 0.01  # of what fades
 _DECAY = 0.99  # of what was counted, a step: about the last hundred count
 _LIMIT_RATE = 0.05  # of a step that had as many tokens of prompts as it may have
@@ -51,6 +53,8 @@ class PromptLoad:
         if left_some and num_prompt_tokens:
             known = self._most_tokens or num_prompt_tokens
             self._most_tokens = known + _LIMIT_RATE * (num_prompt_tokens - known)
+        elif self._most_tokens is not None:
+            self._most_tokens = max(self._most_tokens, num_prompt_tokens)
         self._num_prompt_tokens = _DECAY * self._num_prompt_tokens + num_prompt_tokens
         self._num_prompts = _DECAY * self._num_prompts + num_prompts
         self._num_joined *= _DECAY
@@ -95,18 +99,24 @@ class StepSeconds:
         return self.verify.is_known
 
     def at(self, rows: FloatArray | IntArray, tokens: FloatArray) -> FloatArray:
-        """Something must be known of steps."""
-        without = self.verify.at(rows)
+        """Of all the steps that so many tokens take. Something must be known of steps."""
         if not self._prompts.is_any:
-            return without
+            return self.verify.at(rows)
         share, num_prompt_tokens = self._prompts.beside(tokens)
-        with_prompts = without + share * (self.verify.at(rows + num_prompt_tokens) - without)
-        most = self._prompts.most_tokens
-        num_steps = share * num_prompt_tokens / most
-        if not np.any(num_steps > 1.0):
-            return with_prompts
-        waiting = num_steps * self.verify.at(rows / np.maximum(num_steps, 1.0) + most)
-        return np.where(num_steps > 1.0, waiting, with_prompts)
+        mean, most = share * num_prompt_tokens, self._prompts.most_tokens
+        num_steps = np.maximum(1.0, mean / most)
+        num_prompt_tokens = np.minimum(num_prompt_tokens, most)
+        share = np.minimum(1.0, mean / np.maximum(num_prompt_tokens, 1e-9))
+        without = self.verify.at(rows / num_steps)
+        return num_steps * (without + share * (self.verify.at(rows / num_steps + num_prompt_tokens) - without))
+
+    def num_steps(self, tokens: FloatArray) -> FloatArray | float:
+        """That so many tokens take, each with a wait for proposals: more than one where they bring more of prompts than
+        a step computes."""
+        if not self._prompts.is_any:
+            return 1.0
+        share, num_prompt_tokens = self._prompts.beside(tokens)
+        return np.maximum(1.0, share * num_prompt_tokens / self._prompts.most_tokens)
 
     def room_for_drafts(self, num_rows: int) -> int:
         """Draft tokens that a step of `num_rows` sequences has room for on the average: where there are prompts, the

@@ -300,6 +300,7 @@ class StepLoop(Target):
             num_prompts=len(prompts),
             num_prompt_tokens=sum(prompt.num_tokens for prompt in prompts),
             left_prompts=any(generation.is_prefilling for generation in self._scheduler.running),
+            longest_context=max((prompt.num_before for prompt in prompts), default=0),
         )
 
     def _commit(self, step: Sequence[Scheduled], choices: Sequence[int]) -> tuple[list[Round], list[GenerationOutput]]:

@@ -54,7 +54,7 @@ class EngineStep:
     num_rows: int  # that yielded a choice
     seconds: float
     prompts: Sequence[PromptPart]  # that were computed beside
-    left_prompts: bool  # some tokens of theirs, or of others, are still to be computed
+    left_prompts: bool  # some of requests that run are still to be computed, or parts of them
 
     @property
     def has_prefill(self) -> bool:

@@ -196,6 +196,7 @@ def _timing(step: EngineStep) -> StepTiming:
         num_prompts=len(step.prompts),
         num_prompt_tokens=sum(prompt.num_tokens for prompt in step.prompts),
         left_prompts=step.left_prompts,
+        longest_context=max((prompt.num_before for prompt in step.prompts), default=0),
     )
 
 

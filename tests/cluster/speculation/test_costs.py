@@ -42,6 +42,22 @@ def test_what_was_seen_last_holds_where_fewer_rows_seem_dearer() -> None:
     assert float(curve.at(64)) <= float(curve.at(128))
 
 
+@pytest.mark.parametrize(("growth", "noise"), [(0.0, 0.03), (0.0025, 0.03), (0.01, 0.1)])
+def test_it_stays_where_it_is_however_long_it_runs(growth: float, noise: float) -> None:
+    """Knots that hardly differ contradict each other in every other step: a stream of k = 5 and a plain step in 12."""
+    rng = np.random.default_rng(3)
+
+    def seconds(rows: int) -> float:
+        return float(0.020 * (1.0 + growth * rows) * rng.lognormal(0.0, noise))
+
+    curve = curve_of({2**power: seconds(2**power) for power in range(12)})
+    for step in range(20_000):
+        rows = 1 if step % 12 == 0 else 6
+        curve.observe(rows, seconds(rows))
+        if step % 100 == 0:
+            assert curve.seconds(6) == pytest.approx(0.020 * (1.0 + 6 * growth), rel=0.25)
+
+
 def test_beyond_what_was_seen_the_last_slope_goes_on() -> None:
     curve = curve_of({1: 0.010, 64: 0.064, 128: 0.128})
     assert float(curve.at(256)) == pytest.approx(0.256, rel=0.1)

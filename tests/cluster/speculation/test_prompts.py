@@ -75,6 +75,27 @@ def test_a_load_that_grows_does_not_make_answers_seem_short() -> None:
     assert share[0] * num_tokens[0] == pytest.approx(64 * 100 / 128, rel=0.05)
 
 
+def test_a_step_that_computes_more_prompts_than_seemed_possible_is_believed() -> None:
+    prompts = load(128, 64)
+    for _ in range(100):
+        prompts.observe(16, 1, 30, left_some=True)
+    prompts.observe(150, 1, 30)
+    assert prompts.most_tokens == 150
+
+
+def test_what_steps_take_does_not_jump_where_prompts_begin_to_wait() -> None:
+    curve, prompts = with_a_knee(), load(128, 64)
+    for _ in range(200):
+        prompts.ended()
+        prompts.joined()
+        prompts.observe(60, 1, 30, left_some=True)
+    tokens = np.linspace(5.0, 120.0, 400)
+    seconds = StepSeconds(curve, prompts, 512).at(np.full(400, 96.0), tokens)
+    assert np.all(np.diff(seconds) >= 0.0)
+    assert np.abs(np.diff(seconds)).max() < 0.02 * seconds[0]
+    assert StepSeconds(curve, prompts, 512).num_steps(np.array([5.0, 120.0])) == pytest.approx([1.0, 4.0], rel=0.4)
+
+
 def test_where_steps_leave_prompts_more_tokens_wait_for_their_turn() -> None:
     """120 tokens bring 240 of prompts, and a step computes 60: four steps, each with a quarter of the rows."""
     curve = LearnedCurve(512)
