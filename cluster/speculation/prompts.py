@@ -108,7 +108,8 @@ class StepSeconds:
         num_prompt_tokens = np.minimum(num_prompt_tokens, most)
         share = np.minimum(1.0, mean / np.maximum(num_prompt_tokens, 1e-9))
         without = self.verify.at(rows / num_steps)
-        return num_steps * (without + share * (self.verify.at(rows / num_steps + num_prompt_tokens) - without))
+        beside = self.verify.at(rows / num_steps + num_prompt_tokens)
+        return np.asarray(num_steps * (without + share * (beside - without)), np.float64)
 
     def num_steps(self, tokens: FloatArray) -> FloatArray | float:
         """That so many tokens take, each with a wait for proposals: more than one where they bring more of prompts than
