@@ -103,9 +103,8 @@ class StepSeconds:
         if not self._prompts.is_any:
             return self.verify.at(rows)
         share, num_prompt_tokens = self._prompts.beside(tokens)
-        mean, most = share * num_prompt_tokens, self._prompts.most_tokens
-        num_steps = np.maximum(1.0, mean / most)
-        num_prompt_tokens = np.minimum(num_prompt_tokens, most)
+        mean, num_steps = share * num_prompt_tokens, self.num_steps(tokens)
+        num_prompt_tokens = np.minimum(num_prompt_tokens, self._prompts.most_tokens)
         share = np.minimum(1.0, mean / np.maximum(num_prompt_tokens, 1e-9))
         without = self.verify.at(rows / num_steps)
         beside = self.verify.at(rows / num_steps + num_prompt_tokens)
