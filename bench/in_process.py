@@ -35,6 +35,7 @@ from services.garbage import keep_collections_short
 from services.launch.child import Child, end_all
 from services.launch.delay_proxy import DelayProxy
 from services.launch.local import free_ports
+from services.worker import SERVER_OPTIONS
 
 SIMULATED = ("target.engine=simulated", "draft.drafter=simulated")  # settings
 TIMEOUT_SECONDS = 30.0  # for what takes no time
@@ -214,7 +215,7 @@ class SimulatedCluster:
         return [f"127.0.0.1:{port} {way.labels}".rstrip() for port, way in zip(ports, self._ways, strict=True)]
 
     async def _serve_draft(self, index: int, port: int = 0) -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(options=SERVER_OPTIONS)
         model = types_pb2.ModelDescription(name="simulated", tokenizer_fingerprint=self._fingerprint)
         servicer = DraftServicer(self.workers[index], self.drafters[index], model)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)

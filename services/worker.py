@@ -36,7 +36,7 @@ from services.garbage import keep_collections_short
 
 logger = logging.getLogger(__name__)
 
-_SERVER_OPTIONS = (
+SERVER_OPTIONS = (
     # Beyond 1,000 pending calls a server would cancel some at random; the router's queue limit is ours.
     ("grpc.server.max_pending_requests", 10_000),
     ("grpc.server.max_pending_requests_hard_limit", 20_000),
@@ -181,7 +181,7 @@ async def serve(
     """
     keep_collections_short()
     address = config.listen_address
-    server = listener.new_server(_SERVER_OPTIONS)
+    server = listener.new_server(SERVER_OPTIONS)
     add_servicer(server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -227,7 +227,7 @@ def _open_port(listener: Listener, server: grpc.aio.Server, address: str) -> Non
 def _new_health_server(address: str, servicer: Any) -> grpc.aio.Server:
     """For those who can show neither certificate nor token, and learn nothing but whether all is well."""
     plain = Listener()
-    server = plain.new_server(_SERVER_OPTIONS)
+    server = plain.new_server(SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     _open_port(plain, server, address)
     return server
