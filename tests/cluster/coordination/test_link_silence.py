@@ -18,7 +18,7 @@ NOTICED_S = 5.0
 WORKER = """
 import asyncio, grpc
 from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
-from services.worker import _SERVER_OPTIONS
+from services.worker import SERVER_OPTIONS
 
 class Quiet(draft_pb2_grpc.DraftServicer):
     async def Speculate(self, requests, context):
@@ -29,7 +29,7 @@ class Quiet(draft_pb2_grpc.DraftServicer):
         return draft_pb2.DraftDescription(model=types_pb2.ModelDescription(tokenizer_fingerprint="same"))
 
 async def main():
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
     draft_pb2_grpc.add_DraftServicer_to_server(Quiet(), server)
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     await server.start()
