@@ -35,7 +35,7 @@ from cluster.coordination.worth import Worth
 from cluster.engine.limits import StepLimits
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
-from cluster.speculation.prompts import SHORT_CONTEXT
+from cluster.speculation.prompts import learn_step
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply
 
@@ -195,17 +195,17 @@ class Coordinator:
             self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure, is_whole=is_whole)
             if step.timing is None:
                 continue
-            # With prompts beside, too: where answers end all the time hardly a step is without. What long ones take is
-            # attention, which is no matter of rows.
-            if step.timing.num_rows and step.timing.longest_context <= SHORT_CONTEXT:
-                num_rows = step.timing.num_rows + step.timing.num_prompt_tokens
-                self.planner.step_seconds.observe(num_rows, step.timing.seconds)
+            timing = step.timing
+            learn_step(
+                self.planner.step_seconds,
+                timing.num_rows,
+                timing.num_prompt_tokens,
+                timing.longest_context,
+                timing.seconds,
+            )
             num_committed = sum([len(ended.chosen) for ended in step.rounds])
             self.planner.prompts.observe(
-                step.timing.num_prompt_tokens,
-                step.timing.num_prompts,
-                num_committed,
-                left_some=step.timing.left_prompts,
+                timing.num_prompt_tokens, timing.num_prompts, num_committed, left_some=timing.left_prompts
             )
 
     def _plan(self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence]) -> None:

@@ -30,7 +30,7 @@ from cluster.speculation.costs import DraftStep
 from cluster.speculation.depth import IntArray
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.goodput import FloatArray
-from cluster.speculation.prompts import SHORT_CONTEXT
+from cluster.speculation.prompts import learn_step
 from cluster.wire.messages import Proposal
 
 _NONE = np.zeros(0, np.int64)
@@ -171,8 +171,7 @@ class Rounds:
             for judged in rounds:
                 if judged.sequence.proposal is None:
                     self._columns.held_base[row_of(judged.sequence)] = -1
-        if ended.num_choices and ended.longest_context <= SHORT_CONTEXT:
-            planner.step_seconds.observe(ended.num_choices + ended.prompt_tokens, ended.seconds)
+        learn_step(planner.step_seconds, ended.num_choices, ended.prompt_tokens, ended.longest_context, ended.seconds)
         planner.prompts.observe(ended.prompt_tokens, ended.prompts, ended.num_committed, left_some=ended.left_prompts)
 
     def _shadow_rounds(self, ended: Ended) -> list[Round]:

@@ -23,10 +23,23 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 # Tokens before a chunk of a prompt, up to which what it takes is a matter of its rows and not of attention.
-SHORT_CONTEXT = 1024
+_SHORT_CONTEXT = 1024
 _LEAST_SEEN = 0.01  # of what fades
 _DECAY = 0.99  # of what was counted, a step: about the last hundred count
 _LIMIT_RATE = 0.05  # of a step that had as many tokens of prompts as it may have
+
+
+def learn_step(
+    curve: LearnedCurve, num_rows: int, num_prompt_tokens: int, longest_context: int, seconds: float
+) -> None:
+    """A step of `num_rows` choices and so many tokens of prompts took `seconds`; no chunk of these had more than
+    `longest_context` tokens before it.
+
+    Steps with prompts teach too: where answers end all the time hardly a step is without. But not those of which
+    nothing decoded, or whose prompts are long: what these take is attention, which is no matter of rows.
+    """
+    if num_rows and longest_context <= _SHORT_CONTEXT:
+        curve.observe(num_rows + num_prompt_tokens, seconds)
 
 
 class PromptLoad:

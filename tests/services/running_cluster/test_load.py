@@ -74,6 +74,6 @@ def test_each_part_begins_with_prompts_of_its_own(pages: dict[str, str]) -> None
     asked = []
     for part in range(2):
         Program.prompts.clear()
-        maker.run(Workload(1, 0.0, 5), 0.2, part=part, num_parts=2)
+        maker.run(Workload(1, 0.0, 5), 0.5, part=part, num_parts=2)
         asked.append(Program.prompts[:3])
     assert asked == [["a", "b", "c"], ["c", "d", "a"]]
