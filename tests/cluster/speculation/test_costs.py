@@ -124,6 +124,21 @@ def test_a_proposal_takes_the_round_trip_and_its_steps() -> None:
     assert link(0.010, 0.002).proposal_seconds(5, 1) == pytest.approx(0.020, rel=0.05)
 
 
+@pytest.mark.parametrize("held_up", [0, 1, 5])
+def test_a_reply_that_was_held_up_makes_no_link_dear(held_up: int) -> None:
+    costs = LinkCosts(64)
+    for index in range(7):
+        costs.observe_reply(0.100 if index == held_up else 0.001, DraftStep(0.002, 1, 1))
+    assert costs.round_trip_seconds == pytest.approx(0.001)
+
+
+def test_a_link_that_grows_slower_is_known_to_be() -> None:
+    costs = link(0.001, 0.002)
+    for _ in range(60):
+        costs.observe_reply(0.010, DraftStep(0.002, 1, 1))
+    assert costs.round_trip_seconds == pytest.approx(0.010, rel=0.05)
+
+
 def test_shallow_proposals_teach_what_deeper_ones_would_take() -> None:
     costs = LinkCosts(64)
     for batch in (4, 8, 16, 32):  # 0.1 ms a row, of which the first step of a proposal has three for two sequences
