@@ -49,7 +49,7 @@ class StepTiming:
     is_pure: bool = True  # nothing else was computed beside, such as a chunk of a prompt
     num_prompts: int = 0  # of which a chunk was
     num_prompt_tokens: int = 0  # in these chunks
-    left_prompts: bool = False  # some of those that run are still to be computed, or parts of them
+    left_prompts: bool = False  # there were more, or more of these, than the step had room for
     longest_context: int = 0  # the most tokens that a chunk has before it
 
 

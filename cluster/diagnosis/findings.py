@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from cluster.diagnosis.measurements import START_ROWS, Examination
+from cluster.diagnosis.measurements import Examination, StepCurve, Steps
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 
@@ -86,17 +86,24 @@ def _suspected(found: Examination) -> Iterator[Finding]:
 
 def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     own, fitting = found.start.own, found.start.fitting
-    if own is None or fitting is None or fitting >= own:
+    if not own.keys() & fitting.keys():
+        return
+    most = max(own.keys() & fitting.keys())
+    if fitting[most] >= own[most]:
         return
     # Not beside `own`, where steps so small were seen under the load: threads are most in each other's way where other
-    # programs wake, of which there is none at start.
-    slow = now.steps.at(START_ROWS) if now.num_sequences <= START_ROWS else own
+    # programs wake, of which there is none at start. Plain steps are compared, of which the load has no other rows.
+    plain = found.plain.counts
+    slow, quick = own[most], fitting[most]
+    if plain.rows <= most:
+        slow = plain.decode.mean_seconds
+        quick = StepCurve((rows, Steps(1, seconds)) for rows, seconds in fitting.items()).at(plain.rows)
     yield Finding(
         THREADS_OVERSUBSCRIBED,
-        f"more threads compute than there are cores: a step of {START_ROWS} rows took {1e3 * own:.1f} ms at start, "
-        f"with one thread a core {1e3 * fitting:.1f}",
+        f"more threads compute than there are cores: a step of {most} rows took {1e3 * own[most]:.1f} ms at start, "
+        f"with one thread a core {1e3 * fitting[most]:.1f}",
         "set target.threads to null (one a core), and give each worker cores of its own",
-        rate(replace(now, step_factor=min(1.0, fitting / slow))),
+        rate(replace(now, step_factor=min(1.0, quick / slow))),
     )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-START_ROWS = 16
 _ALIKE = 1.25  # numbers of rows
 _REACHED_SHARE = 0.8  # of the draft tokens that were asked for: an answer's last rounds have fewer
 
@@ -152,10 +151,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """A step of `START_ROWS`, as of verifying, as the target timed it at its start; seconds. None: it did not."""
+    """Seconds of steps by their rows, as the target timed them at its start."""
 
-    own: float | None = None
-    fitting: float | None = None  # with one thread a core, where it has more
+    own: Mapping[int, float] = field(default_factory=dict)
+    fitting: Mapping[int, float] = field(default_factory=dict)  # with one thread a core, where it has more
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ class Examination:
     alone: Measured  # one stream, with drafts
     auto: Measured
     temperatures: Sequence[Measured]  # one depth at several temperatures
-    start: StartTimes = StartTimes()
+    start: StartTimes = field(default_factory=StartTimes)
 
     @property
     def is_cache_full(self) -> bool:

@@ -54,7 +54,7 @@ class EngineStep:
     num_rows: int  # that yielded a choice
     seconds: float
     prompts: Sequence[PromptPart]  # that were computed beside
-    left_prompts: bool  # some of requests that run are still to be computed, or parts of them
+    left_prompts: bool  # it had no room for all that could be computed
 
     @property
     def has_prefill(self) -> bool:
@@ -101,6 +101,7 @@ class RoundScheduler(Scheduler):
         self.num_hit_tokens = 0  # of those, found in the prefix cache
         self.pace = PromptPace(None, self.max_num_scheduled_tokens)
         self._scheduled_at = 0.0
+        self._leaves_prompts = False  # the step that is scheduled, as `EngineStep` has it
 
     def load(self) -> EngineLoad:
         """Any thread."""
@@ -177,7 +178,7 @@ class RoundScheduler(Scheduler):
                 for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
                 if num_tokens > 1 + len(drafts_of.get(request_id, ())) and (request := requests[request_id]) is not None
             ],
-            left_prompts=any(request.is_prefill_chunk for request in self.running),
+            left_prompts=self._leaves_prompts,
         )
         self.pace.observe(scheduler_output.total_num_scheduled_tokens, step.prompts, seconds)
         if self.rounds is not None:
@@ -226,6 +227,7 @@ class RoundScheduler(Scheduler):
         budget, threshold = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
         prompts = [request for request in self.running if request.is_prefill_chunk]
         waiting = list(itertools.islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running))))
+        self._leaves_prompts = False
         if not (prompts or waiting):
             yield held_back
             return
@@ -238,6 +240,7 @@ class RoundScheduler(Scheduler):
         shares = self.pace.share(
             [PromptPart(length, furthest) for length in lengths], max(0, budget - num_rows), seconds
         )
+        self._leaves_prompts = sum(shares) < sum(lengths)
         # vLLM preempts the youngest of those that it schedules: when blocks could be short all are among them.
         num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if num_blocks > len(self.running) + budget // self.block_size:

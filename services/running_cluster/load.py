@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.diagnosis.measurements import START_ROWS, Counts, Measured, StartTimes, Steps, Workload
+from cluster.diagnosis.measurements import Counts, Measured, StartTimes, Steps, Workload
 from cluster.errors import ConfigurationError
 from services.http_call import call
 from services.running_cluster.access import Access
@@ -80,11 +80,8 @@ class LoadMaker:
     def start_times(self) -> StartTimes:
         """Of the first target that has timed some at its start."""
         for page in self.facts.target_pages(self.access):
-            own, fitting = (
-                page.find("outrider_start_step_seconds", threads=threads, rows=str(START_ROWS))
-                for threads in ("own", "fitting")
-            )
-            if own is not None:
+            own, fitting = (_start_seconds(page, threads) for threads in ("own", "fitting"))
+            if own:
                 return StartTimes(own, fitting)
         return StartTimes()
 
@@ -169,6 +166,12 @@ class LoadMaker:
             waiting_seconds=share * grown["waiting"],
         )
         return Measured(workload, counts)
+
+
+def _start_seconds(page: Page, threads: str) -> dict[int, float]:
+    """By rows."""
+    told = page.by_label("outrider_start_step_seconds", "rows", threads=threads)
+    return {int(rows): seconds for rows, seconds in told.items() if rows.isdecimal()}
 
 
 def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> Numbers:

@@ -39,18 +39,14 @@ class Page:
         wanted = labels.items()
         return sum(value for (of, has), value in self._values.items() if of == name and wanted <= set(has))
 
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The values of `name` by what `label` is."""
+    def by_label(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """The values of `name` with these labels by what `label` is."""
         found: defaultdict[str, float] = defaultdict(float)
-        for (of, labels), value in self._values.items():
-            if of == name:
-                found[dict(labels).get(label, "")] += value
-        return dict(found)
-
-    def find(self, name: str, **labels: str) -> float | None:
-        """The first sample of `name` with these labels; None: there is none."""
         wanted = labels.items()
-        return next((value for (of, has), value in self._values.items() if of == name and wanted <= set(has)), None)
+        for (of, has), value in self._values.items():
+            if of == name and wanted <= set(has):
+                found[dict(has).get(label, "")] += value
+        return dict(found)
 
 
 def total(pages: Iterable[Page], name: str, **labels: str) -> float:

@@ -19,7 +19,7 @@ from cluster.config import SpeculationConfig
 from cluster.coordination.coordinator import Coordinator, StepTiming
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.sequence import Round, SpeculativeSequence
-from cluster.coordination.timeline import StepSpan, Timeline
+from cluster.coordination.timeline import Timeline
 from cluster.engine.limits import StepLimits
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
@@ -133,9 +133,7 @@ class CoordinatedRounds:
             sequence = self._sequences.get(committed.request.request_id)
             if sequence is not None and committed.finish_reason is None:
                 rounds.append(Round(sequence, Drafts(committed.draft_token_ids), committed.token_ids))
-        self._coordinator.end(rounds, _timing(step) if step.rounds else None)
-        if step.prompts and not step.rounds:  # nothing to learn from, and a step all the same
-            self.timeline.steps.add(StepSpan(self._clock(), 0.0, step.seconds, 0, 0, has_prompts=True))
+        self._coordinator.end(rounds, _timing(step) if step.rounds or step.prompts else None)
 
     @_contained
     def close(self, request: Request) -> None:

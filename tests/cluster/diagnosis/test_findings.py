@@ -18,7 +18,10 @@ SICK = {
     "KV cache exhausted": [
         replace(HEALTHY, num_streams=8, num_running=running, num_preemptions=3) for running in (2, 5)
     ],
-    "threads oversubscribed": [replace(HEALTHY, start=StartTimes(0.018, seconds)) for seconds in (0.012, 0.004)],
+    "threads oversubscribed": [
+        replace(HEALTHY, start=StartTimes(HEALTHY.start.own, {4: seconds, 16: seconds + 0.001}))
+        for seconds in (0.012, 0.004)
+    ],
 }
 MENDED = {
     "low acceptance": {"acceptance": GOOD_ACCEPTANCE},

@@ -81,9 +81,13 @@ def request(name: str = "a", k: int | None = None, *, coupled: bool = True) -> R
     return Request(name, coupling.to_extra_args() if coupled else None)
 
 
-def step(*committed: Committed, seconds: float = 0.02, prompts: tuple[PromptPart, ...] = ()) -> SimpleNamespace:
+def step(
+    *committed: Committed, seconds: float = 0.02, prompts: tuple[PromptPart, ...] = (), left_prompts: bool = False
+) -> SimpleNamespace:
     num_rows = sum(1 + len(one.draft_token_ids) for one in committed)
-    return SimpleNamespace(rounds=committed, num_rows=num_rows, seconds=seconds, prompts=prompts, left_prompts=False)
+    return SimpleNamespace(
+        rounds=committed, num_rows=num_rows, seconds=seconds, prompts=prompts, left_prompts=left_prompts
+    )
 
 
 def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink) -> None:
@@ -126,6 +130,17 @@ def test_steps_are_told_as_they_were(rounds: CoordinatedRounds, links: ScriptedL
     assert verify.ended_at == links.pool.now
     _, (answer,) = rounds.timeline.answers.since(0)
     assert (answer.held_seconds, answer.batch, answer.num_proposals, answer.draft) == (0.001, 1, 1, link.address)
+
+
+def test_steps_of_prompts_alone_teach_what_prompts_are(rounds: CoordinatedRounds) -> None:
+    asked = request()
+    rounds.begin([], [asked])
+    rounds.end(step(prompts=(PromptPart(64, 0),), left_prompts=True))
+    rounds.end(step(prompts=(PromptPart(16, 64),), left_prompts=True))
+    rounds.begin([asked], [])
+    prompts = rounds._coordinator.planner.prompts
+    assert prompts.share == 1.0
+    assert 16 < prompts.most_tokens < 64
 
 
 def test_requests_have_a_k_of_their_own_and_those_of_others_decode_plainly(

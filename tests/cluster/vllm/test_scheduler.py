@@ -6,10 +6,12 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from vllm.config.lora import LoRAConfig
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from cluster.engine.prompt_pace import PromptPace
 from cluster.speculation.acceptance import count_accepted
 from cluster.vllm.sampling import accepted
 from cluster.vllm.scheduler import CommittedRound, RoundScheduler, _with_held_back
@@ -50,6 +52,32 @@ def test_adapters_of_requests_that_are_held_back_keep_their_slots() -> None:
     assert num_slots("c") == scheduler.vllm_config.lora_config.max_loras == 3
     scheduler.vllm_config.lora_config = None
     assert RoundScheduler._without_slots_of(scheduler, {"a"}, running) is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "leaves_some"),
+    [([], 64, False), ([40, 24], 64, False), ([40, 25], 64, True), ([100], 64, True), ([100], 100, False)],
+)
+def test_prompts_that_a_step_has_no_room_for_are_told(lengths: list[int], budget: int, leaves_some: bool) -> None:
+    """Whether they run already or wait."""
+    prompts = [
+        SimpleNamespace(request_id=str(length), num_tokens=length, num_computed_tokens=0, is_prefill_chunk=True)
+        for length in lengths
+    ]
+    for num_running in range(len(prompts) + 1):
+        scheduler: Any = SimpleNamespace(
+            max_num_scheduled_tokens=budget,
+            max_num_running_reqs=8,
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
+            running=prompts[:num_running],
+            waiting=prompts[num_running:],
+            pace=PromptPace(None, budget),
+            kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 1000)),
+            block_size=16,
+            max_drafts=4,
+        )
+        with RoundScheduler._prompts_in_turn(scheduler, set()):
+            assert scheduler._leaves_prompts is leaves_some
 
 
 def test_accepted_is_the_rule_of_acceptance() -> None:
