@@ -7,6 +7,7 @@ cache that holds all sequences, or threads that fit their cores.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -86,24 +87,25 @@ def _suspected(found: Examination) -> Iterator[Finding]:
 
 def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     own, fitting = found.start.own, found.start.fitting
-    if not own.keys() & fitting.keys():
+    most = max(own.keys() & fitting.keys(), default=0)
+    if not most or fitting[most] >= own[most]:
         return
-    most = max(own.keys() & fitting.keys())
-    if fitting[most] >= own[most]:
-        return
-    # Not beside `own`, where steps so small were seen under the load: threads are most in each other's way where other
-    # programs wake, of which there is none at start. Plain steps are compared, of which the load has no other rows.
-    plain = found.plain.counts
-    slow, quick = own[most], fitting[most]
-    if plain.rows <= most:
-        slow = plain.decode.mean_seconds
-        quick = StepCurve((rows, Steps(1, seconds)) for rows, seconds in fitting.items()).at(plain.rows)
+    factor, plain = fitting[most] / own[most], found.plain.counts
+    if plain.decode.count and plain.rows <= most:
+        # By what both take at start it would be too little: threads are most in each other's way where other programs
+        # wake, of which there is none yet. Beside what plain steps take now it would be too much: a load has more in a
+        # step than was timed, whatever the threads. It is taken to be in the middle.
+        fits, is_own = (
+            StepCurve((rows, Steps(1, seconds)) for rows, seconds in times.items()).at(plain.rows)
+            for times in (fitting, own)
+        )
+        factor = fits / math.sqrt(is_own * plain.decode.mean_seconds)
     yield Finding(
         THREADS_OVERSUBSCRIBED,
         f"more threads compute than there are cores: a step of {most} rows took {1e3 * own[most]:.1f} ms at start, "
         f"with one thread a core {1e3 * fitting[most]:.1f}",
         "set target.threads to null (one a core), and give each worker cores of its own",
-        rate(replace(now, step_factor=min(1.0, quick / slow))),
+        rate(replace(now, step_factor=min(1.0, factor))),
     )
 
 

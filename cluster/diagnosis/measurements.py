@@ -166,7 +166,7 @@ class Examination:
     alone: Measured  # one stream, with drafts
     auto: Measured
     temperatures: Sequence[Measured]  # one depth at several temperatures
-    start: StartTimes = field(default_factory=StartTimes)
+    start: StartTimes = StartTimes()
 
     @property
     def is_cache_full(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ _MAX_KEPT = 16  # observations, when nobody asks
 _OBSERVATIONS_A_FILL = 8  # after which the knots, which move by a few percent at a time, are made a curve again
 _CLIP = 3.0  # one slow step (a page fault, a neighbour) must not move a curve far
 _LINK_LEARNING_RATE = 0.1
-_FIRST_REPLIES = 8  # of which the quickest tells a link's round trip
+_FIRST_REPLIES = 8  # of which the middle one tells a link's round trip
 
 
 class LearnedCurve:
@@ -192,7 +193,7 @@ class LinkCosts:
         self._largest_rows = 1  # of a step that was observed: it is not known how much longer more would take
         self._first_rows, self._level_rows = 1.0, 1.0  # a sequence, in the first step of a proposal and in later ones
         self._overhead: float | None = None  # network, and waiting behind others' work
-        self._num_replies = 0
+        self._first_overheads: list[float] = []
         self._waited_share = 1.0  # of the time that a proposal takes, what the target really waited
         self._replies: list[tuple[float, DraftStep]] = []  # kept until someone asks, with the overhead
         self._waits: list[tuple[float, int, int]] = []  # seconds, depth, batch
@@ -233,12 +234,10 @@ class LinkCosts:
                 else:
                     self._level_rows += _LINK_LEARNING_RATE * (ratio - self._level_rows)
             overhead = max(0.0, overhead)
-            self._num_replies += 1
-            if self._overhead is None:
-                self._overhead = overhead
-            elif self._num_replies <= _FIRST_REPLIES:
+            if self._overhead is None or len(self._first_overheads) < _FIRST_REPLIES:
                 # One that a page fault held up would make the link too dear to be asked again.
-                self._overhead = min(overhead, self._overhead)
+                self._first_overheads.append(overhead)
+                self._overhead = statistics.median_low(self._first_overheads)
             else:
                 most = _CLIP * self._overhead + 1e-3
                 self._overhead += _LINK_LEARNING_RATE * (min(overhead, most) - self._overhead)

@@ -215,16 +215,17 @@ class StepLoop(Target):
         """What steps take, before the first request."""
         if self._speculation.num_speculative_tokens or self.limits.max_prefill_seconds is not None:
             fitting = self._time_fitting_steps()  # before: threads that were made once stay, and are in the way
-            times = list(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
-            self._coordinator.know_step_times(times)
-            self._scheduler.pace.know(times)
-            self._start_seconds = {"own": dict(times), "fitting": fitting}
-            for rows in fitting.keys() & dict(times).keys():
+            own = dict(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
+            self._coordinator.know_step_times(own.items())
+            self._scheduler.pace.know(own.items())
+            self._start_seconds = {"own": own, "fitting": fitting}
+            if both := own.keys() & fitting.keys():
+                rows = max(both)
                 logger.warning(
                     "more threads compute than there are cores: a step of %d rows takes %.1f ms, with one a core %.1f; "
                     "set target.threads to null",
                     rows,
-                    1e3 * dict(times)[rows],
+                    1e3 * own[rows],
                     1e3 * fitting[rows],
                 )
 

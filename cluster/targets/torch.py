@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 
@@ -23,11 +22,9 @@ from cluster.speculation.scoring import token_logprobs
 from cluster.speculation.token_counts import TokenCounts
 from cluster.targets.base import GenerationRequest, TargetModel
 from cluster.targets.generation import Generation, Scheduled
-from cluster.targets.profile import TOLD_ROWS
+from cluster.targets.profile import TOLD_ROWS, profile_steps
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
-
-_FITTING_REPEATS = 3
 
 
 class TorchTarget(StepLoop):
@@ -92,11 +89,7 @@ class TorchTarget(StepLoop):
         if self._runner.model.device.type != "cpu" or num_threads <= num_cores:
             return {}
         torch.set_num_threads(num_cores)
-        found = {}
-        for rows in TOLD_ROWS:
-            times = [seconds for _ in range(_FITTING_REPEATS) if (seconds := self._time_step(rows)) is not None]
-            if times:
-                found[rows] = statistics.median(times)
+        found = dict(profile_steps(self._time_step, max(TOLD_ROWS)))
         torch.set_num_threads(num_threads)
         return found
 

@@ -134,6 +134,7 @@ class RoundScheduler(Scheduler):
                 self.max_num_active_reqs += len(held_back)
                 self.running = _with_held_back(running, held_back, self.running)
                 self.lora_config = self.vllm_config.lora_config
+        self._leaves_prompts = self._left_prompts(output.total_num_scheduled_tokens)
         self.num_preemptions += len(output.preempted_req_ids or ())
         for new in output.scheduled_new_reqs:
             self.num_queried_tokens += len(new.prompt_token_ids or ())
@@ -227,7 +228,6 @@ class RoundScheduler(Scheduler):
         budget, threshold = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
         prompts = [request for request in self.running if request.is_prefill_chunk]
         waiting = list(itertools.islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running))))
-        self._leaves_prompts = False
         if not (prompts or waiting):
             yield held_back
             return
@@ -240,7 +240,6 @@ class RoundScheduler(Scheduler):
         shares = self.pace.share(
             [PromptPart(length, furthest) for length in lengths], max(0, budget - num_rows), seconds
         )
-        self._leaves_prompts = sum(shares) < sum(lengths)
         # vLLM preempts the youngest of those that it schedules: when blocks could be short all are among them.
         num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if num_blocks > len(self.running) + budget // self.block_size:
@@ -259,6 +258,16 @@ class RoundScheduler(Scheduler):
         finally:
             self.max_num_scheduled_tokens = budget
             self.scheduler_config.long_prefill_token_threshold = threshold
+
+    def _left_prompts(self, num_scheduled_tokens: int) -> bool:
+        """Whether a step of so many tokens, which is scheduled, has no room for all that could be computed.
+
+        What waits for a slot, or for blocks, does not wait for room; how much of it a prefix cache has is not known.
+        """
+        if any(request.is_prefill_chunk for request in self.running):
+            return True
+        is_full = num_scheduled_tokens >= self.max_num_scheduled_tokens
+        return bool(self.waiting) and len(self.running) < self.max_num_running_reqs and is_full
 
     def _without_slots_of(self, held_back: set[str], running: Sequence[Request]) -> LoRAConfig | None:
         """vLLM's limit on adapters in a step, less those that only requests have that it does not see now.

@@ -11,7 +11,6 @@ import torch
 from vllm.config.lora import LoRAConfig
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from cluster.engine.prompt_pace import PromptPace
 from cluster.speculation.acceptance import count_accepted
 from cluster.vllm.sampling import accepted
 from cluster.vllm.scheduler import CommittedRound, RoundScheduler, _with_held_back
@@ -55,29 +54,25 @@ def test_adapters_of_requests_that_are_held_back_keep_their_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "budget", "leaves_some"),
-    [([], 64, False), ([40, 24], 64, False), ([40, 25], 64, True), ([100], 64, True), ([100], 100, False)],
+    ("are_prompts", "num_waiting", "num_scheduled", "is_left"),
+    [
+        ([], 0, 64, False),
+        ([False, True], 0, 20, True),  # a part of a prompt that runs
+        ([False, False], 1, 64, True),
+        ([False, False], 1, 63, False),  # for blocks, or the rest of it was in the prefix cache
+        ([False, False, False], 1, 64, False),  # for a slot
+    ],
 )
-def test_prompts_that_a_step_has_no_room_for_are_told(lengths: list[int], budget: int, leaves_some: bool) -> None:
-    """Whether they run already or wait."""
-    prompts = [
-        SimpleNamespace(request_id=str(length), num_tokens=length, num_computed_tokens=0, is_prefill_chunk=True)
-        for length in lengths
-    ]
-    for num_running in range(len(prompts) + 1):
-        scheduler: Any = SimpleNamespace(
-            max_num_scheduled_tokens=budget,
-            max_num_running_reqs=8,
-            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-            running=prompts[:num_running],
-            waiting=prompts[num_running:],
-            pace=PromptPace(None, budget),
-            kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 1000)),
-            block_size=16,
-            max_drafts=4,
-        )
-        with RoundScheduler._prompts_in_turn(scheduler, set()):
-            assert scheduler._leaves_prompts is leaves_some
+def test_prompts_that_a_step_has_no_room_for_are_told(
+    are_prompts: list[bool], num_waiting: int, num_scheduled: int, is_left: bool
+) -> None:
+    scheduler: Any = SimpleNamespace(
+        running=[SimpleNamespace(is_prefill_chunk=is_prompt) for is_prompt in are_prompts],
+        waiting=[SimpleNamespace()] * num_waiting,
+        max_num_running_reqs=3,
+        max_num_scheduled_tokens=64,
+    )
+    assert RoundScheduler._left_prompts(scheduler, num_scheduled) is is_left
 
 
 def test_accepted_is_the_rule_of_acceptance() -> None:
