@@ -271,7 +271,7 @@ class Coordinator:
             self.timeline.answers.add(
                 AnswerSpan(
                     self._clock(),
-                    answer_seconds,
+                    max(answer_seconds, held_seconds),  # it may have crossed a message, since which it is counted
                     held_seconds,
                     step_seconds,
                     batch,

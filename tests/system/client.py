@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,8 +27,15 @@ class Case:
     fields: Fields = field(default_factory=dict)  # sampling
 
 
-def complete(client: httpx.Client, case: Case, **more: Any) -> list[int]:
-    """The token IDs of the answer to `case`."""
+_BACK_S = 3.0
+
+
+def complete(client: httpx.Client, case: Case, *, asks_again: bool = False, **more: Any) -> list[int]:
+    """The token IDs of the answer to `case`.
+
+    `asks_again`: once, as clients do, where nobody can answer now: where a machine is too busy its only target may not
+    answer for some seconds.
+    """
     body = {
         "prompt": list(case.prompt),
         "seed": case.seed,
@@ -37,6 +45,9 @@ def complete(client: httpx.Client, case: Case, **more: Any) -> list[int]:
         **more,
     }
     response = client.post("/v1/completions", json=body)
+    if asks_again and response.status_code == 503:
+        time.sleep(_BACK_S)
+        response = client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
     token_ids: list[int] = response.json()["choices"][0]["token_ids"]
     return token_ids
