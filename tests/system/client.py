@@ -14,6 +14,8 @@ from bench.workload import read_counters
 from services.launch.local import LocalCluster
 from tests.waiting import eventually
 
+_BACK_S = 3.0  # after which one who found nobody to answer asks again
+
 Fields = dict[str, Any]
 
 
@@ -25,9 +27,6 @@ class Case:
     seed: int
     max_tokens: int
     fields: Fields = field(default_factory=dict)  # sampling
-
-
-_BACK_S = 3.0
 
 
 def complete(client: httpx.Client, case: Case, *, asks_again: bool = False, **more: Any) -> list[int]:

@@ -58,7 +58,7 @@ def test_steps_that_too_many_threads_slow_down_are_reckoned_between_start_and_lo
     assert finding.tokens_per_second == pytest.approx(fitting.tokens_per_second, rel=0.02)
 
 
-def test_where_every_step_has_prompts_threads_are_reckoned_as_timed_at_start() -> None:
+def test_too_many_threads_are_named_where_every_step_has_prompts() -> None:
     found = SICK["threads oversubscribed"][1].examine()
     counts = found.plain.counts
     busy = replace(found.plain, counts=replace(counts, decode=Steps(), prefill=counts.decode))
