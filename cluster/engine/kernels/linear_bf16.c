@@ -9,7 +9,9 @@
 
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define MAX_HEIGHT 24     /* of a tile of rows; its sums stay in registers */
-#define MAX_WIDE_HEIGHT 12 /* up to here for both tiles of a block, else for one after the other */
+/* Up to here a tile of rows is multiplied by both tiles of each block, else by all blocks' first tiles and then by all
+   second ones, so that fewer sums wait outside of registers. */
+#define MAX_WIDE_HEIGHT(format) ((format) == BFLOAT16 ? 20 : 14)
 #define PREFETCH_BYTES 8192
 #define WIDENED_BLOCKS 4 /* so that the next can be begun while this one is in use */
 
@@ -29,6 +31,9 @@ INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, cons
     const char *kept = (const char *)w->panels + panel * b->num_blocks * block_bytes(format);
     const float *scales = w->scales + (format >= INT8 ? panel * b->num_groups * BLOCK + first * LANES : 0);
     const uint16_t *rows = rows_of_block(&j->rows, b->num_blocks, tile, 0);
+    /* Weights that come from memory are read in the order in which they lie: Zen 4 reads two streams, 1 KB apart, at half
+       the speed (190M parameters, 2 threads, 1 row: 18 ms, and 11 in order). */
+    const int at_once = format == BFLOAT16 ? 1 : width;
     _Alignas(64) uint16_t widened_blocks[WIDENED_BLOCKS][BLOCK_VALUES];
     __m512 sums[MAX_HEIGHT][2], of_groups[MAX_HEIGHT][2];
 #pragma GCC unroll 24
@@ -40,28 +45,30 @@ INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, cons
             const uint16_t *weights = (const uint16_t *)kept;
             if (format >= INT8) {
                 for (int byte = 0; byte < block_bytes(format); byte += 64)
-                    _mm_prefetch(kept + PREFETCH_BYTES + byte, _MM_HINT_T0);
+                    _mm_prefetch(kept + PREFETCH_BYTES + byte, _MM_HINT_T1);
                 uint16_t *block = widened_blocks[i % WIDENED_BLOCKS];
                 widen_block(kept, format, block);
                 weights = block;
             }
-            for (int pair = 0; pair < LANES; pair++) {
-                __m512bh pairs[2];
 #pragma GCC unroll 2
-                for (int v = 0; v < width; v++) {
-                    const uint16_t *of_tile = weights + (first + v) * TILE_VALUES + pair * BLOCK;
-                    if (format == BFLOAT16) _mm_prefetch((const char *)of_tile + PREFETCH_BYTES, _MM_HINT_T0);
-                    pairs[v] = (__m512bh)_mm512_loadu_si512(of_tile);
-                }
+            for (int t = 0; t < width; t += at_once)
+                for (int pair = 0; pair < LANES; pair++) {
+                    __m512bh pairs[2];
+#pragma GCC unroll 2
+                    for (int v = t; v < t + at_once; v++) {
+                        const uint16_t *of_tile = weights + (first + v) * TILE_VALUES + pair * BLOCK;
+                        if (format == BFLOAT16) _mm_prefetch((const char *)of_tile + PREFETCH_BYTES, _MM_HINT_T1);
+                        pairs[v] = (__m512bh)_mm512_loadu_si512(of_tile);
+                    }
 #pragma GCC unroll 24
-                for (int r = 0; r < height; r++) {
-                    int32_t inputs;
-                    __builtin_memcpy(&inputs, rows + r * BLOCK + 2 * pair, sizeof inputs);
+                    for (int r = 0; r < height; r++) {
+                        int32_t inputs;
+                        __builtin_memcpy(&inputs, rows + r * BLOCK + 2 * pair, sizeof inputs);
 #pragma GCC unroll 2
-                    for (int v = 0; v < width; v++)
-                        sums[r][v] = _mm512_dpbf16_ps(sums[r][v], pairs[v], (__m512bh)_mm512_set1_epi32(inputs));
+                        for (int v = t; v < t + at_once; v++)
+                            sums[r][v] = _mm512_dpbf16_ps(sums[r][v], pairs[v], (__m512bh)_mm512_set1_epi32(inputs));
+                    }
                 }
-            }
             kept += block_bytes(format);
             rows += height * BLOCK;
         }
@@ -88,18 +95,18 @@ INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, cons
 /* All rows of a panel. */
 INLINE BF16_TARGET void multiply_panel(const Job *j, int64_t panel, const Format format) {
     for (int64_t tile = 0; tile < j->rows.num_tiles; tile++) switch (j->rows.height) {
-#define WIDE(height) \
-        case height: multiply(j, panel, tile, 0, height, 2, format); break;
-#define NARROW(height) \
+#define CASE(height) \
         case height: \
-            multiply(j, panel, tile, 0, height, 1, format); \
-            multiply(j, panel, tile, 1, height, 1, format); \
+            if (height <= MAX_WIDE_HEIGHT(format)) { \
+                multiply(j, panel, tile, 0, height, 2, format); \
+            } else { \
+                multiply(j, panel, tile, 0, height, 1, format); \
+                multiply(j, panel, tile, 1, height, 1, format); \
+            } \
             break;
-        WIDE(1) WIDE(2) WIDE(3) WIDE(4) WIDE(5) WIDE(6) WIDE(7) WIDE(8) WIDE(9) WIDE(10) WIDE(11) WIDE(12)
-        NARROW(13) NARROW(14) NARROW(15) NARROW(16) NARROW(17) NARROW(18) NARROW(19) NARROW(20) NARROW(21) NARROW(22)
-        NARROW(23) NARROW(24)
-#undef WIDE
-#undef NARROW
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+        CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18) CASE(19) CASE(20) CASE(21) CASE(22) CASE(23) CASE(24)
+#undef CASE
     }
 }
 
