@@ -8,7 +8,7 @@
 #if KNOWS_AVX512_BF16
 
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define MAX_HEIGHT 24     /* of a tile of rows; its sums stay in registers */
+#define MAX_HEIGHT 24 /* of a tile of rows; its sums with one tile of a block stay in registers */
 /* Up to here a tile of rows is multiplied by both tiles of each block, else by all blocks' first tiles and then by all
    second ones, so that fewer sums wait outside of registers. */
 #define MAX_WIDE_HEIGHT(format) ((format) == BFLOAT16 ? 20 : 14)
