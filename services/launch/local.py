@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import random
@@ -32,7 +33,9 @@ from services.launch.place_draft import place_draft
 logger = logging.getLogger(__name__)
 
 # Below those that Linux gives to callers (net.ipv4.ip_local_port_range), above those of Ray's workers.
+# In turn, so that none is chosen again for another program of this one before it listens; in an order of this process's own.
 _PORTS = range(20_000, 32_000)
+_PORTS_IN_TURN = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
 _PORT_TRIES = 100
 _POLL_SECONDS = 0.05
 _END_SECONDS = 5.0  # beyond what a program may drain
@@ -281,7 +284,8 @@ def _proxies(config: Config) -> list[Proxy]:
 
 def _router_port(config: Config) -> int:
     """The router's port, known to be free; port 0 becomes one that is. Raises ConfigurationError."""
-    return check_can_listen(config.router.host, config.router.port, "choose another with --port")
+    port = config.router.port or free_ports(1)[0]
+    return check_can_listen(config.router.host, port, "choose another with --port")
 
 
 def _check_pages(config: Config) -> None:
@@ -294,7 +298,7 @@ def _check_pages(config: Config) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports at which nobody listens at `host`; all are held until all are chosen, so that they differ.
+    """Ports at which nobody listens at `host`, and that no call in this process was given before, as long as there are some.
 
     None of those that the system gives to who calls somebody: a program listens only when it has loaded its model, and
     until then such a port may become another connection's, or that of the very caller who tries to reach the program.
@@ -311,7 +315,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 def _bind_somewhere(probe: socket.socket, host: str) -> None:
     """Raises OSError when that cannot be done."""
-    for port in random.sample(_PORTS, _PORT_TRIES):
+    for port in itertools.islice(_PORTS_IN_TURN, _PORT_TRIES):
         with contextlib.suppress(OSError):
             probe.bind((host, port))
             return

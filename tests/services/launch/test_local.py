@@ -51,6 +51,12 @@ def test_free_ports_are_none_that_a_caller_may_be_given() -> None:
     assert not [port for port in ports if first <= port <= last]
 
 
+def test_free_ports_of_many_calls_differ() -> None:
+    """Those of one cluster come from several calls, before any of its programs listens."""
+    ports = [port for _ in range(1000) for port in free_ports(1)]
+    assert len(set(ports)) == 1000
+
+
 def test_an_address_that_is_not_here_has_no_free_ports() -> None:
     with pytest.raises(OSError, match="assign"):
         free_ports(1, "192.0.2.1")
