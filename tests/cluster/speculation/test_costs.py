@@ -58,6 +58,24 @@ def test_it_stays_where_it_is_however_long_it_runs(growth: float, noise: float) 
             assert curve.seconds(6) == pytest.approx(0.020 * (1.0 + 6 * growth), rel=0.25)
 
 
+def test_steps_that_scatter_leave_the_shape_of_the_curve() -> None:
+    """As a target's do: by 6 %, and one in forty is slower by up to a factor of two. What decides about a depth is the
+    ratio of two knots, of which the larger is seen in one step of twenty."""
+    seconds = {4: 0.0140, 12: 0.0143, 16: 0.0176, 24: 0.0268, 32: 0.0362}
+    true_ratio = seconds[24] / seconds[16]
+    errors = []
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        curve = curve_of(seconds)
+        for step in range(4000):
+            rows = int(rng.choice(list(seconds), p=[0.05, 0.425, 0.425, 0.05, 0.05]))
+            slower = rng.uniform(1.2, 2.2) if rng.random() < 0.025 else 1.0
+            curve.observe(rows, float(seconds[rows] * slower * rng.lognormal(0.0, 0.06)))
+            if step % 16 == 0:
+                errors.append(curve.seconds(24) / curve.seconds(16) / true_ratio - 1.0)
+    assert np.std(errors) < 0.05
+
+
 def test_beyond_what_was_seen_the_last_slope_goes_on() -> None:
     curve = curve_of({1: 0.010, 64: 0.064, 128: 0.128})
     assert float(curve.at(256)) == pytest.approx(0.256, rel=0.1)
