@@ -22,8 +22,8 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _SCALE_RATE = 0.1
-# A step scatters by 6 to 8 %, and a knot that is seen now and then must not take that for its own: with a rate of 0.4 it
-# went by its last two or three observations.
+# A step scatters by 6 to 8 %, and a knot that is seen now and then must not take that for its own: with a rate of 0.4
+# it went by its last two or three observations.
 _KNOT_RATE = 0.02  # times the observations since the knot's last
 _MAX_KNOT_RATE = 0.15
 _MAX_KEPT = 16  # observations, when nobody asks

@@ -33,7 +33,7 @@ from services.launch.place_draft import place_draft
 logger = logging.getLogger(__name__)
 
 # Below those that Linux gives to callers (net.ipv4.ip_local_port_range), above those of Ray's workers.
-# In turn, so that none is chosen again for another program of this one before it listens; in an order of this process's own.
+# In turn, so that none is chosen again before the program that it was chosen for listens; in this process's own order.
 _PORTS = range(20_000, 32_000)
 _PORTS_IN_TURN = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
 _PORT_TRIES = 100
@@ -298,7 +298,7 @@ def _check_pages(config: Config) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports at which nobody listens at `host`, and that no call in this process was given before, as long as there are some.
+    """Ports at which nobody listens at `host`, and that none before was given in this process, until all have been.
 
     None of those that the system gives to who calls somebody: a program listens only when it has loaded its model, and
     until then such a port may become another connection's, or that of the very caller who tries to reach the program.
