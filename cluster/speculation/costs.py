@@ -51,6 +51,7 @@ class LearnedCurve:
         self._log_seconds: list[float | None] = [None] * len(self._knots)  # without the common factor
         self._log_scale = 0.0
         self._seen_at = [0] * len(self._knots)
+        self._times_seen = [0] * len(self._knots)
         self._num_observations = 0
         self._kept: list[tuple[int, float]] = []  # counts and seconds, observed since someone asked
         self._filled: list[float] = []  # seconds at all knots, without the common factor
@@ -91,10 +92,13 @@ class LearnedCurve:
             self._fill_at = 0
         else:
             rate = min(_MAX_KNOT_RATE, _KNOT_RATE * (self._num_observations - self._seen_at[knot]))
+            # At first the mean of what was seen: one that was timed wrongly at start must not stay so for long.
+            rate = max(rate, 1.0 / (1 + self._times_seen[knot]))
             self._log_seconds[knot] = known + rate * weight * error
-            if rate == _MAX_KNOT_RATE:
+            if rate >= _MAX_KNOT_RATE:
                 self._fill_at = 0
         self._seen_at[knot] = self._num_observations
+        self._times_seen[knot] += 1
 
     def seconds(self, count: float) -> float:
         """At one count. Something must have been observed."""
@@ -142,7 +146,12 @@ class LearnedCurve:
             return self._filled
         knots, filled = self._knots, [0.0] * len(self._knots)
         last = -1  # the last knot that is known
-        for index, seconds in self._known():
+        known = self._known()
+        # What all knots have in common is the factor's: else knots that contradict each other push it and themselves
+        # apart without end, until numbers overflow after hours.
+        common = statistics.fmean(math.log(max(seconds, 1e-9)) for _, seconds in known)
+        self._log_scale += common
+        for index, seconds in ((index, seconds * math.exp(-common)) for index, seconds in known):
             # What is learned next is learned of the curve as it is read: else what was held back of a knot would come
             # back with the next observation, and the common factor after it.
             self._log_seconds[index] = math.log(max(seconds, 1e-9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import logging
@@ -284,8 +285,12 @@ def _proxies(config: Config) -> list[Proxy]:
 
 def _router_port(config: Config) -> int:
     """The router's port, known to be free; port 0 becomes one that is. Raises ConfigurationError."""
-    port = config.router.port or free_ports(1)[0]
-    return check_can_listen(config.router.host, port, "choose another with --port")
+    host = config.router.host
+    port = check_can_listen(host, config.router.port, "choose another with --port")
+    if config.router.port == 0:
+        with contextlib.suppress(OSError):  # a name that has an address of the other family alone
+            return free_ports(1, host)[0]
+    return port
 
 
 def _check_pages(config: Config) -> None:
@@ -316,7 +321,10 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 def _bind_somewhere(probe: socket.socket, host: str) -> None:
     """Raises OSError when that cannot be done."""
     for port in itertools.islice(_PORTS_IN_TURN, _PORT_TRIES):
-        with contextlib.suppress(OSError):
+        try:
             probe.bind((host, port))
             return
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # no other port would do either
+                raise
     probe.bind((host, 0))

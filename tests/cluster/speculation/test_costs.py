@@ -76,6 +76,28 @@ def test_steps_that_scatter_leave_the_shape_of_the_curve() -> None:
     assert np.std(errors) < 0.05
 
 
+def test_a_knot_that_was_timed_wrongly_at_start_is_known_after_ten_steps_of_its_own() -> None:
+    """Though it is seen in one step of twenty."""
+    seconds = {4: 0.0140, 12: 0.0143, 16: 0.0176, 24: 0.0268, 32: 0.0362}
+    curve = curve_of(seconds | {32: 3 * seconds[32]}, repeats=1)
+    rng = np.random.default_rng(1)
+    for step in range(240):
+        rows = 32 if step % 20 == 0 else (12, 16)[step % 2]
+        curve.observe(rows, float(seconds[rows] * rng.lognormal(0.0, 0.06)))
+    assert curve.seconds(32) == pytest.approx(seconds[32], rel=0.15)
+
+
+def test_knots_that_contradict_each_other_do_not_run_away() -> None:
+    """Were what they have in common left in them, numbers would overflow after three hours of steps of 20 ms."""
+    seconds = {1: 0.030, 6: 0.020, 16: 0.015}
+    rng = np.random.default_rng(0)
+    curve = curve_of(seconds, repeats=1)
+    rows = rng.choice(list(seconds), size=700_000, p=[1 / 23, 11 / 23, 11 / 23]).tolist()
+    for count, noise in zip(rows, rng.lognormal(0.0, 0.08, len(rows)).tolist(), strict=True):
+        curve.observe(count, seconds[count] * noise)
+    assert 0.010 < curve.seconds(16) < 0.030
+
+
 def test_beyond_what_was_seen_the_last_slope_goes_on() -> None:
     curve = curve_of({1: 0.010, 64: 0.064, 128: 0.128})
     assert float(curve.at(256)) == pytest.approx(0.256, rel=0.1)
