@@ -303,7 +303,7 @@ def _check_pages(config: Config) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports at which nobody listens at `host`, and that none before was given in this process, until all have been.
+    """Ports at which nobody listens at `host`; none was given in this process before, until all have been.
 
     None of those that the system gives to who calls somebody: a program listens only when it has loaded its model, and
     until then such a port may become another connection's, or that of the very caller who tries to reach the program.

@@ -51,7 +51,7 @@ class TestModels:
 
     def test_what_each_would_give_is_told_apart(self) -> None:
         running = cluster(draft(0.5, "worse"), draft(0.9, "better"), trial_share=0.1)
-        running.run(120.0)  # of the worse one a round is seen now and then: after 40 s its acceptance goes by some dozen
+        running.run(120.0)  # after 40 s the acceptance of the worse one goes by some dozen rounds
         goodputs = running.readings(GOODPUT)
         assert goodputs["better",] == pytest.approx(1.45, rel=0.1)  # 0.9 alone: 227 tokens/s of 154
         assert goodputs["worse",] == pytest.approx(0.97, rel=0.1)
