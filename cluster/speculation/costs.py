@@ -140,18 +140,20 @@ class LearnedCurve:
             known.append((index, seconds))
         return known
 
+    def _take_common_factor_out(self) -> None:
+        """Else knots that contradict each other push it and themselves apart without end: numbers overflow in hours."""
+        common = statistics.fmean(seconds for seconds in self._log_seconds if seconds is not None)
+        self._log_seconds = [None if seconds is None else seconds - common for seconds in self._log_seconds]
+        self._log_scale += common
+
     def _fill(self) -> list[float]:
         """The seconds at all knots, without the common factor."""
         if self._num_observations < self._fill_at:
             return self._filled
         knots, filled = self._knots, [0.0] * len(self._knots)
         last = -1  # the last knot that is known
-        known = self._known()
-        # What all knots have in common is the factor's: else knots that contradict each other push it and themselves
-        # apart without end, until numbers overflow after hours.
-        common = statistics.fmean(math.log(max(seconds, 1e-9)) for _, seconds in known)
-        self._log_scale += common
-        for index, seconds in ((index, seconds * math.exp(-common)) for index, seconds in known):
+        self._take_common_factor_out()
+        for index, seconds in self._known():
             # What is learned next is learned of the curve as it is read: else what was held back of a knot would come
             # back with the next observation, and the common factor after it.
             self._log_seconds[index] = math.log(max(seconds, 1e-9))

@@ -285,12 +285,11 @@ def _proxies(config: Config) -> list[Proxy]:
 
 def _router_port(config: Config) -> int:
     """The router's port, known to be free; port 0 becomes one that is. Raises ConfigurationError."""
-    host = config.router.host
-    port = check_can_listen(host, config.router.port, "choose another with --port")
-    if config.router.port == 0:
-        with contextlib.suppress(OSError):  # a name that has an address of the other family alone
-            return free_ports(1, host)[0]
-    return port
+    host, port = config.router.host, config.router.port
+    if port == 0:
+        with contextlib.suppress(OSError):  # what is wrong with the host is told below
+            port = free_ports(1, host)[0]
+    return check_can_listen(host, port, "choose another with --port")
 
 
 def _check_pages(config: Config) -> None:
