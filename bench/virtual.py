@@ -57,6 +57,7 @@ class Draft:
     name: str = "simulated"  # of its model
     round_trip_seconds: float = 0.0
     expected_round_trip: float | None = None  # by labels
+    make_drafter: Callable[..., SimulatedDrafter] = SimulatedDrafter
 
 
 class VirtualDraft:
@@ -71,14 +72,14 @@ class VirtualDraft:
         self._pool = pool
         self._time = VirtualTime()
         self._limits = StepLimits.of(config.draft, config.target.max_model_len or 100_000)
-        self._simulation = draft.simulation
+        self._draft = draft
         self._branches = config.speculation.num_run_ahead_branches
         self._inbox: deque[tuple[float, SpeculateRequest]] = deque()
         self._sent_at: list[float] = []
         self._new_worker()
 
     def _new_worker(self) -> None:
-        drafter = SimulatedDrafter(self._simulation, _VOCAB_SIZE, self._limits, self._time)
+        drafter = self._draft.make_drafter(self._draft.simulation, _VOCAB_SIZE, self._limits, self._time)
         self.worker = DraftWorker(drafter, self._branches, clock=self._time.now)
         self._number = self.worker.attach(self._deliver)
 
@@ -181,6 +182,7 @@ class VirtualCluster:
     config: Config
     drafts: Sequence[Draft] = ()
     on_step: Callable[[Sequence[GenerationOutput]], None] = lambda outputs: None
+    make_target: Callable[..., SimulatedTarget] = SimulatedTarget
     time: VirtualTime = field(default_factory=VirtualTime)
     num_tokens: int = 0
     num_draft_tokens: int = 0
@@ -196,7 +198,7 @@ class VirtualCluster:
         self.pool.drafts = [
             VirtualDraft(index, draft, config, self.pool) for index, draft in enumerate(self.drafts or alike)
         ]
-        self.target = SimulatedTarget(
+        self.target = self.make_target(
             simulation,
             _VOCAB_SIZE,
             StepLimits.of(config.target, config.target.max_model_len or 100_000),

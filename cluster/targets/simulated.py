@@ -50,9 +50,12 @@ class SimulatedTarget(StepLoop):
             if scheduled.yields_choices
             for position in _positions(scheduled)
         ]
-        num_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
-        self._keeper.sleep_until(started_at + self._curve.at(num_rows) + self._sequence_seconds * len(step))
+        self._keeper.sleep_until(started_at + self._step_seconds(step))
         return choices
+
+    def _step_seconds(self, step: Sequence[Scheduled]) -> float:
+        num_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
+        return self._curve.at(num_rows) + self._sequence_seconds * len(step)
 
     def submit(self, request: GenerationRequest) -> None:
         is_scored = request.num_logprobs is not None or request.num_prompt_logprobs is not None

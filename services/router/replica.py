@@ -180,6 +180,11 @@ class Replica:
         """Sequences there now: ours, and those it reported beside them."""
         return self.num_in_flight + self._num_others
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last poll was not answered in time: others are chosen before it."""
+        return self._num_silent_polls > 0
+
     async def poll(self) -> None:
         """Asks for the description and decides from it whether requests may be sent here, and whether to give it up."""
         number = next(self._polls)
@@ -193,18 +198,19 @@ class Replica:
         if number < self._newest_answered:
             return  # a later poll has been answered
         self._newest_answered = number
-        self.description = description
-        if description is None:
-            assert failure is not None
-            refusal = self._dialer.explain(failure)
-            self._become("down", f"does not answer ({failure.code().name})" + (f": {refusal}" if refusal else ""))
-            if number == _PATIENT_POLLS and not self._has_answered:
-                logger.warning("target %s has never answered: is it at this address?", self.address)
-            self._count_silence(failure.code())
-        else:
-            self._has_answered = True
-            self._num_silent_polls = 0
+        if description is not None:
+            self.description, self._has_answered, self._num_silent_polls = description, True, 0
             self._consider(description)
+            return
+        assert failure is not None
+        self._count_silence(failure.code())
+        if self.is_silent and self.problem is None and self._num_silent_polls < _SILENT_POLLS:
+            return  # a moment's work may have held it up, and it may be the only one
+        self.description = None
+        refusal = self._dialer.explain(failure)
+        self._become("down", f"does not answer ({failure.code().name})" + (f": {refusal}" if refusal else ""))
+        if number == _PATIENT_POLLS and not self._has_answered:
+            logger.warning("target %s has never answered: is it at this address?", self.address)
 
     async def _follow_certificates(self) -> None:
         """With new ones, a new channel, once nothing runs on the old: a connection that works goes on working."""

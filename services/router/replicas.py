@@ -119,7 +119,8 @@ class ReplicaPool:
         return is_unknown or any(adapter in (replica.adapters or {}) for replica in self.replicas)
 
     def choose(self, like: Traits | None = None, adapter: AdapterRef | None = None) -> Replica:
-        """The least loaded replica that has `adapter`; with `like`, of those with these traits, which answer alike.
+        """The least loaded replica that has `adapter`, of those that are not silent if there are such; with `like`, of
+        those with these traits, which answer alike.
 
         Where different targets are allowed and none like it is usable, any. Raises UnavailableError.
         """
@@ -135,7 +136,7 @@ class ReplicaPool:
         usable = [replica for replica in self.usable if replica.has(adapter) and replica not in avoided]
         alike = [replica for replica in usable if like in (None, replica.traits)]
         candidates = alike if self._reference is not None else alike or usable
-        return min(candidates, key=lambda replica: replica.load, default=None)
+        return min(candidates, key=lambda replica: (replica.is_silent, replica.load), default=None)
 
     async def wait_for(
         self,

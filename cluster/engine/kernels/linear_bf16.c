@@ -9,9 +9,11 @@
 
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define MAX_HEIGHT 24 /* of a tile of rows; its sums with one tile of a block stay in registers */
+#define FITTING_HEIGHT 14 /* its sums with both tiles of a block do, beside a pair and an input */
 /* Up to here a tile of rows is multiplied by both tiles of each block, else by all blocks' first tiles and then by all
-   second ones, so that fewer sums wait outside of registers. */
-#define MAX_WIDE_HEIGHT(format) ((format) == BFLOAT16 ? 20 : 14)
+   second ones. */
+#define MAX_WIDE_HEIGHT(format) ((format) == BFLOAT16 ? 16 : FITTING_HEIGHT)
+#define MAX_FEW_ROWS 40 /* of which integers are multiplied in tiles of up to MAX_HEIGHT */
 #define PREFETCH_BYTES 8192
 #define WIDENED_BLOCKS 4 /* so that the next can be begun while this one is in use */
 
@@ -22,18 +24,35 @@ typedef struct {
     Shares *panels;
 } Job;
 
-/* `height` rows times `width` tiles of a panel, from the panel's tile `first`. height, width and format are constants
-   after inlining. */
+/* sums[row][tile] += the products of a pair of inputs, for `num_tiles` tiles from the one whose weights are given. */
+INLINE BF16_TARGET void multiply_pair(__m512 sums[][2], const int tile, const uint16_t *weights, const uint16_t *rows,
+                                      const int pair, const int height, const int num_tiles, const int is_asked_for) {
+    __m512bh pairs[2];
+#pragma GCC unroll 2
+    for (int v = 0; v < num_tiles; v++) {
+        const uint16_t *of_tile = weights + v * TILE_VALUES + pair * BLOCK;
+        if (is_asked_for) _mm_prefetch((const char *)of_tile + PREFETCH_BYTES, _MM_HINT_T1);
+        pairs[v] = (__m512bh)_mm512_loadu_si512(of_tile);
+    }
+#pragma GCC unroll 24
+    for (int r = 0; r < height; r++) {
+        int32_t inputs;
+        __builtin_memcpy(&inputs, rows + r * BLOCK + 2 * pair, sizeof inputs);
+#pragma GCC unroll 2
+        for (int v = 0; v < num_tiles; v++)
+            sums[r][tile + v] = _mm512_dpbf16_ps(sums[r][tile + v], pairs[v], (__m512bh)_mm512_set1_epi32(inputs));
+    }
+}
+
+/* `height` rows times `width` tiles of a panel, from the panel's tile `first`, of a block `at_once` so many. height,
+   width, at_once and format are constants after inlining. */
 INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, const int first, const int height,
-                                 const int width, const Format format) {
+                                 const int width, const int at_once, const Format format) {
     const Weight *w = j->linear->weight;
     const Blocks *b = &j->blocks;
     const char *kept = (const char *)w->panels + panel * b->num_blocks * block_bytes(format);
     const float *scales = w->scales + (format >= INT8 ? panel * b->num_groups * BLOCK + first * LANES : 0);
     const uint16_t *rows = rows_of_block(&j->rows, b->num_blocks, tile, 0);
-    /* Weights that come from memory are read in the order in which they lie: Zen 4 reads two streams, 1 KB apart, at half
-       the speed (190M parameters, 2 threads, 1 row: 18 ms, and 11 in order). */
-    const int at_once = format == BFLOAT16 ? 1 : width;
     _Alignas(64) uint16_t widened_blocks[WIDENED_BLOCKS][BLOCK_VALUES];
     __m512 sums[MAX_HEIGHT][2], of_groups[MAX_HEIGHT][2];
 #pragma GCC unroll 24
@@ -51,24 +70,19 @@ INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, cons
                 weights = block;
             }
 #pragma GCC unroll 2
-            for (int t = 0; t < width; t += at_once)
-                for (int pair = 0; pair < LANES; pair++) {
-                    __m512bh pairs[2];
-#pragma GCC unroll 2
-                    for (int v = t; v < t + at_once; v++) {
-                        const uint16_t *of_tile = weights + (first + v) * TILE_VALUES + pair * BLOCK;
-                        if (format == BFLOAT16) _mm_prefetch((const char *)of_tile + PREFETCH_BYTES, _MM_HINT_T1);
-                        pairs[v] = (__m512bh)_mm512_loadu_si512(of_tile);
-                    }
-#pragma GCC unroll 24
-                    for (int r = 0; r < height; r++) {
-                        int32_t inputs;
-                        __builtin_memcpy(&inputs, rows + r * BLOCK + 2 * pair, sizeof inputs);
-#pragma GCC unroll 2
-                        for (int v = t; v < t + at_once; v++)
-                            sums[r][v] = _mm512_dpbf16_ps(sums[r][v], pairs[v], (__m512bh)_mm512_set1_epi32(inputs));
-                    }
+            for (int t = 0; t < width; t += at_once) {
+                const uint16_t *of_tiles = weights + (first + t) * TILE_VALUES;
+                if (format == BFLOAT16) {
+                    /* Else the compiler unrolls it for few rows: on Zen 5 four then take a third longer. Integers, which
+                       lie in the first cache, gain by that. */
+#pragma GCC unroll 1
+                    for (int pair = 0; pair < LANES; pair++)
+                        multiply_pair(sums, t, of_tiles, rows, pair, height, at_once, 1);
+                } else {
+                    for (int pair = 0; pair < LANES; pair++)
+                        multiply_pair(sums, t, of_tiles, rows, pair, height, at_once, 0);
                 }
+            }
             kept += block_bytes(format);
             rows += height * BLOCK;
         }
@@ -92,16 +106,22 @@ INLINE BF16_TARGET void multiply(const Job *j, int64_t panel, int64_t tile, cons
     }
 }
 
-/* All rows of a panel. */
+/* All rows of a panel.
+
+   Weights that come from memory are read in the order in which they lie: Zen 4 reads two streams, 1 KB apart, at half the
+   speed (190M parameters, 2 threads, 1 row: 18 ms, and 11 in order). The first tile of rows brings them into the second
+   cache, where both tiles of a block are at hand and an input is loaded once for both. */
 INLINE BF16_TARGET void multiply_panel(const Job *j, int64_t panel, const Format format) {
     for (int64_t tile = 0; tile < j->rows.num_tiles; tile++) switch (j->rows.height) {
 #define CASE(height) \
         case height: \
-            if (height <= MAX_WIDE_HEIGHT(format)) { \
-                multiply(j, panel, tile, 0, height, 2, format); \
+            if (height > MAX_WIDE_HEIGHT(format)) { \
+                multiply(j, panel, tile, 0, height, 1, 1, format); \
+                multiply(j, panel, tile, 1, height, 1, 1, format); \
+            } else if (format == BFLOAT16 && tile == 0) { \
+                multiply(j, panel, tile, 0, height, 2, 1, format); \
             } else { \
-                multiply(j, panel, tile, 0, height, 1, format); \
-                multiply(j, panel, tile, 1, height, 1, format); \
+                multiply(j, panel, tile, 0, height, 2, 2, format); \
             } \
             break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -120,10 +140,18 @@ BF16_TARGET static void share_task(const void *job, int64_t share) {
     }
 }
 
+/* Of tiles of so many rows. Several are of no more than have their sums in registers; but integers are widened for each
+   tile anew, so that they come in few as long as these are quicker. */
+static int64_t max_height(Format format, int64_t num_rows) {
+    if (format == BFLOAT16) return num_rows <= MAX_WIDE_HEIGHT(BFLOAT16) ? MAX_WIDE_HEIGHT(BFLOAT16) : FITTING_HEIGHT;
+    return num_rows <= MAX_FEW_ROWS ? MAX_HEIGHT : FITTING_HEIGHT;
+}
+
 void linear_bf16(const Linear *l, int num_threads) {
     if (l->num_rows == 0) return;
     Shares panels;
-    const Job job = {l, round_rows(l, MAX_HEIGHT, num_threads), blocks_of(l->weight), &panels};
+    const int64_t height = max_height((Format)l->weight->format, l->num_rows);
+    const Job job = {l, round_rows(l, height, num_threads), blocks_of(l->weight), &panels};
     divide(&panels, job.blocks.num_panels, num_threads);
     parallel_for(share_task, &job, panels.num_shares, num_threads);
 }

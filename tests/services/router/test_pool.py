@@ -86,6 +86,25 @@ def test_a_new_worker_takes_its_share_within_five_seconds(background, new_target
     background.run(run())
 
 
+def test_a_worker_that_is_silent_for_a_moment_is_the_last_choice(background, new_target, tokenizer):
+    silent, busy = new_target(), new_target()
+    busy.description.load.num_running = 50
+
+    async def run() -> None:
+        endpoints = Endpoints(silent, busy)
+        async with following(endpoints, tokenizer) as pool:
+            assert pool.choose().address == silent.address
+            silent.describe_delay_s = 60
+            await until(lambda: pool.replicas[0].is_silent)
+            assert addresses(pool.usable) == [silent.address, busy.address]
+            assert pool.choose().address == busy.address
+            endpoints.become(silent)
+            await until(lambda: addresses(pool.replicas) == [silent.address])
+            assert pool.choose().address == silent.address  # rather it than nobody
+
+    background.run(run())
+
+
 def test_a_removed_worker_gets_no_new_calls_and_ends_those_that_run(background, new_target, tokenizer):
     leaving, staying = new_target(), new_target()
     leaving.delay_s = 0.1
