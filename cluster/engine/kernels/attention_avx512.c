@@ -23,6 +23,30 @@ INLINE void gather(const Attention *a, const void *cache, const int64_t *indices
     }
 }
 
+/* One head's keys at `count` indices, a lane for each, dimension by dimension; lanes beyond have some key or other. */
+INLINE void gather_columns(const Attention *a, const int64_t *indices, int64_t count, float *rows, float *columns) {
+    if (!a->is_bfloat16 || a->head_dim % (2 * LANES) != 0) {
+        gather(a, a->keys, indices, count, rows);
+        for (int64_t d = 0; d < a->head_dim; d += LANES) transpose(rows + d, a->head_dim, columns + d * CHUNK);
+        return;
+    }
+    /* Two dimensions are turned round as one number, and are apart then: half of the work. */
+    const __m512i upper = _mm512_set1_epi32((int32_t)0xffff0000);
+    for (int64_t d = 0; d < a->head_dim; d += 2 * LANES) {
+        __m512 pairs[CHUNK];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < CHUNK; i++)
+            pairs[i] = _mm512_loadu_ps((const uint16_t *)a->keys + indices[i < count ? i : count - 1] + d);
+        turn_round(pairs);
+#pragma GCC unroll 16
+        for (int64_t c = 0; c < LANES; c++) {
+            const __m512i pair = _mm512_castps_si512(pairs[c]);
+            _mm512_storeu_si512(columns + (d + 2 * c) * CHUNK, _mm512_slli_epi32(pair, 16));
+            _mm512_storeu_si512(columns + (d + 2 * c + 1) * CHUNK, _mm512_and_si512(pair, upper));
+        }
+    }
+}
+
 /* Scores of a chunk for `count` (a constant) queries: their sums run beside each other. */
 INLINE void score(const float *const *queries, const float *columns, int64_t head_dim, const int count, __m512 *out) {
     __m512 sums[4];
@@ -38,20 +62,38 @@ INLINE void score(const float *const *queries, const float *columns, int64_t hea
     for (int q = 0; q < count; q++) out[q] = sums[q];
 }
 
-/* sums = sums * scale + weights . values, 16 dimensions at a time. */
-INLINE void accumulate(float *sums, float scale, const float *weights, const float *values, int64_t head_dim) {
+/* What up to four queries take from a chunk. */
+typedef struct {
+    float *sums[4], scales[4], weights[4][CHUNK];
+} Taken;
+
+/* sums = sums * scale + weights . values for `count` (a constant) queries, 16 dimensions at a time: their sums run beside
+   each other. */
+INLINE void accumulate(const Taken *s, const float *values, int64_t head_dim, const int count) {
     for (int64_t d = 0; d < head_dim; d += 2 * LANES) {
         const int is_pair = d + LANES < head_dim;
         const int64_t other = is_pair ? d + LANES : d;
-        __m512 first = _mm512_mul_ps(_mm512_loadu_ps(sums + d), _mm512_set1_ps(scale));
-        __m512 second = _mm512_mul_ps(_mm512_loadu_ps(sums + other), _mm512_set1_ps(scale));
-        for (int i = 0; i < CHUNK; i++) {
-            __m512 weight = _mm512_set1_ps(weights[i]);
-            first = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values + i * head_dim + d), first);
-            second = _mm512_fmadd_ps(weight, _mm512_loadu_ps(values + i * head_dim + other), second);
+        __m512 first[4], second[4];
+#pragma GCC unroll 4
+        for (int q = 0; q < count; q++) {
+            first[q] = _mm512_mul_ps(_mm512_loadu_ps(s->sums[q] + d), _mm512_set1_ps(s->scales[q]));
+            second[q] = _mm512_mul_ps(_mm512_loadu_ps(s->sums[q] + other), _mm512_set1_ps(s->scales[q]));
         }
-        _mm512_storeu_ps(sums + d, first);
-        if (is_pair) _mm512_storeu_ps(sums + other, second);
+        for (int i = 0; i < CHUNK; i++) {
+            const __m512 value = _mm512_loadu_ps(values + i * head_dim + d);
+            const __m512 next = _mm512_loadu_ps(values + i * head_dim + other);
+#pragma GCC unroll 4
+            for (int q = 0; q < count; q++) {
+                const __m512 weight = _mm512_set1_ps(s->weights[q][i]);
+                first[q] = _mm512_fmadd_ps(weight, value, first[q]);
+                second[q] = _mm512_fmadd_ps(weight, next, second[q]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int q = 0; q < count; q++) {
+            _mm512_storeu_ps(s->sums[q] + d, first[q]);
+            if (is_pair) _mm512_storeu_ps(s->sums[q] + other, second[q]);
+        }
     }
 }
 
@@ -75,31 +117,42 @@ static TARGET void visit(void *progress, int64_t start, const int64_t *path, int
     const __m512 scale = _mm512_set1_ps(1.0f / sqrtf((float)head_dim));
     int64_t indices[CHUNK];
     find(a, p->part, start, count, path, indices);
-    gather(a, a->keys, indices, count, p->rows);
-    for (int64_t d = 0; d < head_dim; d += LANES) transpose(p->rows + d, head_dim, p->columns + d * CHUNK);
+    gather_columns(a, indices, count, p->rows, p->columns);
     gather(a, a->values, indices, count, p->rows);
-    __m512 scores[4];
-    for (int64_t q = first; q < end; q++) {
-        const int64_t ahead = (q - first) % 4;
-        if (ahead == 0) {
-            if (end - q >= 4) score(p->queries + q, p->columns, head_dim, 4, scores);
-            else if (end - q == 3) score(p->queries + q, p->columns, head_dim, 3, scores);
-            else if (end - q == 2) score(p->queries + q, p->columns, head_dim, 2, scores);
-            else score(p->queries + q, p->columns, head_dim, 1, scores);
+    for (int64_t q = first; q < end; q += 4) {
+        const int64_t num_queries = end - q < 4 ? end - q : 4;
+        __m512 scores[4];
+        switch (num_queries) {
+            case 1: score(p->queries + q, p->columns, head_dim, 1, scores); break;
+            case 2: score(p->queries + q, p->columns, head_dim, 2, scores); break;
+            case 3: score(p->queries + q, p->columns, head_dim, 3, scores); break;
+            default: score(p->queries + q, p->columns, head_dim, 4, scores);
         }
-        const int64_t last = p->positions[q / p->group] + 1 - start, before = last - a->span;
-        const __mmask16 visible = first_lanes(last) & ~first_lanes(before > 0 ? before : 0);
-        if (visible == 0) continue;
-        const __m512 scaled = _mm512_mul_ps(scores[ahead], scale);
-        const float most = _mm512_mask_reduce_max_ps(visible, scaled);
-        const float next = most > p->largest[q] ? most : p->largest[q];
-        const __m512 weights = _mm512_maskz_mov_ps(visible, exp_ps(_mm512_sub_ps(scaled, _mm512_set1_ps(next))));
-        const float rescale = _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(p->largest[q] - next)));
-        float spread[CHUNK];
-        _mm512_storeu_ps(spread, weights);
-        p->largest[q] = next;
-        p->totals[q] = p->totals[q] * rescale + _mm512_reduce_add_ps(weights);
-        accumulate(p->sums + q * head_dim, rescale, spread, p->rows, head_dim);
+        Taken seeing; /* those that see some of the chunk */
+        int num_seeing = 0;
+        for (int64_t i = 0; i < num_queries; i++) {
+            const int64_t query = q + i;
+            const int64_t last = p->positions[query / p->group] + 1 - start, before = last - a->span;
+            const __mmask16 visible = first_lanes(last) & ~first_lanes(before > 0 ? before : 0);
+            if (visible == 0) continue;
+            const __m512 scaled = _mm512_mul_ps(scores[i], scale);
+            const float most = _mm512_mask_reduce_max_ps(visible, scaled);
+            const float next = most > p->largest[query] ? most : p->largest[query];
+            const __m512 weights = _mm512_maskz_mov_ps(visible, exp_ps(_mm512_sub_ps(scaled, _mm512_set1_ps(next))));
+            const float rescale = _mm512_cvtss_f32(exp_ps(_mm512_set1_ps(p->largest[query] - next)));
+            p->largest[query] = next;
+            p->totals[query] = p->totals[query] * rescale + _mm512_reduce_add_ps(weights);
+            seeing.sums[num_seeing] = p->sums + query * head_dim;
+            seeing.scales[num_seeing] = rescale;
+            _mm512_storeu_ps(seeing.weights[num_seeing++], weights);
+        }
+        switch (num_seeing) {
+            case 0: break;
+            case 1: accumulate(&seeing, p->rows, head_dim, 1); break;
+            case 2: accumulate(&seeing, p->rows, head_dim, 2); break;
+            case 3: accumulate(&seeing, p->rows, head_dim, 3); break;
+            default: accumulate(&seeing, p->rows, head_dim, 4);
+        }
     }
 }
 
