@@ -24,7 +24,6 @@ from typing import Any
 
 import httpx
 
-from bench.in_process import SIMULATED
 from bench.machine import describe_machine
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, spread
 from bench.virtual import Draft, VirtualCluster
@@ -128,7 +127,7 @@ def _foreseen(
 
 
 class RecordedDrafter(SimulatedDrafter):
-    """Right where a draft was; `answers` has those of the sequences that are under way, by their noise."""
+    """Right where a draft was; `answers` has those of all sequences, by their noise."""
 
     def __init__(self, *arguments: Any, answers: dict[NoiseKey, Answer]) -> None:
         super().__init__(*arguments)
@@ -162,12 +161,14 @@ class ScatteringTarget(SimulatedTarget):
         for scheduled in step:
             is_prompt = scheduled.num_new_tokens > 1
             num_rows += scheduled.num_new_tokens * (behaviour.prompt_row if is_prompt else 1) + len(scheduled.drafts)
-        seconds = self._curve.at(num_rows) * self._rng.lognormvariate(0.0, behaviour.scatter)
+        seconds = (self._curve.at(num_rows) + self._sequence_seconds * len(step)) * self._rng.lognormvariate(
+            0.0, behaviour.scatter
+        )
         is_slow = behaviour.scatter and self._rng.random() < _SLOW_STEP_SHARE
         return seconds * (_SLOW_STEP if is_slow else 1.0)
 
     def _time_step(self, num_rows: int) -> float | None:
-        return self._curve.at(num_rows) * self._behaviour.slow_start
+        return (self._curve.at(num_rows) + self._sequence_seconds) * self._behaviour.slow_start
 
 
 @dataclass(slots=True)
@@ -192,42 +193,48 @@ def replay(
     seconds: float,
     seed: int,
 ) -> tuple[float, float]:
-    """Tokens a second, and drafts a round."""
+    """Tokens a second, and drafts of a round that has some. There is one draft worker."""
     answers: dict[NoiseKey, Answer] = {}
     order = list(recording.answers)
     random.Random(seed).shuffle(order)
-    draft = Draft(config.simulation, make_drafter=partial(RecordedDrafter, answers=answers))
+    simulation = config.simulation
+    draft = Draft(
+        simulation,
+        round_trip_seconds=simulation.round_trip_ms / 1e3,
+        make_drafter=partial(RecordedDrafter, answers=answers),
+    )
+    num_drafted = 0  # rounds with drafts
 
     def submit() -> None:
         answer = order[len(answers) % len(order)]
         name = cluster.submit(len(answer.was_foreseen), prompt_len=answer.prompt_len, num_speculative_tokens=depth)
         answers[NoiseKey.derive(int(name), 0)] = answer
 
-    def ended(outputs: Sequence[GenerationOutput]) -> None:
+    def published(outputs: Sequence[GenerationOutput]) -> None:
+        nonlocal num_drafted
         for output in outputs:
+            num_drafted += output.num_draft_tokens > 0
             if output.finish_reason is not None:
                 submit()
 
     make_target = partial(ScatteringTarget, behaviour=behaviour, seed=seed)
-    cluster = VirtualCluster(config, [draft], ended, make_target)
+    cluster = VirtualCluster(config, [draft], published, make_target)
     for _ in range(num_streams):
         submit()
     cluster.run(_WARM_UP_SECONDS)
-    drafts, rounds = cluster.num_draft_tokens, cluster.num_rounds
+    drafts, rounds = cluster.num_draft_tokens, num_drafted
     rate = cluster.run(seconds)
-    return rate, (cluster.num_draft_tokens - drafts) / (cluster.num_rounds - rounds)
+    return rate, (cluster.num_draft_tokens - drafts) / max(1, num_drafted - rounds)
 
 
 def simulated(config: Config, recording: Recording) -> Config:
     """The cluster of `config`, with engines that take the recorded times."""
     curves = {"target_step_ms": recording.target_step_ms, "draft_step_ms": recording.draft_step_ms}
-    settings = [*SIMULATED, *(f"simulation.{name}={json.dumps(curve)}" for name, curve in curves.items())]
-    engines = load_config(None, settings)
     return config.model_copy(
         update={
             "target": config.target.model_copy(update={"engine": "simulated"}),
             "draft": config.draft.model_copy(update={"drafter": "simulated"}),
-            "simulation": engines.simulation,
+            "simulation": config.simulation.model_copy(update=curves),
         }
     )
 
@@ -253,11 +260,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{arguments.streams} streams, T = {recording.temperature:g}, {behaviour}\n")
     print("| k | tokens/s | of best fixed k | k verified |\n| --- | --- | --- | --- |")
     fixed = [one.tokens_per_second for one in replays if one.depth is not None]
+    best = max(fixed, key=statistics.median, default=None)
     for one in replays:
-        best = max(fixed, key=statistics.median, default=one.tokens_per_second)
-        ratios = [own / other for own, other in zip(one.tokens_per_second, best, strict=True)]
+        ratios = [own / other for own, other in zip(one.tokens_per_second, best or (), strict=best is not None)]
         print(
-            f"| {one.name} | {spread(one.tokens_per_second)} | {spread(ratios, 3)} "
+            f"| {one.name} | {spread(one.tokens_per_second)} | {spread(ratios, 3) if ratios else ''} "
             f"| {statistics.fmean(one.mean_depths):.1f} |"
         )
     return 0

@@ -107,7 +107,8 @@ class Replica:
         notify: Callable[[], None] = lambda: None,
         dialer: Dialer = PLAIN,
     ) -> None:
-        """`object_to`: what speaks against using it beside the others; `notify`: called when its problem changes;
+        """`object_to`: what speaks against using it beside the others; `notify`: called when its problem changes, or
+        its silence ends;
         `dialer`: makes the channel."""
         self.address = address
         self.description: target_pb2.TargetDescription | None = None
@@ -182,7 +183,7 @@ class Replica:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the last poll was not answered in time: others are chosen before it."""
+        """Whether the last poll was not answered in time: others are chosen before it, even while it is up."""
         return self._num_silent_polls > 0
 
     async def poll(self) -> None:
@@ -199,13 +200,18 @@ class Replica:
             return  # a later poll has been answered
         self._newest_answered = number
         if description is not None:
-            self.description, self._has_answered, self._num_silent_polls = description, True, 0
+            was_silent, self._num_silent_polls = self.is_silent, 0
+            self.description, self._has_answered = description, True
             self._consider(description)
+            if was_silent:
+                self._notify()
             return
         assert failure is not None
         self._count_silence(failure.code())
-        if self.is_silent and self.problem is None and self._num_silent_polls < _SILENT_POLLS:
-            return  # a moment's work may have held it up, and it may be the only one
+        if self.problem is None and 0 < self._num_silent_polls < _SILENT_POLLS:
+            # A moment's work may have held it up, and it may be the only one.
+            logger.info("target %s does not answer: others are chosen before it", self.address)
+            return
         self.description = None
         refusal = self._dialer.explain(failure)
         self._become("down", f"does not answer ({failure.code().name})" + (f": {refusal}" if refusal else ""))

@@ -119,12 +119,12 @@ class ReplicaPool:
         return is_unknown or any(adapter in (replica.adapters or {}) for replica in self.replicas)
 
     def choose(self, like: Traits | None = None, adapter: AdapterRef | None = None) -> Replica:
-        """The least loaded replica that has `adapter`, of those that are not silent if there are such; with `like`, of
-        those with these traits, which answer alike.
+        """The least loaded replica that has `adapter`, a silent one only where all are; with `like`, of those with
+        these traits, which answer alike.
 
         Where different targets are allowed and none like it is usable, any. Raises UnavailableError.
         """
-        replica = self.find(like, adapter)
+        replica = self.find(like, adapter) or self._least_loaded(self.usable, like, adapter)
         if replica is None:
             raise self.nobody()
         return replica
@@ -132,11 +132,17 @@ class ReplicaPool:
     def find(
         self, like: Traits | None, adapter: AdapterRef | None = None, avoided: Collection[Replica] = ()
     ) -> Replica | None:
-        """What `choose` returns, of those that are not `avoided`."""
-        usable = [replica for replica in self.usable if replica.has(adapter) and replica not in avoided]
+        """What `choose` returns, of those that are neither silent nor `avoided`."""
+        answering = [replica for replica in self.usable if not replica.is_silent and replica not in avoided]
+        return self._least_loaded(answering, like, adapter)
+
+    def _least_loaded(
+        self, replicas: Sequence[Replica], like: Traits | None, adapter: AdapterRef | None
+    ) -> Replica | None:
+        usable = [replica for replica in replicas if replica.has(adapter)]
         alike = [replica for replica in usable if like in (None, replica.traits)]
         candidates = alike if self._reference is not None else alike or usable
-        return min(candidates, key=lambda replica: (replica.is_silent, replica.load), default=None)
+        return min(candidates, key=lambda replica: replica.load, default=None)
 
     async def wait_for(
         self,
@@ -144,14 +150,13 @@ class ReplicaPool:
         timeout: float,  # noqa: ASYNC109
         adapter: AdapterRef | None = None,
     ) -> Replica:
-        """What `choose` returns as soon as there is one. Raises UnavailableError after `timeout` seconds without."""
+        """What `find` returns as soon as there is one: what was just moved is not risked at a silent replica. Raises
+        UnavailableError after `timeout` seconds without."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while True:
-                    changed = self._changed
-                    with contextlib.suppress(UnavailableError):
-                        return self.choose(like, adapter)
-                    await changed.wait()
+                while (replica := self.find(like, adapter)) is None:
+                    await self._changed.wait()
+                return replica
         raise self.nobody()
 
     async def wait_out_change(self) -> None:

@@ -23,7 +23,8 @@ INLINE void gather(const Attention *a, const void *cache, const int64_t *indices
     }
 }
 
-/* One head's keys at `count` indices, a lane for each, dimension by dimension; lanes beyond have some key or other. */
+/* One head's keys at `count` indices, a lane for each, dimension by dimension; what lanes beyond have is not to be
+   looked at. */
 INLINE void gather_columns(const Attention *a, const int64_t *indices, int64_t count, float *rows, float *columns) {
     if (!a->is_bfloat16 || a->head_dim % (2 * LANES) != 0) {
         gather(a, a->keys, indices, count, rows);

@@ -26,12 +26,12 @@ typedef struct {
 
 /* sums[row][tile] += the products of a pair of inputs, for `num_tiles` tiles from the one whose weights are given. */
 INLINE BF16_TARGET void multiply_pair(__m512 sums[][2], const int tile, const uint16_t *weights, const uint16_t *rows,
-                                      const int pair, const int height, const int num_tiles, const int is_asked_for) {
+                                      const int pair, const int height, const int num_tiles, const int is_prefetched) {
     __m512bh pairs[2];
 #pragma GCC unroll 2
     for (int v = 0; v < num_tiles; v++) {
         const uint16_t *of_tile = weights + v * TILE_VALUES + pair * BLOCK;
-        if (is_asked_for) _mm_prefetch((const char *)of_tile + PREFETCH_BYTES, _MM_HINT_T1);
+        if (is_prefetched) _mm_prefetch((const char *)of_tile + PREFETCH_BYTES, _MM_HINT_T1);
         pairs[v] = (__m512bh)_mm512_loadu_si512(of_tile);
     }
 #pragma GCC unroll 24
@@ -115,13 +115,12 @@ INLINE BF16_TARGET void multiply_panel(const Job *j, int64_t panel, const Format
     for (int64_t tile = 0; tile < j->rows.num_tiles; tile++) switch (j->rows.height) {
 #define CASE(height) \
         case height: \
-            if (height > MAX_WIDE_HEIGHT(format)) { \
+            if (height <= MAX_WIDE_HEIGHT(format)) { \
+                if (format == BFLOAT16 && tile == 0) multiply(j, panel, tile, 0, height, 2, 1, format); \
+                else multiply(j, panel, tile, 0, height, 2, 2, format); \
+            } else if (format != BFLOAT16) { /* whose tiles are never so high */ \
                 multiply(j, panel, tile, 0, height, 1, 1, format); \
                 multiply(j, panel, tile, 1, height, 1, 1, format); \
-            } else if (format == BFLOAT16 && tile == 0) { \
-                multiply(j, panel, tile, 0, height, 2, 1, format); \
-            } else { \
-                multiply(j, panel, tile, 0, height, 2, 2, format); \
             } \
             break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)

@@ -160,10 +160,12 @@ def test_one_slow_description_gives_nobody_up(background, target, tokenizer):
             replies = await begin(replica)
             target.describe_delay_s = 60
             await until(lambda: replica.is_silent)
-            assert replica.problem is None and replica.description is not None
+            assert replica.problem is None
+            assert replica.description is not None
             target.describe_delay_s = 0
             await until(lambda: not replica.is_silent)
-            assert replica.problem is None and replica.num_in_flight == 1
+            assert replica.problem is None
+            assert replica.num_in_flight == 1
             await replies.aclose()
 
     background.run(run())

@@ -101,6 +101,10 @@ def test_a_worker_that_is_silent_for_a_moment_is_the_last_choice(background, new
             endpoints.become(silent)
             await until(lambda: addresses(pool.replicas) == [silent.address])
             assert pool.choose().address == silent.address  # rather it than nobody
+            with pytest.raises(UnavailableError):  # but not for a request that was just moved
+                await pool.wait_for(None, 0.1)
+            silent.describe_delay_s = 0
+            assert (await pool.wait_for(None, DEADLINE_S)).address == silent.address
 
     background.run(run())
 
