@@ -83,7 +83,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(writing.acquire(), _LAST_WRITE_SECONDS)
             writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)  # what it could not send to a peer that has gone
+            await asyncio.gather(writer, return_exceptions=True)
         if fault:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault)
 
@@ -109,4 +109,7 @@ async def _write(outbox: Outbox[SpeculateReply], context: _Context, writing: asy
     while True:
         reply = encode_reply(await outbox.take())
         async with writing:
-            await context.write(reply)
+            try:
+                await context.write(reply)
+            except grpc.aio.BaseError:
+                return  # the peer has gone, as the stream's reader hears; it may be cancelled before it looks here
