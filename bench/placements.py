@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import describe_machine
-from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, WARM_UP_PROMPTS, Depth, spread
+from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, WARM_UP_PROMPTS, Depth, parse_depths, spread
 from bench.workload import held_out_prompts, run_streams
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperatures", type=lambda text: [float(n) for n in text.split(",")], default=[0.0, 1.0])
     parser.add_argument(
         "--depths",
-        type=lambda text: [None if part == AUTO else int(part) for part in text.split(",")],
+        type=parse_depths,
         default=[None],
         help="auto, or a fixed k each",
     )

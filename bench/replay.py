@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from bench.machine import describe_machine
-from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, spread
+from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, parse_depths, spread
 from bench.virtual import Draft, VirtualCluster
 from bench.workload import held_out_prompts
 from cluster.config import Config
@@ -271,9 +271,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    def depths(text: str) -> list[int | None]:
-        return [None if part == AUTO else int(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(prog="bench.replay", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", type=Path, help="YAML configuration of the cluster")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
@@ -282,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0, help="of a new recording")
     parser.add_argument("--answers", type=int, default=48, help="of a new recording")
     parser.add_argument("--max-tokens", type=int, default=128, help="of each")
-    parser.add_argument("--depths", type=depths, default=[None, 0, 3, 5], help="auto, or a fixed k each")
+    parser.add_argument("--depths", type=parse_depths, default=[None, 0, 3, 5], help="auto, or a fixed k each")
     parser.add_argument("--repeats", type=int, default=4, help="each with another order of answers")
     parser.add_argument("--seconds", type=float, default=30.0, help="virtual ones, after warming up")
     parser.add_argument("--scatter", type=float, default=0.07, help="of steps: a standard deviation, as a share")

@@ -142,6 +142,11 @@ class Point:
         }
 
 
+def parse_depths(text: str) -> list[int | None]:
+    """`auto,0,3`; None: the controller's."""
+    return [None if part == AUTO else int(part) for part in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     config = load_config(arguments.config, [*MEASURED, *arguments.overrides])
@@ -273,15 +278,14 @@ def _parser() -> argparse.ArgumentParser:
     def numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
 
-    def depths(text: str) -> list[int | None]:
-        return [None if part == AUTO else int(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(prog="bench.speedup", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--config", type=Path, help="YAML configuration of the cluster")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--streams", type=lambda t: [int(n) for n in numbers(t)], default=[1, 4, 16, 64])
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 1.0])
-    parser.add_argument("--depths", type=depths, default=[None, 0, 1, 2, 3, 5, 7, 10], help="auto, or a fixed k each")
+    parser.add_argument(
+        "--depths", type=parse_depths, default=[None, 0, 1, 2, 3, 5, 7, 10], help="auto, or a fixed k each"
+    )
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of a repeat (at least one a stream)")
     parser.add_argument("--max-tokens", type=int, default=64)

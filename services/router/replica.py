@@ -108,8 +108,7 @@ class Replica:
         dialer: Dialer = PLAIN,
     ) -> None:
         """`object_to`: what speaks against using it beside the others; `notify`: called when its problem changes, or
-        its silence ends;
-        `dialer`: makes the channel."""
+        its silence ends; `dialer`: makes the channel."""
         self.address = address
         self.description: target_pb2.TargetDescription | None = None
         self.traits: Traits = ()  # as it last said; (): unknown
