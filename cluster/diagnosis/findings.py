@@ -7,11 +7,10 @@ cache that holds all sequences, or threads that fit their cores.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from cluster.diagnosis.measurements import Examination, StepCurve, Steps
+from cluster.diagnosis.measurements import Examination
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 
@@ -86,27 +85,15 @@ def _suspected(found: Examination) -> Iterator[Finding]:
 
 
 def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
-    own, fitting = found.start.own, found.start.fitting
-    most = max(own.keys() & fitting.keys(), default=0)
-    if not most or fitting[most] >= own[most]:
-        return
-    factor, plain = fitting[most] / own[most], found.plain.counts
-    if plain.decode.count and plain.rows <= most:
-        # By what both take at start it would be too little: threads are most in each other's way where other programs
-        # wake, of which there is none yet. Beside what plain steps take now it would be too much: a load has more in a
-        # step than was timed, whatever the threads. It is taken to be in the middle.
-        fits, is_own = (
-            StepCurve((rows, Steps(1, seconds)) for rows, seconds in times.items()).at(plain.rows)
-            for times in (fitting, own)
+    fitting, as_it_is = found.with_fitting_threads
+    if fitting.count and fitting.seconds < as_it_is.seconds:
+        yield Finding(
+            THREADS_OVERSUBSCRIBED,
+            f"more threads compute than there are cores: a step takes {1e3 * as_it_is.mean_seconds:.1f} ms, with one "
+            f"thread a core {1e3 * fitting.mean_seconds:.1f}",
+            "set target.threads to null (one a core), and give each worker cores of its own",
+            rate(replace(now, step_factor=fitting.seconds / as_it_is.seconds)),
         )
-        factor = fits / math.sqrt(is_own * plain.decode.mean_seconds)
-    yield Finding(
-        THREADS_OVERSUBSCRIBED,
-        f"more threads compute than there are cores: a step of {most} rows took {1e3 * own[most]:.1f} ms at start, "
-        f"with one thread a core {1e3 * fitting[most]:.1f}",
-        "set target.threads to null (one a core), and give each worker cores of its own",
-        rate(replace(now, step_factor=min(1.0, factor))),
-    )
 
 
 def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:

@@ -39,6 +39,8 @@ class Counts:
     decode: Steps = Steps()
     prefill: Steps = Steps()
     draft: Steps = Steps()
+    # Of verify, decode and prefill those with one thread a core, where a target has more.
+    fitting: Mapping[str, Steps] = field(default_factory=dict)
     wait_seconds: float = 0.0  # of steps, for proposals
     coordination_seconds: float = 0.0  # of the processor, on what a step or a drafter waits for
     num_preemptions: float = 0.0
@@ -85,6 +87,14 @@ class Counts:
         """That prompts add to steps, for each token that is committed; a step without any takes `step_seconds`."""
         added = max(0.0, self.prefill.seconds - self.prefill.count * step_seconds)
         return added / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def with_fitting_threads(self) -> tuple[Steps, Steps]:
+        """The steps that had one thread a core, and what as many of the same kinds take on the average of all."""
+        steps = {"verify": self.verify, "decode": self.decode, "prefill": self.prefill}
+        fitting = sum((some for some in self.fitting.values()), Steps())
+        all_of = (Steps(some.count, some.count * steps[kind].mean_seconds) for kind, some in self.fitting.items())
+        return fitting, sum(all_of, Steps())
 
     @property
     def rows(self) -> float:
@@ -150,14 +160,6 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class StartTimes:
-    """Seconds of steps by their rows, as the target timed them at its start."""
-
-    own: Mapping[int, float] = field(default_factory=dict)
-    fitting: Mapping[int, float] = field(default_factory=dict)  # with one thread a core, where it has more
-
-
-@dataclass(frozen=True, slots=True)
 class Examination:
     """All that was measured of a cluster."""
 
@@ -166,7 +168,12 @@ class Examination:
     alone: Measured  # one stream, with drafts
     auto: Measured
     temperatures: Sequence[Measured]  # one depth at several temperatures
-    start: StartTimes = StartTimes()
+
+    @property
+    def with_fitting_threads(self) -> tuple[Steps, Steps]:
+        """As of `Counts`, over the loads of as many streams."""
+        pairs = [one.counts.with_fitting_threads for one in (self.plain, *self.fixed, self.auto)]
+        return sum((fitting for fitting, _ in pairs), Steps()), sum((as_it_is for _, as_it_is in pairs), Steps())
 
     @property
     def is_cache_full(self) -> bool:

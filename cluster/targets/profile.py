@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-TOLD_ROWS = (1, 2, 4, 8, 16)  # whose times are told: plain steps and those with drafts of some sequences
 _REPEATS = 3
 _MAX_SECONDS = 1.5
 

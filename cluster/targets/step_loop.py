@@ -32,8 +32,9 @@ from cluster.targets.base import (
 )
 from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.heartbeat import Heartbeat
-from cluster.targets.profile import TOLD_ROWS, profile_steps
+from cluster.targets.profile import profile_steps
 from cluster.targets.scoring import Scoring
+from cluster.targets.thread_trial import ThreadTrial
 from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,7 @@ class StepLoop(Target):
         self._num_committed_tokens = 0
         self._num_failed_steps = 0
         self._num_failed_in_row = 0
-        # Seconds of a step over its rows, as timed at start: as it is, and with fewer threads where there are too many.
-        self._start_seconds: dict[str, dict[int, float]] = {}
+        self._thread_trial: ThreadTrial | None = None  # of an engine with more threads than cores
         self._thread: threading.Thread | None = None
 
     # What an engine adds; called from the step loop's thread.
@@ -103,10 +103,6 @@ class StepLoop(Target):
     @abstractmethod
     def _time_step(self, num_rows: int) -> float | None:
         """Seconds that a step of `num_rows` rows takes, tried before the first request; None when it cannot be."""
-
-    def _time_fitting_steps(self) -> dict[int, float]:
-        """Where more threads compute than there are cores, seconds of steps of `TOLD_ROWS` with one a core."""
-        return {}
 
     def _recovers(self) -> bool:
         """Whether steps can go on after one that failed."""
@@ -180,17 +176,13 @@ class StepLoop(Target):
         yield Reading("outrider_failed_steps", failed, self._num_failed_steps, is_counter=True)
         stuck = "1 while the engine has work and stands still."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
-        timed = "A step of so many rows, timed at start: as it is, and with one thread a core where there are more."
-        for threads, times in self._start_seconds.items():
-            for rows in TOLD_ROWS:
-                if rows in times:
-                    labels = {"threads": threads, "rows": str(rows)}
-                    yield Reading("outrider_start_step_seconds", timed, times[rows], labels=labels)
         yield from self._queue_time.readings()
         yield from self._scheduler.readings()
         yield from self._blocks.readings()
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
+        if self._thread_trial is not None:
+            yield from self._thread_trial.readings()
         yield from self._coordinator.readings()
         yield from self._pool.readings()
 
@@ -214,20 +206,9 @@ class StepLoop(Target):
     def profile(self) -> None:
         """What steps take, before the first request."""
         if self._speculation.num_speculative_tokens or self.limits.max_prefill_seconds is not None:
-            fitting = self._time_fitting_steps()  # before: threads that were made once stay, and are in the way
-            own = dict(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
-            self._coordinator.know_step_times(own.items())
-            self._scheduler.pace.know(own.items())
-            self._start_seconds = {"own": own, "fitting": fitting}
-            if both := own.keys() & fitting.keys():
-                rows = max(both)
-                logger.warning(
-                    "more threads compute than there are cores: a step of %d rows takes %.1f ms, with one a core %.1f; "
-                    "set target.threads to null",
-                    rows,
-                    1e3 * own[rows],
-                    1e3 * fitting[rows],
-                )
+            times = list(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
+            self._coordinator.know_step_times(times)
+            self._scheduler.pace.know(times)
 
     def run_step(self, publish: Publish) -> bool:
         """One step of a target that was not started, in the caller's thread; False when there is nothing to do."""
@@ -252,6 +233,8 @@ class StepLoop(Target):
                 for scheduled in step
                 if scheduled.num_new_tokens > 1
             ]
+            if self._thread_trial is not None:
+                self._thread_trial.begin()
             try:
                 choices = self._choose(step)
             except RuntimeError as error:  # what PyTorch raises of its devices: no memory, a kernel that failed
@@ -292,6 +275,8 @@ class StepLoop(Target):
         """Counts a step that took `seconds`, of which `num_rows` rows yielded a choice."""
         kind = _kind(step)
         self._step_times[kind].add(seconds)
+        if self._thread_trial is not None:
+            self._thread_trial.add(kind, seconds)
         num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
         self._scheduler.pace.observe(num_step_rows, prompts, seconds)
         return StepTiming(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -22,9 +23,11 @@ from cluster.speculation.scoring import token_logprobs
 from cluster.speculation.token_counts import TokenCounts
 from cluster.targets.base import GenerationRequest, TargetModel
 from cluster.targets.generation import Generation, Scheduled
-from cluster.targets.profile import TOLD_ROWS, profile_steps
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
+from cluster.targets.thread_trial import ThreadTrial
+
+logger = logging.getLogger(__name__)
 
 
 class TorchTarget(StepLoop):
@@ -47,6 +50,10 @@ class TorchTarget(StepLoop):
         self._sampler = Sampler(runner.model.device, runner.gpu_kernels)
         self._rejection = rejection
         self._logits = torch.empty(0)  # of the step
+        num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        if runner.model.device.type == "cpu" and num_threads > num_cores:
+            logger.warning("%d threads compute on %d cores: set target.threads to null", num_threads, num_cores)
+            self._thread_trial = ThreadTrial(num_threads, num_cores, torch.set_num_threads)
 
     def submit(self, request: GenerationRequest) -> None:
         if self._rejection is not None and request.constraints != UNCONSTRAINED:
@@ -83,15 +90,6 @@ class TorchTarget(StepLoop):
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         self._runner.keep(block_table, start, nodes)
-
-    def _time_fitting_steps(self) -> dict[int, float]:
-        num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-        if self._runner.model.device.type != "cpu" or num_threads <= num_cores:
-            return {}
-        torch.set_num_threads(num_cores)
-        found = dict(profile_steps(self._time_step, max(TOLD_ROWS)))
-        torch.set_num_threads(num_threads)
-        return found
 
     def _time_step(self, num_rows: int) -> float | None:
         blocks = self._runner.blocks

@@ -68,5 +68,4 @@ def examine(maker: LoadMaker, plan: Plan, did_one: Callable[[], object] = lambda
         alone=found[Workload(1, first, told)],
         auto=found[Workload(streams, first, None)],
         temperatures=[found[Workload(streams, temperature, told)] for temperature in plan.temperatures],
-        start=maker.start_times(),
     )

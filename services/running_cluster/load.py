@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.diagnosis.measurements import Counts, Measured, StartTimes, Steps, Workload
+from cluster.diagnosis.measurements import Counts, Measured, Steps, Workload
 from cluster.errors import ConfigurationError
 from services.http_call import call
 from services.running_cluster.access import Access
@@ -77,14 +77,6 @@ class LoadMaker:
             grown[name] += value - before.counters[name]
         return grown
 
-    def start_times(self) -> StartTimes:
-        """Of the first target that has timed some at its start."""
-        for page in self.facts.target_pages(self.access):
-            own, fitting = (_start_seconds(page, threads) for threads in ("own", "fitting"))
-            if own:
-                return StartTimes(own, fitting)
-        return StartTimes()
-
     @contextmanager
     def _streams(self, workload: Workload, first_prompt: int) -> Iterator[list[ConfigurationError]]:
         """Streams under way, each with one request after the other; what goes wrong is put into what is yielded."""
@@ -146,7 +138,10 @@ class LoadMaker:
     def measured(self, workload: Workload, grown: Numbers) -> Measured:
         """What `grown`, of one run or the sum of several, says of one target, on the average."""
         share = 1.0 / len(self.facts.targets)
-        kinds = {kind: Steps(share * grown[kind], share * grown[f"{kind} seconds"]) for kind in (*_KINDS, "draft")}
+
+        def steps(kind: str) -> Steps:
+            return Steps(share * grown[kind], share * grown[f"{kind} seconds"])
+
         positions = sorted(int(name.removeprefix(_POSITION)) for name in grown if name.startswith(_POSITION))
         counts = Counts(
             seconds=grown["seconds"],
@@ -155,10 +150,11 @@ class LoadMaker:
             num_draft_tokens=share * grown["drafted"],
             num_accepted_tokens=share * grown["accepted"],
             accepted_by_position=tuple(share * grown[f"{_POSITION}{position}"] for position in positions),
-            verify=kinds["verify"],
-            decode=kinds["decode"],
-            prefill=kinds["prefill"],
-            draft=kinds["draft"],
+            verify=steps("verify"),
+            decode=steps("decode"),
+            prefill=steps("prefill"),
+            draft=steps("draft"),
+            fitting={kind: steps(f"fitting {kind}") for kind in _KINDS},
             wait_seconds=share * grown["wait"],
             coordination_seconds=share * grown["coordination"],
             num_preemptions=share * grown["preemptions"],
@@ -168,17 +164,13 @@ class LoadMaker:
         return Measured(workload, counts)
 
 
-def _start_seconds(page: Page, threads: str) -> dict[int, float]:
-    """By rows."""
-    told = page.by_label("outrider_start_step_seconds", "rows", threads=threads)
-    return {int(rows): seconds for rows, seconds in told.items() if rows.isdecimal()}
-
-
 def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> Numbers:
     found: Numbers = defaultdict(float, {name: total(targets, metric) for name, metric in _COUNTED.items()})
     for kind in _KINDS:
         found[kind] = total(targets, "outrider_steps_total", kind=kind)
         found[f"{kind} seconds"] = total(targets, "outrider_step_seconds_total", kind=kind)
+        found[f"fitting {kind}"] = total(targets, "outrider_fitting_steps_total", kind=kind)
+        found[f"fitting {kind} seconds"] = total(targets, "outrider_fitting_step_seconds_total", kind=kind)
     found["coordination"] = total(targets, "outrider_coordination_seconds_total", part="critical")
     for reason in ("full", "no_credit"):
         found["refusals"] += total(targets, "outrider_sequences_refused_total", reason=reason)

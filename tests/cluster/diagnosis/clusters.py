@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.diagnosis.measurements import Counts, Examination, Measured, StartTimes, Steps, Workload
+from cluster.diagnosis.measurements import Counts, Examination, Measured, Steps, Workload
 
 _SECONDS = 10.0
-_AT_START = StartTimes({4: 0.018, 16: 0.018})
+_TRIED = 0.1  # of the steps, with one thread a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class FormulaCluster:
     num_streams: int = 4
     num_running: int = 4  # of the streams; others wait for blocks
     num_preemptions: int = 0
-    start: StartTimes = _AT_START
+    fitting_factor: float | None = None  # of a step that has one thread a core; None: all have
 
     def measured(self, depth: int, *, is_auto: bool = False, temperature: float = 0.0, streams: int = 0) -> Measured:
         running = min(self.num_running, streams or self.num_streams)
@@ -33,6 +33,10 @@ class FormulaCluster:
         num_steps = _SECONDS / (step + wait)
         rounds = num_steps * running if depth else 0.0
         steps = Steps(num_steps, num_steps * step)
+        fitting = {}
+        if self.fitting_factor is not None:
+            tried = _TRIED * num_steps
+            fitting["verify" if depth else "decode"] = Steps(tried, tried * self.fitting_factor * step)
         counts = Counts(
             seconds=_SECONDS,
             num_tokens=num_steps * running * tokens,
@@ -43,6 +47,7 @@ class FormulaCluster:
             verify=steps if depth else Steps(),
             decode=Steps() if depth else steps,
             draft=Steps(num_steps * depth, num_steps * depth * self.draft_seconds),
+            fitting=fitting,
             wait_seconds=num_steps * wait,
             num_preemptions=self.num_preemptions,
             waiting_seconds=_SECONDS * (self.num_streams - self.num_running),
@@ -66,5 +71,4 @@ class FormulaCluster:
             alone=self.measured(5, streams=1),
             auto=self.measured(self.best_depth, is_auto=True),
             temperatures=[self.measured(5)],
-            start=self.start,
         )

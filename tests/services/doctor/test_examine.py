@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from cluster.diagnosis.measurements import StartTimes, Workload
+from cluster.diagnosis.measurements import Workload
 from services.doctor.examine import Plan, examine
 from services.running_cluster.load import LoadMaker, Numbers
 from tests.services.doctor.test_checks import facts
@@ -18,9 +18,6 @@ class RecordingMaker(LoadMaker):
     def run(self, workload: Workload, seconds: float, *, part: int = 0, num_parts: int = 1) -> Numbers:
         self.asked.append((workload, seconds, part, num_parts))
         return defaultdict(float, {"seconds": seconds, "decode": 1.0, "decode seconds": 0.02, "tokens": 4.0})
-
-    def start_times(self) -> StartTimes:
-        return StartTimes()
 
 
 def test_each_repeat_puts_the_cluster_under_all_loads_with_prompts_of_its_own() -> None:
