@@ -30,7 +30,8 @@ from bench.step_parts import (
     print_sampling,
     timed_kernels,
 )
-from cluster.config import Config, QuantizationName
+from cluster.config import Config
+from cluster.config_workers import QuantizationName
 from cluster.engine.batch import Segment
 from cluster.engine.cpu_kernels import VARIABLE, instruction_set
 from cluster.engine.cpu_model import CpuModel

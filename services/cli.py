@@ -15,9 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
-from cluster.config import Config, GpuKernels
+from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.config_types import LogFormat, LogLevel
+from cluster.config_workers import GpuKernels
 from cluster.engine.memory_plan import SELF_DRAFTERS, Memory, PlannedModel, describe, plan_pair
 from cluster.errors import AddressInUseError, ConfigurationError
 from cluster.telemetry.logs import setup_logging

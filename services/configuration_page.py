@@ -18,7 +18,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "CONFIGURATION.md"
 _INTRODUCTION = """\
 # Configuration
 
-`make docs` writes this page from the declarations in `cluster/config.py` and `services/cli.py`.
+`make docs` writes this page from the declarations in `cluster/config*.py` and `services/cli.py`.
 
 All programs read the same tree of settings, each in a section. A setting is given in one of these ways; the later in
 this list wins:

@@ -20,8 +20,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.config import Config, WorkerConfig
+from cluster.config import Config
 from cluster.config_types import is_loopback
+from cluster.config_workers import WorkerConfig
 from cluster.engine.cpu_kernels import best_instruction_set, has_kernels, instruction_set
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks

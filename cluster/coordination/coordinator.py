@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.base import Link, LinkPool, LinkState
 from cluster.coordination.depths import DepthPlanner

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.plan_schedule import PlanSchedule
 from cluster.coordination.probing import Probing
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.config import Config, DraftConfig, DrafterName, LayerChoice
+from cluster.config import Config
+from cluster.config_workers import DraftConfig, DrafterName, LayerChoice
 from cluster.drafters.base import Drafter
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter

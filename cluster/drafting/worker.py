@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.config import window_of
+from cluster.config_speculation import window_of
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.drafting.run_ahead import RunAhead, Verification, average, runs_ahead
 from cluster.speculation.draft_temperature import DraftTemperature, factor_of

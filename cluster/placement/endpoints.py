@@ -19,8 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-from cluster.config import WorkerConfig
 from cluster.config_types import is_host_port
+from cluster.config_workers import WorkerConfig
 from cluster.place import Endpoint
 
 logger = logging.getLogger(__name__)

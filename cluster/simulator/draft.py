@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.config import Config, window_of
+from cluster.config import Config
+from cluster.config_speculation import window_of
 from cluster.coordination.shadows import SHADOW_DEPTH
 from cluster.drafting.run_ahead import average, is_about_to_answer
 from cluster.drafting.worker import MAX_STEPS_WITHOUT_NEW

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance, own_rates, survivals
 from cluster.speculation.costs import LinkCosts
 from cluster.speculation.prompts import StepSeconds

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.backoff import Backoff
 from cluster.coordination.base import LinkEvent, LinkPool, LinkState, take_all
 from cluster.drafters.base import Drafter

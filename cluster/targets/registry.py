@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from cluster.config import Config, EngineName, SpeculationConfig
+from cluster.config import Config
+from cluster.config_speculation import SpeculationConfig
+from cluster.config_workers import EngineName
 from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.base import Drafter

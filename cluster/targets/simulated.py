@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cluster.config import SpeculationConfig
 from cluster.config_simulation import SimulationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.base import LinkPool
 from cluster.engine.blocks import BlockManager

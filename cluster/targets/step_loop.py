@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.base import LinkPool
 from cluster.coordination.coordinator import Coordinator, StepTiming
 from cluster.coordination.sequence import Round, SpeculativeSequence

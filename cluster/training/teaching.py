@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cluster.config import TargetConfig
+from cluster.config_workers import TargetConfig
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner, load_weights
 from cluster.training.traffic import Answer

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.config import WorkerConfig
+from cluster.config_workers import WorkerConfig
 from cluster.engine.loader import resolve_device
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder

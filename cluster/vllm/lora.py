@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.config import TargetConfig
+from cluster.config_workers import TargetConfig
 from cluster.errors import ConfigurationError, InvalidRequestError
 from cluster.lora import AdapterFiles
 

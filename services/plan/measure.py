@@ -17,7 +17,8 @@ from typing import TypeVar
 
 import torch
 
-from cluster.config import Config, WorkerConfig
+from cluster.config import Config
+from cluster.config_workers import WorkerConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.registry import make_drafter
 from cluster.engine.batch import Segment

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import Config, SpeculationConfig
+from cluster.config import Config
 from cluster.config_file import load_config
+from cluster.config_speculation import SpeculationConfig
 from cluster.errors import ConfigurationError
 
 

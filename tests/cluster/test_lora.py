@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import Config, TargetConfig
+from cluster.config import Config
+from cluster.config_workers import TargetConfig
 from cluster.errors import ConfigurationError, InvalidRequestError, NotFoundError
 from cluster.lora import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles, BaseModel, copy_adapter, folder_within
 from cluster.model_folder import resolve_model_folder

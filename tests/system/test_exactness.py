@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.config import TargetConfig
+from cluster.config_workers import TargetConfig
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.runner import ModelRunner
 from services.launch.local import LocalCluster

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vllm.lora.request import LoRARequest
 
-from cluster.config import TargetConfig
+from cluster.config_workers import TargetConfig
 from cluster.errors import ConfigurationError, InvalidRequestError, NotFoundError
 from cluster.lora import AdapterFiles, BaseModel, copy_adapter, folder_within
 from cluster.owned_folder import OwnedFolder

@@ -13,7 +13,8 @@ from typing import Any
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.request import Request
 
-from cluster.config import LoggingConfig, SpeculationConfig
+from cluster.config import LoggingConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.config_tls import TlsConfig
 from cluster.coordination.pool import DraftPool
 from cluster.coordination.timeline import Follower, News

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.config_tls import TlsConfig
 from cluster.config_types import Address, FilePath, Port
 from cluster.errors import ConfigurationError

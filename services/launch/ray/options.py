@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cluster.config import Config, WorkerConfig
+from cluster.config import Config
 from cluster.config_ray import RayPoolConfig
+from cluster.config_workers import WorkerConfig
 from cluster.errors import ConfigurationError
 from cluster.placement.registry import Pool
 from cluster.placement.scaling import Bounds, ScaledPool

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from cluster.config import WorkerConfig
+from cluster.config_workers import WorkerConfig
 from services.launch.local import free_ports
 
 

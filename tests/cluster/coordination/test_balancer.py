@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.sequence import Round
 from cluster.speculation.drafts import Drafts

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from cluster.config import DraftConfig
+from cluster.config_workers import DraftConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.vllm import VllmDrafter

@@ -9,7 +9,9 @@ from functools import partial
 import pytest
 from scipy import stats
 
-from cluster.config import Config, DraftConfig, SpeculationConfig, TargetConfig
+from cluster.config import Config
+from cluster.config_speculation import SpeculationConfig
+from cluster.config_workers import DraftConfig, TargetConfig
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner

@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from cluster.config import Config, WorkerConfig
+from cluster.config import Config
 from cluster.config_file import load_config
+from cluster.config_workers import WorkerConfig
 from cluster.engine.loader import LoadedModel
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import kv_cache_budgets

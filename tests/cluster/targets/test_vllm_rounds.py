@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config import SpeculationConfig
+from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
 from cluster.engine.prompt_pace import PromptPart

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 
-from cluster.config import TargetConfig
+from cluster.config_workers import TargetConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from cluster.training.corpus import held_out_texts

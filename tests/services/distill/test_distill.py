@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bench.distill import prompts
-from cluster.config import TargetConfig
 from cluster.config_file import load_config
+from cluster.config_workers import TargetConfig
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config import TargetConfig
+from cluster.config_workers import TargetConfig
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.model_folder import resolve_model_folder
