@@ -207,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--only", nargs="+", help="of the sicknesses, by the doctor's names")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each of the doctor's loads")
-    parser.add_argument("--examinations", type=int, default=2, help="how often the doctor repeats its loads")
+    parser.add_argument("--examinations", type=int, default=3, help="how often the doctor repeats its loads")
     parser.add_argument("--repeats", type=int, default=3, help="of the comparison of sick and healthy")
     parser.add_argument("--out", type=Path, default=Path("bench/results/doctor.json"))
     return parser

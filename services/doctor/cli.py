@@ -85,9 +85,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> Any:
         type=above_zero(float),
         default=3.0,
         metavar="S",
-        help="of a load; default 3; that of auto takes three times as long",
+        help="of a load; default 3; that of auto is repeated three times as often",
     )
-    load.add_argument("--repeats", type=above_zero(int), default=2, metavar="N", help="of all loads; default 2")
+    load.add_argument("--repeats", type=above_zero(int), default=3, metavar="N", help="of all loads; default 3")
     return load
 
 
@@ -130,7 +130,7 @@ def examine_cluster(
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0),
     max_tokens: int = 96,
     seconds: float = 3.0,
-    repeats: int = 2,
+    repeats: int = 3,
     prompts: Sequence[str] = (),
     config: Config | None = None,
     access: Access | None = None,
@@ -152,7 +152,7 @@ def examine_cluster(
         )
     plan = Plan(num_streams, temperatures, max_depth, seconds, repeats)
     maker = LoadMaker(facts, prompts or read_prompts(None), max_tokens, access)
-    total = plan.repeats * len(set(plan.workloads))
+    total = plan.repeats * len(plan.runs)
     with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
         found = examine(maker, plan, progress.update)
     wrong = with_programs(findings(found), facts)
