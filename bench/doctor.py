@@ -164,9 +164,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             with LocalCluster(load_config(None, [*base, *sickness.settings])) as sick:
                 sick.wait_ready(READY_TIMEOUT_SECONDS)
+                comparison = _Comparison(sick.url, healthy.url, sickness.num_streams, arguments.repeats)
+                comparison.run(arguments.repeats // 2)
                 found = _examine(sick.url, sickness.num_streams, arguments)
-                rates = _compare(sick.url, healthy.url, sickness.num_streams, arguments.repeats)
-            outcomes.append(Outcome(sickness, found, *rates))
+                comparison.run(arguments.repeats - arguments.repeats // 2)
+            outcomes.append(Outcome(sickness, found, comparison.sick, comparison.healthy))
             print(outcomes[-1].row(), flush=True)
             _write(arguments.out, report, outcomes)
     return 0
@@ -179,16 +181,23 @@ def _examine(url: str, num_streams: int, arguments: argparse.Namespace) -> Repor
     )
 
 
-def _compare(sick: str, healthy: str, num_streams: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Tokens a second of both, in turn, with the controller's k."""
-    workload = Workload(num_streams, 0.0, None)
-    makers = [LoadMaker(look_around(url, Access()), read_prompts(None), 96) for url in (sick, healthy)]
-    rates: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats):
-        for maker, of_maker in zip(makers, rates, strict=True):
-            grown = maker.run(workload, _COMPARED_SECONDS, part=repeat, num_parts=repeats)
-            of_maker.append(maker.measured(workload, grown).counts.tokens_per_second)
-    return rates
+class _Comparison:
+    """Tokens a second of both, in turn, with the controller's k; half of it before the examination, half after, as a
+    machine is not as fast in one minute as in the next."""
+
+    def __init__(self, sick: str, healthy: str, num_streams: int, num_repeats: int) -> None:
+        self.sick: list[float] = []
+        self.healthy: list[float] = []
+        self._workload = Workload(num_streams, 0.0, None)
+        self._num_repeats = num_repeats
+        self._makers = [LoadMaker(look_around(url, Access()), read_prompts(None), 96) for url in (sick, healthy)]
+
+    def run(self, num_repeats: int) -> None:
+        for _ in range(num_repeats):
+            part = len(self.sick)
+            for maker, rates in zip(self._makers, (self.sick, self.healthy), strict=True):
+                grown = maker.run(self._workload, _COMPARED_SECONDS, part=part, num_parts=self._num_repeats)
+                rates.append(maker.measured(self._workload, grown).counts.tokens_per_second)
 
 
 def _write(path: Path, healthy: Report, outcomes: Sequence[Outcome]) -> None:

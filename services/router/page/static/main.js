@@ -78,7 +78,7 @@ function drawSummary({ tokensPerSecond, acceptance, tokensPerRound, byPosition, 
     text: String(Math.round(100 * value)),
     kind: "accepted-bar",
   }));
-  drawBars(byId("positions"), positions, "Nothing was drafted in the last half minute.");
+  drawBars(byId("positions"), positions, "No draft was seen in the last half minute.");
   const all = depths.reduce((sum, count) => sum + count, 0);
   const deepest = depths.findLastIndex((count) => count >= LEAST_SHARE * all);
   const bars = depths.slice(0, Math.min(deepest, MAX_BARS) + 1).map((count, k) => ({
@@ -87,7 +87,7 @@ function drawSummary({ tokensPerSecond, acceptance, tokensPerRound, byPosition, 
     text: count >= LEAST_SHARE * all ? String(Math.round((100 * count) / all)) : "",
     kind: k ? "accepted-bar" : "plain-bar",
   }));
-  drawBars(byId("depths"), bars, "No step in the last half minute.");
+  drawBars(byId("depths"), bars, "No step was seen in the last half minute.");
 }
 
 async function feed() {
