@@ -1,8 +1,8 @@
 """Does the doctor name what a cluster suffers from, and what it costs? `python -m bench.doctor --pair DIR`.
 
-Five sicknesses, each at two strengths, are given to a cluster of the pair that `bench.models` makes. Of each the doctor
-says what is wrong and what the cluster would give without it; then it and the same cluster in health answer the same
-prompts in turn, which shows what it did cost. A healthy cluster is examined too.
+Five sicknesses, each at two strengths, are given to a cluster of the pair that `bench.models` makes. Of each the
+doctor, with the report of the healthy cluster as its baseline, says what is wrong and what the cluster would give
+without it. Before and after, it and the same cluster in health answer the same prompts in turn, which shows what it cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS
 from cluster.config_file import load_config
 from cluster.diagnosis.measurements import Workload
 from cluster.engine.model_config import ModelConfig
-from services.doctor.cli import examine_cluster, read_prompts
+from services.doctor.cli import examine_cluster, read_prompts, survival_of
 from services.doctor.report import Report
 from services.launch.local import LocalCluster
 from services.running_cluster.access import Access
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sick.wait_ready(READY_TIMEOUT_SECONDS)
                 comparison = _Comparison(sick.url, healthy.url, sickness.num_streams, arguments.repeats)
                 comparison.run(arguments.repeats // 2)
-                found = _examine(sick.url, sickness.num_streams, arguments)
+                found = _examine(sick.url, sickness.num_streams, arguments, survival_of(report.to_json()))
                 comparison.run(arguments.repeats - arguments.repeats // 2)
             outcomes.append(Outcome(sickness, found, comparison.sick, comparison.healthy))
             print(outcomes[-1].row(), flush=True)
@@ -174,10 +174,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _examine(url: str, num_streams: int, arguments: argparse.Namespace) -> Report:
-    # No loss is told from how other temperatures compare.
+def _examine(url: str, num_streams: int, arguments: argparse.Namespace, earlier: Sequence[float] = ()) -> Report:
     return examine_cluster(
-        url, num_streams=num_streams, temperatures=(0.0,), seconds=arguments.seconds, repeats=arguments.examinations
+        url,
+        num_streams=num_streams,
+        temperatures=(0.0,),  # no loss is told from how others compare
+        seconds=arguments.seconds,
+        repeats=arguments.examinations,
+        earlier_survival=earlier,
     )
 
 

@@ -7,7 +7,7 @@ cache that holds all sequences, or threads that fit their cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.diagnosis.measurements import Examination
@@ -45,8 +45,11 @@ class Finding:
     loss: float | None = None  # 1 - rate now / rate mended
 
 
-def findings(found: Examination) -> list[Finding]:
-    """What costs the cluster at least a twentieth of what it could give, the dearest first."""
+def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list[Finding]:
+    """What costs the cluster at least a twentieth of what it could give, the dearest first.
+
+    `earlier_survival`: of the draft when it was new, where that is known; a mended one is taken to be no worse.
+    """
     if not found.has_drafts:
         return [
             Finding(
@@ -59,13 +62,13 @@ def findings(found: Examination) -> list[Finding]:
     now = found.auto.counts.tokens_per_second
     told = [
         replace(finding, loss=None if rate is None else max(0.0, 1.0 - now / rate))
-        for finding in _suspected(found)
+        for finding in _suspected(found, tuple(earlier_survival))
         if (rate := finding.tokens_per_second) is None or now < (1.0 - _LEAST_LOSS) * rate
     ]
     return sorted(told, key=lambda finding: -1.0 if finding.loss is None else -finding.loss)
 
 
-def _suspected(found: Examination) -> Iterator[Finding]:
+def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
     of_rounds = Speed.of(found)
     auto = found.auto.counts
     now = replace(of_rounds, num_sequences=auto.mean_batch or of_rounds.num_sequences)
@@ -79,7 +82,7 @@ def _suspected(found: Examination) -> Iterator[Finding]:
 
     yield from _threads(found, now, rate)
     yield from _cache(found, now, rate)
-    yield from _acceptance(now, rate)
+    yield from _acceptance(now, rate, earlier_survival)
     yield from _draft_time(found, now, rate)
     yield from _network(now, rate)
 
@@ -122,7 +125,7 @@ def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
         )
 
 
-def _acceptance(now: Speed, rate: Rate) -> Iterator[Finding]:
+def _acceptance(now: Speed, rate: Rate, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
     tokens = now.tokens_per_round(_RULE_DEPTH)
     acceptance = now.acceptance(_RULE_DEPTH)
     if tokens < MIN_TOKENS_PER_ROUND or acceptance <= MIN_ACCEPTANCE:
@@ -132,7 +135,7 @@ def _acceptance(now: Speed, rate: Rate) -> Iterator[Finding]:
             f"are looked at; a draft that suits has {MIN_TOKENS_PER_ROUND:g} and over {100 * MIN_ACCEPTANCE:.0f} %",
             "another draft (`outrider distill` trains one on your prompts), or ngram or self-int4 for draft.drafter; "
             "until then a smaller k",
-            rate(now.accepting(GOOD_ACCEPTANCE)),
+            max(rate(now.accepting(GOOD_ACCEPTANCE)), rate(replace(now, survival=earlier_survival))),
         )
 
 

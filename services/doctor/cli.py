@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         type=Path,
         metavar="FILE",
-        help="an earlier --json of this cluster: how the draft has drifted since",
+        help="an earlier --json of this cluster: how the draft has drifted since, and what it would give as it was",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
 
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 def diagnose(arguments: argparse.Namespace) -> Report:
     """Raises ConfigurationError."""
     check_output("--json", arguments.json)
-    earlier = _earlier_acceptance(arguments.baseline)
+    earlier = _earlier_survival(arguments.baseline)
     prompts = read_prompts(arguments.prompts)
     if arguments.start:  # of the programs that are started
         arguments.overrides = ["logging.level=warning", *arguments.overrides]
@@ -119,7 +119,7 @@ def diagnose(arguments: argparse.Namespace) -> Report:
             prompts=prompts,
             config=config,
             access=access,
-            earlier_acceptance=earlier,
+            earlier_survival=earlier,
         )
 
 
@@ -134,7 +134,7 @@ def examine_cluster(
     prompts: Sequence[str] = (),
     config: Config | None = None,
     access: Access | None = None,
-    earlier_acceptance: float | None = None,
+    earlier_survival: Sequence[float] = (),
 ) -> Report:
     """Of the router at `url`; `access`: None: as `config` says, a router with TLS as this machine trusts it.
 
@@ -155,13 +155,14 @@ def examine_cluster(
     total = plan.repeats * len(plan.runs)
     with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
         found = examine(maker, plan, progress.update)
-    wrong = with_programs(findings(found), facts)
-    return Report(facts, found, wrong, _waterfall(found, config, earlier_acceptance) if found.has_drafts else None)
+    wrong = with_programs(findings(found, earlier_survival), facts)
+    return Report(facts, found, wrong, _waterfall(found, config, earlier_survival) if found.has_drafts else None)
 
 
-def _waterfall(found: Examination, config: Config, earlier_acceptance: float | None) -> Waterfall:
+def _waterfall(found: Examination, config: Config, earlier_survival: Sequence[float]) -> Waterfall:
+    earlier = earlier_survival[0] if earlier_survival else None
     told = min(found.fixed, key=lambda one: abs((one.workload.num_speculative_tokens or 0) - TOLD_DEPTH))
-    thought = thought_of(found.alone, told, equal=_equal_acceptance(found, config), earlier=earlier_acceptance)
+    thought = thought_of(found.alone, told, equal=_equal_acceptance(found, config), earlier=earlier)
     return waterfall(found.plain, told, thought, found.network_seconds)
 
 
@@ -209,12 +210,17 @@ def _temperatures(text: str) -> tuple[float, ...]:
     return found
 
 
-def _earlier_acceptance(file: Path | None) -> float | None:
-    """Of the first draft token, as a report of then has it."""
+def survival_of(report: Mapping[str, Any]) -> tuple[float, ...]:
+    """Of draft tokens by depth, as far as any was committed, as a report has it for its first temperature."""
+    shares = [float(share) for share in report["suitability"][0]["survival"]]
+    return tuple(share for depth, share in enumerate(shares) if any(shares[depth:]))
+
+
+def _earlier_survival(file: Path | None) -> tuple[float, ...]:
     if file is None:
-        return None
+        return ()
     try:
-        return float(json.loads(file.read_text(encoding="utf-8"))["suitability"][0]["survival"][0])
+        return survival_of(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigurationError(
             f"--baseline {file} is no report that `outrider doctor --json` wrote: {error!r}"

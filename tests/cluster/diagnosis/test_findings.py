@@ -46,6 +46,15 @@ def test_its_loss_is_what_mending_brings(name: str, cluster: FormulaCluster) -> 
     assert finding.loss == pytest.approx(1.0 - cluster.tokens_per_second / mended.tokens_per_second, abs=0.02)
 
 
+def test_a_draft_that_was_better_is_taken_to_become_so_again() -> None:
+    sick = SICK["low acceptance"][1]
+    healthy = replace(sick, acceptance=0.9)
+    (finding,) = findings(sick.examine(), earlier_survival=healthy.measured(5).counts.survival)
+    assert finding.tokens_per_second == pytest.approx(healthy.tokens_per_second, rel=0.02)
+    (as_bad_as_ever,) = findings(sick.examine(), earlier_survival=sick.measured(5).counts.survival)
+    assert [as_bad_as_ever] == findings(sick.examine())
+
+
 def test_too_many_threads_cost_what_steps_with_one_a_core_take_less() -> None:
     for sick in SICK["threads oversubscribed"]:
         (finding,) = findings(sick.examine())
