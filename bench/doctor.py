@@ -2,7 +2,8 @@
 
 Five sicknesses, each at two strengths, are given to a cluster of the pair that `bench.models` makes. Of each the
 doctor, with the report of the healthy cluster as its baseline, says what is wrong and what the cluster would give
-without it. Before and after, it and the same cluster in health answer the same prompts in turn, which shows what it cost.
+without it. Before and after, it and the same cluster in health answer the same prompts in turn, which shows what it did
+cost.
 """
 
 from __future__ import annotations
