@@ -26,6 +26,7 @@ GOOD_COST_RATIO = 0.8 / 15
 _LEAST_LOSS = 0.05  # that is told of: less is within what two measurements of one cluster differ by
 _SHARE_OF_A_STEP = 0.05  # what a round trip may take of one without being looked at
 _FULL_SHARE = 0.9  # of the streams that are in steps; others begin or end, or wait to be admitted
+_LEAST_TRIED = 20  # steps, of which something can be told
 _REFUSED_SHARE = 0.05  # of the steps, in which a sequence was refused
 
 THREADS_OVERSUBSCRIBED = "threads oversubscribed"
@@ -89,7 +90,7 @@ def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Itera
 
 def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     fitting, as_it_is = found.with_fitting_threads
-    if fitting.count and fitting.seconds < as_it_is.seconds:
+    if fitting.count >= _LEAST_TRIED and fitting.seconds < as_it_is.seconds:
         yield Finding(
             THREADS_OVERSUBSCRIBED,
             f"more threads compute than there are cores: a step takes {1e3 * as_it_is.mean_seconds:.1f} ms, with one "

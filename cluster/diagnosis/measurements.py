@@ -26,6 +26,14 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
+class Tried:
+    """Steps of one kind, of the targets that have more threads than cores."""
+
+    steps: Steps = Steps()  # all of them
+    fitting: Steps = Steps()  # those of them that had one thread a core
+
+
+@dataclass(frozen=True, slots=True)
 class Counts:
     """What grew in `seconds` of a load; times of steps are sums over all targets."""
 
@@ -39,8 +47,7 @@ class Counts:
     decode: Steps = Steps()
     prefill: Steps = Steps()
     draft: Steps = Steps()
-    # Of verify, decode and prefill those with one thread a core, where a target has more.
-    fitting: Mapping[str, Steps] = field(default_factory=dict)
+    tried: Mapping[str, Tried] = field(default_factory=dict)  # of verify, decode and prefill
     wait_seconds: float = 0.0  # of steps, for proposals
     coordination_seconds: float = 0.0  # of the processor, on what a step or a drafter waits for
     num_preemptions: float = 0.0
@@ -90,11 +97,18 @@ class Counts:
 
     @property
     def with_fitting_threads(self) -> tuple[Steps, Steps]:
-        """The steps that had one thread a core, and what as many of the same kinds take on the average of all."""
+        """What steps take if none has more threads than cores, and what as many of the same kinds take as it is.
+
+        Both for as many as had: of targets that have no more, the share that falls on them is the same in both.
+        """
         steps = {"verify": self.verify, "decode": self.decode, "prefill": self.prefill}
-        fitting = sum((some for some in self.fitting.values()), Steps())
-        all_of = (Steps(some.count, some.count * steps[kind].mean_seconds) for kind, some in self.fitting.items())
-        return fitting, sum(all_of, Steps())
+        fitting = as_it_is = Steps()
+        for kind, tried in self.tried.items():
+            share = tried.fitting.count / max(tried.steps.count, 1e-9)
+            of_others = share * (steps[kind].seconds - tried.steps.seconds)
+            fitting += Steps(tried.fitting.count, tried.fitting.seconds + of_others)
+            as_it_is += Steps(tried.fitting.count, share * steps[kind].seconds)
+        return fitting, as_it_is
 
     @property
     def rows(self) -> float:

@@ -211,6 +211,8 @@ class InProcessPool(LinkPool):
 def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
     """For a thread that computes with so many."""
     try:
+        # A thread's first look at its number makes it the process's. Later it would undo what is set here.
+        torch.get_num_threads()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
     finally:

@@ -179,10 +179,10 @@ class StepLoop(Target):
         yield from self._queue_time.readings()
         yield from self._scheduler.readings()
         yield from self._blocks.readings()
+        if self._thread_trial is not None:  # before all steps, of which they are some
+            yield from self._thread_trial.readings()
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
-        if self._thread_trial is not None:
-            yield from self._thread_trial.readings()
         yield from self._coordinator.readings()
         yield from self._pool.readings()
 

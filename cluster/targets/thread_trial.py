@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from cluster.telemetry.metrics import Reading, StepTime
 
@@ -13,13 +13,15 @@ _TRIED = 8  # of them: few enough to leave the target as it was asked to be, and
 class ThreadTrial:
     """Some steps of every `_CYCLE` have `num_cores` threads, beside the others under the same load."""
 
-    def __init__(self, num_threads: int, num_cores: int, set_num_threads: Callable[[int], object]) -> None:
-        """`set_num_threads` acts on the thread that calls it, which is that of the steps."""
+    def __init__(
+        self, kinds: Iterable[str], num_threads: int, num_cores: int, set_num_threads: Callable[[int], object]
+    ) -> None:
+        """`kinds` of steps; `set_num_threads` acts on the thread that calls it, which is that of the steps."""
         self._num_threads = num_threads
         self._num_cores = num_cores
         self._set_num_threads = set_num_threads
         self._num_steps = 0
-        self._times: dict[str, StepTime] = {}  # by kind of step
+        self._times = {kind: StepTime() for kind in kinds}
 
     def begin(self) -> None:
         """Before each step."""
@@ -33,9 +35,9 @@ class ThreadTrial:
     def add(self, kind: str, seconds: float) -> None:
         """The step took so long. The first after a change of threads is not counted: it waits for some to end."""
         if (self._num_steps - 1) % _CYCLE > _CYCLE - _TRIED:
-            self._times.setdefault(kind, StepTime()).add(seconds)
+            self._times[kind].add(seconds)
 
     def readings(self) -> Iterator[Reading]:
         what = "Steps that were computed with one thread a core, where there are more"
-        for kind, step_time in list(self._times.items()):
+        for kind, step_time in self._times.items():
             yield from step_time.readings("outrider_fitting_step", what, kind=kind)

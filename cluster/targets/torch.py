@@ -53,7 +53,8 @@ class TorchTarget(StepLoop):
         num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         if runner.model.device.type == "cpu" and num_threads > num_cores:
             logger.warning("%d threads compute on %d cores: set target.threads to null", num_threads, num_cores)
-            self._thread_trial = ThreadTrial(num_threads, num_cores, torch.set_num_threads)
+            if runner.model.is_invariant:  # PyTorch's operators round by the number of threads
+                self._thread_trial = ThreadTrial(self._step_times, num_threads, num_cores, torch.set_num_threads)
 
     def submit(self, request: GenerationRequest) -> None:
         if self._rejection is not None and request.constraints != UNCONSTRAINED:

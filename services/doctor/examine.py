@@ -40,8 +40,8 @@ class Plan:
             *fixed[:1],
             auto,
             *fixed[1:],
-            auto,
             Workload(1, first, told),
+            auto,
             *(Workload(streams, temperature, told) for temperature in self.temperatures[1:]),
         ]
 

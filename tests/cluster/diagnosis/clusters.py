@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.diagnosis.measurements import Counts, Examination, Measured, Steps, Workload
+from cluster.diagnosis.measurements import Counts, Examination, Measured, Steps, Tried, Workload
 
 _SECONDS = 10.0
 _TRIED = 0.1  # of the steps, with one thread a core
@@ -33,10 +33,10 @@ class FormulaCluster:
         num_steps = _SECONDS / (step + wait)
         rounds = num_steps * running if depth else 0.0
         steps = Steps(num_steps, num_steps * step)
-        fitting = {}
+        tried = {}
         if self.fitting_factor is not None:
-            tried = _TRIED * num_steps
-            fitting["verify" if depth else "decode"] = Steps(tried, tried * self.fitting_factor * step)
+            number = _TRIED * num_steps
+            tried["verify" if depth else "decode"] = Tried(steps, Steps(number, number * self.fitting_factor * step))
         counts = Counts(
             seconds=_SECONDS,
             num_tokens=num_steps * running * tokens,
@@ -47,7 +47,7 @@ class FormulaCluster:
             verify=steps if depth else Steps(),
             decode=Steps() if depth else steps,
             draft=Steps(num_steps * depth, num_steps * depth * self.draft_seconds),
-            fitting=fitting,
+            tried=tried,
             wait_seconds=num_steps * wait,
             num_preemptions=self.num_preemptions,
             waiting_seconds=_SECONDS * (self.num_streams - self.num_running),

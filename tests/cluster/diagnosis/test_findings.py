@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.diagnosis.findings import GOOD_ACCEPTANCE, GOOD_COST_RATIO, findings
-from cluster.diagnosis.measurements import Counts, Measured, StepCurve, Steps
+from cluster.diagnosis.measurements import Counts, Measured, StepCurve, Steps, Tried
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from tests.cluster.diagnosis.clusters import FormulaCluster
@@ -67,10 +67,21 @@ def test_threads_that_cost_nothing_are_no_finding() -> None:
 
 
 def test_steps_with_fitting_threads_are_held_against_as_many_of_their_kinds() -> None:
-    counts = Counts(
-        verify=Steps(90, 0.9), prefill=Steps(10, 1.0), fitting={"verify": Steps(2, 0.01), "prefill": Steps(3, 0.15)}
-    )
-    assert counts.with_fitting_threads == (Steps(5, 0.16), Steps(5, pytest.approx(0.32)))
+    verify = Tried(Steps(90, 0.9), Steps(2, 0.01))
+    prefill = Tried(Steps(10, 1.0), Steps(3, 0.15))
+    counts = Counts(verify=verify.steps, prefill=prefill.steps, tried={"verify": verify, "prefill": prefill})
+    assert counts.with_fitting_threads == (Steps(5, pytest.approx(0.16)), Steps(5, pytest.approx(0.32)))
+
+
+@pytest.mark.parametrize(("own", "fitting", "factor"), [(0.010, 0.010, 1.0), (0.040, 0.024, 36 / 52)])
+def test_of_several_targets_those_with_fitting_threads_stay_as_they_are(
+    own: float, fitting: float, factor: float
+) -> None:
+    """One has steps of `own` seconds, which fitting threads would make `fitting`; another, with as many, of 12 ms."""
+    tried = Tried(Steps(100, 100 * own), Steps(12, 12 * fitting))
+    counts = Counts(decode=tried.steps + Steps(100, 1.2), tried={"decode": tried})
+    mended, as_it_is = counts.with_fitting_threads
+    assert mended.seconds / as_it_is.seconds == pytest.approx(factor)
 
 
 def test_prompts_beside_a_slow_draft_are_reckoned_to_take_what_they_do_without_drafts() -> None:

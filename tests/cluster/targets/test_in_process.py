@@ -32,12 +32,14 @@ NewRunner = Callable[..., ModelRunner]
 class FragileDrafter(ModelDrafter):
     """Raises when it is told to."""
 
+    num_threads = 0  # that it drafted with
     is_broken = False  # drafts nothing
     is_beyond_repair = False  # nor frees what it holds
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         if self.is_broken:
             raise RuntimeError("the drafter is broken")
+        self.num_threads = torch.get_num_threads()
         return super().draft(sequences)
 
     def release(self, sequence: DraftSequence) -> None:
@@ -89,6 +91,17 @@ def new_pool(new_runner: NewRunner) -> Callable[..., InProcessPool]:
         return InProcessPool(drafter, "tiny", SpeculationConfig(max_run_ahead=0, **settings))
 
     return make
+
+
+def test_a_thread_of_its_own_computes_with_as_many_as_it_is_told(new_drafted: Callable[..., Drafted]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(OWN + 2)
+    try:
+        drafted = new_drafted(OWN)
+        drafted.target.generate([new_request()])
+        assert (drafted.drafter.num_threads, torch.get_num_threads()) == (OWN, OWN + 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("num_threads", [SHARED, OWN])

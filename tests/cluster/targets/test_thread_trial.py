@@ -22,7 +22,7 @@ def test_an_eighth_of_the_steps_have_a_thread_a_core() -> None:
         threads = num_threads
         set_to.append(num_threads)
 
-    trial = ThreadTrial(8, 2, set_num_threads)
+    trial = ThreadTrial(["decode"], 8, 2, set_num_threads)
     had = []
     for _ in range(640):
         trial.begin()
@@ -38,11 +38,13 @@ def test_an_eighth_of_the_steps_have_a_thread_a_core() -> None:
 def test_a_target_tries_them_and_changes_no_token(new_target: Callable[..., LoopbackTarget]) -> None:
     before = torch.get_num_threads()
     answers = []
-    for num_threads, tries in ((len(os.sched_getaffinity(0)) + 2, True), (len(os.sched_getaffinity(0)), False)):
-        torch.set_num_threads(num_threads)
-        target = new_target([])
-        answers += target.generate([new_request(max_tokens=100, k=0)])
-        tried = [one.value for one in target.target.readings() if one.name == "outrider_fitting_steps"]
-        assert bool(sum(tried)) is tries
-    torch.set_num_threads(before)
+    try:
+        for num_threads, tries in ((len(os.sched_getaffinity(0)) + 2, True), (len(os.sched_getaffinity(0)), False)):
+            torch.set_num_threads(num_threads)
+            target = new_target([])
+            answers += target.generate([new_request(max_tokens=100, k=0)])
+            tried = [one.value for one in target.target.readings() if one.name == "outrider_fitting_steps"]
+            assert bool(sum(tried)) is tries
+    finally:
+        torch.set_num_threads(before)
     assert answers[0] == answers[1]
