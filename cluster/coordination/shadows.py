@@ -6,7 +6,7 @@ that it decodes plainly. There are a few at a time, drafted for seldom, and none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cluster.coordination.sequence import Round, SpeculativeSequence
 
@@ -24,6 +24,9 @@ class Shadows:
 
     def __bool__(self) -> bool:
         return bool(self._may_ask_at)
+
+    def __iter__(self) -> Iterator[SpeculativeSequence]:
+        return iter(self._may_ask_at)
 
     def appoint(self, decoding: Sequence[SpeculativeSequence]) -> None:
         """Sequences that are open already come first: opening one costs its draft worker a prefill."""

@@ -182,7 +182,10 @@ class Rounds:
         return rounds
 
     def _is_shadow(self, rows: IntArray) -> BoolArray:
-        return np.array([self._columns.handle(row).is_shadow for row in rows.tolist()], np.bool_)
+        found = np.zeros(len(rows), np.bool_)
+        for sequence in self.planner.shadows:
+            found |= rows == row_of(sequence)
+        return found
 
     def _take_replies(self, now: float) -> None:
         columns, order = self._columns, self._order
@@ -196,14 +199,11 @@ class Rounds:
         past = columns.length[rows] - base
         fits = past <= np.minimum(right, length)
         if self.planner.shadows:
-            for row, own, number, num_right in zip(
-                rows.tolist(), base.tolist(), length.tolist(), right.tolist(), strict=True
-            ):
-                handle = columns.handle(row)
-                if handle.is_shadow:
-                    tokens = [0] * min(number, num_right) + [1] * max(0, number - num_right)
-                    handle.answered(Proposal(handle.wire_id, own, tokens), now, self.stats)
-                    fits[rows == row] = True
+            for place in np.flatnonzero(self._is_shadow(rows)).tolist():
+                handle, number, num_right = columns.handle(int(rows[place])), int(length[place]), int(right[place])
+                tokens = [0] * min(number, num_right) + [1] * max(0, number - num_right)
+                handle.answered(Proposal(handle.wire_id, int(base[place]), tokens), now, self.stats)
+                fits[place] = True
         held = rows[fits]
         columns.held_base[held], columns.held_length[held] = base[fits], length[fits]
         columns.held_right[held] = right[fits]
