@@ -39,6 +39,7 @@ static struct {
 
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
 static int num_workers; /* guarded by in_use */
+static _Atomic uint32_t num_wanted; /* of them, for the job; the others sleep until it changes */
 
 /* Does items of the open job until none is left. */
 static void work(void) {
@@ -54,10 +55,13 @@ static void work(void) {
     }
 }
 
-static void *worker(void *unused) {
-    (void)unused;
-    uint32_t seen = 0;
+static void *worker(void *number) {
+    const uint32_t index = (uint32_t)(uintptr_t)number;
+    uint32_t seen = 0, wanted;
     for (;;) {
+        while (index >= (wanted = atomic_load_explicit(&num_wanted, memory_order_acquire))) {
+            syscall(SYS_futex, &num_wanted, FUTEX_WAIT_PRIVATE, wanted, NULL, NULL, 0);
+        }
         for (int spins = 0; atomic_load_explicit(&num_opened, memory_order_acquire) == seen; spins++) {
             if (spins < SPINS_BEFORE_SLEEP) {
                 _mm_pause();
@@ -69,7 +73,7 @@ static void *worker(void *unused) {
             spins = 0;
         }
         seen = atomic_load_explicit(&num_opened, memory_order_acquire);
-        work();
+        if (index < atomic_load_explicit(&num_wanted, memory_order_acquire)) work();
     }
     return NULL;
 }
@@ -77,9 +81,17 @@ static void *worker(void *unused) {
 static void start_workers(int wanted) {
     for (; num_workers < wanted; num_workers++) {
         pthread_t thread;
-        if (pthread_create(&thread, NULL, worker, NULL) != 0) return; /* fewer threads do the same work */
+        /* fewer threads do the same work */
+        if (pthread_create(&thread, NULL, worker, (void *)(uintptr_t)num_workers) != 0) return;
         pthread_detach(thread);
     }
+}
+
+static void want_workers(uint32_t wanted) {
+    start_workers((int)wanted);
+    if (atomic_load_explicit(&num_wanted, memory_order_relaxed) == wanted) return;
+    atomic_store(&num_wanted, wanted);
+    syscall(SYS_futex, &num_wanted, FUTEX_WAKE_PRIVATE, num_workers, NULL, NULL, 0);
 }
 
 void parallel_for(Task task, const void *job, int64_t count, int num_threads) {
@@ -88,7 +100,7 @@ void parallel_for(Task task, const void *job, int64_t count, int num_threads) {
         for (int64_t i = 0; i < count; i++) task(job, i);
         return;
     }
-    start_workers(num_threads - 1);
+    want_workers((uint32_t)num_threads - 1);
     uint64_t generation = (atomic_load_explicit(&ticket, memory_order_relaxed) >> 32) + 1;
     atomic_store_explicit(&num_done, 0, memory_order_relaxed);
     atomic_store_explicit(&open_job.task, task, memory_order_release);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
 
+_UNTIL_ASLEEP = 0.002  # seconds: a thread of the pool looks for work some 0.3 ms
+
 CONFIG = ModelConfig(
     vocab_size=100,
     hidden_size=96,
@@ -60,6 +63,15 @@ def num_threads(request: pytest.FixtureRequest) -> object:
 
 def randn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def num_switches() -> dict[str, int]:
+    """By thread of this process, how often it went to sleep or was made to wait."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        lines = (task / "status").read_text().splitlines()
+        found[task.name] = sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+    return found
 
 
 class TestLinear:
@@ -140,6 +152,22 @@ class TestLinear:
             caller.join()
         torch.set_num_threads(1)
         assert not wrong
+
+    @needs_kernels
+    def test_threads_beyond_those_asked_for_sleep(self) -> None:
+        linear, x = KernelLinear(randn(6, 640, 64)), randn(7, 50, 64)
+        expected = linear(x)
+        for num_threads in (6, 2, 3, 2):
+            torch.set_num_threads(num_threads)
+            linear(x)
+            time.sleep(_UNTIL_ASLEEP)
+            before = num_switches()
+            for _ in range(200):
+                assert torch.equal(linear(x), expected)
+                time.sleep(_UNTIL_ASLEEP)
+            woken = [thread for thread, count in num_switches().items() if count > before.get(thread, 0) + 20]
+            assert len(woken) == num_threads
+        torch.set_num_threads(1)
 
 
 @needs_kernels
