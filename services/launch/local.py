@@ -145,7 +145,9 @@ class LocalCluster:
         return read_health(self.url, self._key, self.config.router.tls_certificate_file)
 
     def is_ready(self) -> bool:
-        """Whether every target answers and every one of its links is up."""
+        """Whether every program runs, every target answers and every one of its links is up."""
+        if any(child.has_ended() for child in self._children):
+            return False  # the router may not have noticed yet
         health = self.health()
         if health is None:
             return False
