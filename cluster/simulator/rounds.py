@@ -157,7 +157,7 @@ class Rounds:
             return
         planner, is_pure = self.planner, ended.prompts == 0
         drafted = ended.num_drafts > 0
-        is_shadow = self._is_shadow(ended.rows) if planner.shadows else _NONE
+        is_shadow = self._is_shadow(ended.rows)
         is_probe = planner.probing.is_probing and (not planner.shadows or bool((drafted & is_shadow).any()))
         promise = None
         if ended.rows.size and is_pure and ended.is_whole and not is_probe and planner.needs.measurements:
@@ -198,12 +198,11 @@ class Rounds:
         columns.coming_at[rows] = NEVER
         past = columns.length[rows] - base
         fits = past <= np.minimum(right, length)
-        if self.planner.shadows:
-            for place in np.flatnonzero(self._is_shadow(rows)).tolist():
-                handle, number, num_right = columns.handle(int(rows[place])), int(length[place]), int(right[place])
-                tokens = [0] * min(number, num_right) + [1] * max(0, number - num_right)
-                handle.answered(Proposal(handle.wire_id, int(base[place]), tokens), now, self.stats)
-                fits[place] = True
+        for place in np.flatnonzero(self._is_shadow(rows)).tolist():
+            handle, number, num_right = columns.handle(int(rows[place])), int(length[place]), int(right[place])
+            tokens = [0] * min(number, num_right) + [1] * max(0, number - num_right)
+            handle.answered(Proposal(handle.wire_id, int(base[place]), tokens), now, self.stats)
+            fits[place] = True
         held = rows[fits]
         columns.held_base[held], columns.held_length[held] = base[fits], length[fits]
         columns.held_right[held] = right[fits]
@@ -244,8 +243,7 @@ class Rounds:
             return
         may_open = (columns.link[order] < 0) & (columns.may_open_at[order] <= now)
         wants = np.minimum(columns.depth[order], columns.max_len[order] - columns.length[order] - 1) > 0
-        if self.planner.shadows:
-            wants |= self._is_shadow(order)
+        wants |= self._is_shadow(order)
         for row in order[may_open & wants].tolist():
             handle = columns.handle(row)
             link = self._balancer.choose(handle, 0, now)
@@ -276,11 +274,9 @@ class Rounds:
         depth = np.where(depth >= left, np.maximum(0, np.minimum(depth, left - 1)), depth)
         if self.planner.needs.measurements:
             depth = np.where(self._has_proposed[place], depth, np.minimum(depth, 1))
-        is_shadow = np.zeros(len(rows), np.bool_)
-        if self.planner.shadows:
-            is_shadow = self._is_shadow(rows)
-            for number in np.flatnonzero(is_shadow).tolist():
-                depth[number] = self.planner.shadows.wanted(columns.handle(int(rows[number])), now)
+        is_shadow = self._is_shadow(rows)
+        for number in np.flatnonzero(is_shadow).tolist():
+            depth[number] = self.planner.shadows.wanted(columns.handle(int(rows[number])), now)
         asks = depth > 0
         quiet = rows[~asks]
         columns.awaited_since[quiet] = NEVER
