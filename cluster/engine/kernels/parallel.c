@@ -4,6 +4,7 @@
  * Its caller never waits for a thread, only for items: one that lost its core to another process holds up what it
  * had begun and nothing else. (OpenMP's barrier waits for every thread of the team.)
  */
+#define _GNU_SOURCE /* pthread_setname_np */
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -13,6 +14,7 @@
 #include "kernels.h"
 
 #define MAX_THREADS 256
+#define POOL_NAME "outrider-pool" /* what top -H shows */
 /* Long enough to bridge the gap between two operators, where a wake-up would cost more than the job; short enough
    that an engine that waits leaves its cores to others. About 50 ns each. */
 #define SPINS_BEFORE_SLEEP 5000
@@ -58,6 +60,7 @@ static void work(void) {
 static void *worker(void *number) {
     const uint32_t index = (uint32_t)(uintptr_t)number;
     uint32_t seen = 0, wanted;
+    pthread_setname_np(pthread_self(), POOL_NAME);
     for (;;) {
         while (index >= (wanted = atomic_load_explicit(&num_wanted, memory_order_acquire))) {
             syscall(SYS_futex, &num_wanted, FUTEX_WAIT_PRIVATE, wanted, NULL, NULL, 0);

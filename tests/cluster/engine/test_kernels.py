@@ -66,11 +66,12 @@ def randn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def num_switches() -> dict[str, int]:
-    """By thread of this process, how often it went to sleep or was made to wait."""
+    """By thread of the kernels' pool, how often it went to sleep or was made to wait."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         lines = (task / "status").read_text().splitlines()
-        found[task.name] = sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+        if lines[0].split()[1] == "outrider-pool":
+            found[task.name] = sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
     return found
 
 
@@ -166,7 +167,7 @@ class TestLinear:
                 assert torch.equal(linear(x), expected)
                 time.sleep(_UNTIL_ASLEEP)
             woken = [thread for thread, count in num_switches().items() if count > before.get(thread, 0) + 20]
-            assert len(woken) == num_threads
+            assert len(woken) == num_threads - 1  # and the caller's own
         torch.set_num_threads(1)
 
 
