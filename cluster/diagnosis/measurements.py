@@ -49,7 +49,7 @@ class Counts:
     draft: Steps = Steps()
     tried: Mapping[str, Tried] = field(default_factory=dict)  # of verify, decode and prefill
     wait_seconds: float = 0.0  # of steps, for proposals
-    coordination_seconds: float = 0.0  # of the processor, on what a step or a drafter waits for
+    busy_seconds: float = 0.0  # that there was work: steps, waits for proposals, and what is between
     num_preemptions: float = 0.0
     num_refusals: float = 0.0  # of sequences, by draft workers without room
     waiting_seconds: float = 0.0  # of sequences for blocks, summed over them
@@ -59,10 +59,15 @@ class Counts:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     @property
-    def tokens_per_accounted_second(self) -> float:
-        """Were there nothing but steps, waits for proposals and the rounds' bookkeeping on the critical path."""
-        steps = self.verify + self.decode + self.prefill
-        return self.num_tokens / max(steps.seconds + self.wait_seconds + self.coordination_seconds, 1e-9)
+    def tokens_per_busy_second(self) -> float:
+        """Were requests never waited for."""
+        return self.num_tokens / max(self.busy_seconds, 1e-9)
+
+    @property
+    def bookkeeping_a_step(self) -> float:
+        """Of the busy time, what is neither a step nor a wait for proposals."""
+        steps = (self.verify + self.decode + self.prefill).seconds
+        return max(0.0, self.busy_seconds - steps - self.wait_seconds) / max(self.num_steps, 1.0)
 
     @property
     def num_steps(self) -> float:

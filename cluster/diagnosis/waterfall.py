@@ -70,7 +70,7 @@ def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seco
     slower = of_round(tokens, measured_draft, decode)
     full = of_round(tokens, measured_draft, verify)
     booked = of_round(tokens, measured_draft, verify, bookkeeping, plain_bookkeeping)
-    contended = with_drafts.tokens_per_accounted_second / without.tokens_per_accounted_second
+    contended = with_drafts.tokens_per_busy_second / without.tokens_per_busy_second
     after = (
         ("draft sampled at another temperature", at_temperature),
         ("drift of the draft", drifted),
@@ -89,10 +89,10 @@ def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seco
 
 
 def _bookkeeping(counts: Counts, asked_seconds: float) -> float:
-    """Of a round, beside its step and the drafting: what the wait is longer (shorter, where it overlaps), and the
-    processor's time on the critical path."""
+    """Of a round, beside its step and the drafting: what the wait is longer (shorter, where it overlaps), and what the
+    engine's loop does between steps."""
     longer = counts.wait_a_step - asked_seconds if counts.verify.count else 0.0
-    return longer + counts.coordination_seconds / max(counts.num_steps, 1.0)
+    return longer + counts.bookkeeping_a_step
 
 
 def thought_of(alone: Measured, drafted: Measured, *, equal: float | None, earlier: float | None) -> Thought:

@@ -1,10 +1,15 @@
-"""Whether a loop that works in steps still does: its process may answer while its engine stands still."""
+"""Whether a loop that works in steps still does: its process may answer while its engine stands still.
+
+And for how long it has worked.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable
+
+from cluster.telemetry.metrics import Reading
 
 _MIN_SECONDS = 5.0
 _TIMES_THE_LONGEST = 4.0
@@ -24,13 +29,16 @@ class Heartbeat:
         self._begun_at: float | None = None
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._limit = _FIRST_STEP_SECONDS
+        self._busy_seconds = 0.0  # of all steps that have ended
 
     def begin(self) -> None:
         self._begun_at = self._clock()
 
     def end(self) -> None:
         assert self._begun_at is not None
-        self._seconds.append(self._clock() - self._begun_at)
+        seconds = self._clock() - self._begun_at
+        self._seconds.append(seconds)
+        self._busy_seconds += seconds
         self._begun_at = None
         self._limit = max(_MIN_SECONDS, _TIMES_THE_LONGEST * max(self._seconds))
 
@@ -38,3 +46,8 @@ class Heartbeat:
     def is_stuck(self) -> bool:
         begun_at = self._begun_at
         return begun_at is not None and self._clock() - begun_at > self._limit
+
+    @property
+    def busy(self) -> Reading:
+        told = "Time that the engine's loop had work: its steps, their waits for proposals, and all that is between."
+        return Reading("outrider_engine_busy_seconds", told, self._busy_seconds, is_counter=True)

@@ -176,6 +176,7 @@ class StepLoop(Target):
         yield Reading("outrider_failed_steps", failed, self._num_failed_steps, is_counter=True)
         stuck = "1 while the engine has work and stands still."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
+        yield self._heartbeat.busy
         yield from self._queue_time.readings()
         yield from self._scheduler.readings()
         yield from self._blocks.readings()

@@ -25,6 +25,7 @@ _WAITING_SECONDS = 1.0  # between looks at how many sequences wait
 _KINDS = ("verify", "decode", "prefill")
 _COUNTED = {
     "wait": "outrider_proposal_wait_seconds_total",
+    "busy": "outrider_engine_busy_seconds_total",
     "preemptions": "vllm:num_preemptions_total",
 }
 _POSITION = "position "
@@ -156,7 +157,7 @@ class LoadMaker:
             draft=steps("draft"),
             tried={kind: Tried(steps(f"tried {kind}"), steps(f"fitting {kind}")) for kind in _KINDS},
             wait_seconds=share * grown["wait"],
-            coordination_seconds=share * grown["coordination"],
+            busy_seconds=share * grown["busy"],
             num_preemptions=share * grown["preemptions"],
             num_refusals=share * grown["refusals"],
             waiting_seconds=share * grown["waiting"],
@@ -175,7 +176,6 @@ def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> 
         ):
             found[f"{of}{kind}"] = total(pages, f"{steps}s_total", kind=kind)
             found[f"{of}{kind} seconds"] = total(pages, f"{steps}_seconds_total", kind=kind)
-    found["coordination"] = total(targets, "outrider_coordination_seconds_total", part="critical")
     for reason in ("full", "no_credit"):
         found["refusals"] += total(targets, "outrider_sequences_refused_total", reason=reason)
     drafting = [*targets, *drafts]

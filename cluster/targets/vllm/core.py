@@ -233,6 +233,7 @@ class CoordinatedScheduler(RoundScheduler):
         hits = "Tokens of admitted sequences whose KV was in the prefix cache."
         yield counter("vllm:prefix_cache_hits", hits, self.num_hit_tokens)
         yield counter("outrider_committed_tokens", "Tokens committed.", self._num_committed_tokens)
+        yield self._heartbeat.busy
         yield from self._queue_time.readings()
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)

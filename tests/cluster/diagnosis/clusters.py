@@ -19,6 +19,8 @@ class FormulaCluster:
     row_seconds: float = 0.0
     draft_seconds: float = 0.0005
     round_trip_seconds: float = 0.0005
+    bookkeeping_seconds: float = 0.0  # between two steps
+    idle_share: float = 0.0  # of the time, there is no work
     num_streams: int = 4
     num_running: int = 4  # of the streams; others wait for blocks
     num_preemptions: int = 0
@@ -30,7 +32,8 @@ class FormulaCluster:
         tokens = 1.0 + sum(survival)
         step = self.decode_seconds + self.row_seconds * depth * running
         wait = depth * self.draft_seconds + self.round_trip_seconds if depth else 0.0
-        num_steps = _SECONDS / (step + wait)
+        busy_seconds = (1.0 - self.idle_share) * _SECONDS
+        num_steps = busy_seconds / (step + wait + self.bookkeeping_seconds)
         rounds = num_steps * running if depth else 0.0
         steps = Steps(num_steps, num_steps * step)
         tried = {}
@@ -49,6 +52,7 @@ class FormulaCluster:
             draft=Steps(num_steps * depth, num_steps * depth * self.draft_seconds),
             tried=tried,
             wait_seconds=num_steps * wait,
+            busy_seconds=busy_seconds,
             num_preemptions=self.num_preemptions,
             waiting_seconds=_SECONDS * (self.num_streams - self.num_running),
         )

@@ -29,6 +29,21 @@ def test_it_begins_at_the_formula_and_ends_at_what_was_measured() -> None:
     assert dearest == "verify takes more than a decode: bandwidth full"
 
 
+def test_what_the_loop_does_between_short_steps_is_bookkeeping_that_drafts_spare() -> None:
+    found = fall(FormulaCluster(decode_seconds=0.0006, draft_seconds=0.0001, bookkeeping_seconds=0.0003))
+    losses = {stage.cause: stage.loss for stage in found.stages}
+    tokens, (decode, wait) = sum(0.8**place for place in range(6)), (0.0006, 0.001)
+    without, with_it = tokens * decode / (decode + wait), tokens * (decode + 0.0003) / (decode + wait + 0.0003)
+    assert losses["bookkeeping around the steps"] == pytest.approx(without - with_it)
+    assert found.unexplained == pytest.approx(0.0, abs=1e-6)
+
+
+def test_time_without_work_is_not_explained() -> None:
+    plain, drafted = CLUSTER.measured(0), replace(CLUSTER, idle_share=0.2).measured(5)
+    thought = thought_of(CLUSTER.measured(5, streams=1), drafted, equal=None, earlier=None)
+    assert waterfall(plain, drafted, thought, 0.0005).unexplained == pytest.approx(0.25)
+
+
 def test_each_cause_takes_what_it_costs() -> None:
     drifted = {stage.cause: stage.loss for stage in fall(CLUSTER, earlier=0.9).stages}
     assert drifted["drift of the draft"] > 0.3

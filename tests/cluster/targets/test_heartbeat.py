@@ -43,10 +43,11 @@ def test_a_step_may_take_five_seconds_or_four_times_the_longest(
     assert heartbeat.is_stuck is is_stuck
 
 
-def test_between_steps_nothing_is_stuck(clock: Clock) -> None:
-    heartbeat = beat(clock, 0.02)
+def test_between_steps_nothing_is_stuck_nor_busy(clock: Clock) -> None:
+    heartbeat = beat(clock, 0.02, number=3)
     clock.now += 3600.0
     assert not heartbeat.is_stuck
+    assert heartbeat.busy.value == pytest.approx(0.06)
 
 
 def test_the_first_step_may_take_longer(clock: Clock) -> None:
