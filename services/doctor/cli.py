@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 def diagnose(arguments: argparse.Namespace) -> Report:
     """Raises ConfigurationError."""
     check_output("--json", arguments.json)
-    earlier = _earlier_survival(arguments.baseline)
+    earlier = read_baseline(arguments.baseline)
     prompts = read_prompts(arguments.prompts)
     if arguments.start:  # of the programs that are started
         arguments.overrides = ["logging.level=warning", *arguments.overrides]
@@ -216,12 +216,15 @@ def survival_of(report: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(share for depth, share in enumerate(shares) if any(shares[depth:]))
 
 
-def _earlier_survival(file: Path | None) -> tuple[float, ...]:
+def read_baseline(file: Path | None) -> tuple[float, ...]:
     if file is None:
         return ()
     try:
-        return survival_of(json.loads(file.read_text(encoding="utf-8")))
+        survival = survival_of(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigurationError(
             f"--baseline {file} is no report that `outrider doctor --json` wrote: {error!r}"
         ) from error
+    if not survival:
+        raise ConfigurationError(f"--baseline {file} is of a cluster whose drafts were never accepted: give another's")
+    return survival

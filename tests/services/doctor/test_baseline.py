@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from services.doctor.cli import survival_of
+from cluster.errors import ConfigurationError
+from services.doctor.cli import read_baseline, survival_of
 
 
 @pytest.mark.parametrize(
@@ -14,3 +18,10 @@ def test_an_earlier_survival_goes_as_deep_as_anything_was_committed(
 ) -> None:
     report = {"suitability": [{"temperature": 0.0, "survival": told}, {"temperature": 1.0, "survival": [0.1]}]}
     assert survival_of(report) == survival
+
+
+def test_a_baseline_whose_drafts_were_never_accepted_is_refused(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"suitability": [{"temperature": 0.0, "survival": []}]}))
+    with pytest.raises(ConfigurationError, match=r"report\.json is of a cluster whose drafts were never accepted"):
+        read_baseline(report)
