@@ -48,9 +48,9 @@ def test_nothing_stays_in_use_after_many_mixed_requests(two_of_each: LocalCluste
             with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 1000, "stream": True}) as reply:
                 lines = reply.iter_lines()
                 for _ in range(rng.randrange(6)):
-                    next(lines)
+                    next(lines, None)  # an answer may be over before
         elif kind == 1:  # leaves without waiting for the answer
-            with contextlib.suppress(httpx.ReadTimeout):
+            with contextlib.suppress(httpx.TimeoutException):
                 client.post("/v1/completions", json={**body, "max_tokens": 1000}, timeout=rng.choice((0.01, 0.2)))
         else:
             assert client.post("/v1/completions", json={**body, "stream": kind == 2}).status_code == 200
