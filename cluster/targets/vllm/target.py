@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import threading
@@ -44,6 +43,7 @@ from cluster.targets.base import (
     TargetModel,
     no_adapter,
 )
+from cluster.targets.vllm.adapter_loader import AdapterLoader
 from cluster.targets.vllm.adapters import Adapter, Adapters
 from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Outputs, Profiled, Status, Vocabulary
 from cluster.targets.vllm.core import REQUEST_ID_KEY, SCHEDULER, TRACED_KEY, CoreSettings
@@ -61,7 +61,6 @@ _PROFILE_SECONDS = 1.0  # after so long no more sequences are tried at once
 _LAST_WORDS_SECONDS = 10.0  # an older error is not what the engine core ended with
 _SHUTDOWN_SECONDS = 2.0  # for the engine core to end by itself
 _SILENT_SECONDS = 5.0  # without news of an engine that has work
-_LINGER_SECONDS = 30.0  # of the copy of an adapter that was unloaded
 _WITH_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 _T = TypeVar("_T")
@@ -79,14 +78,13 @@ class VllmTarget(Target):
         self._drafts = config.speculation.num_speculative_tokens > 0
         self._publish: Publish = lambda _: None
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._chores: set[asyncio.Task[None]] = set()
         self._status: Status | None = None
         self._timeline = Timeline()  # of the engine core's process, as it came up the channel
         self._heard_at = time.monotonic()
         self._failed: tuple[str, float] = ("", 0.0)  # the last error of the engine core, and when it came
         self._is_stopping = False
-        self._changing = asyncio.Lock()  # of adapters
         self._adapters: Adapters | None = None
+        self._loader: AdapterLoader | None = None
         if target.takes_adapters:
             self._adapters = Adapters(target, BaseModel.of(folder), LoraLimits.of(target))
         self._telling = asyncio.Lock()
@@ -107,12 +105,9 @@ class VllmTarget(Target):
             raise ConfigurationError(f"vLLM cannot run {target.model!r}: {first_line(error)}") from error
         finally:
             listener.close()
-        for adapter in adapters:
-            try:
-                self._call(self._add(adapter))
-            except InvalidRequestError as error:
-                self.stop()
-                raise ConfigurationError(f"target.lora {adapter.name!r}: {error}") from error
+        if self._adapters is not None:
+            self._loader = AdapterLoader(self._adapters, self._llm, self._set_error)
+            self._load_configured(self._loader, adapters)
         if config.has_draft_workers:
             self._call(self._profile())
         model = self._llm.model_config
@@ -152,6 +147,14 @@ class VllmTarget(Target):
         if self._config.target.takes_adapters:
             await llm.collective_rpc("prepare_adapters")
         return llm
+
+    def _load_configured(self, loader: AdapterLoader, adapters: Sequence[Adapter]) -> None:
+        for adapter in adapters:
+            try:
+                self._call(loader.add(adapter))
+            except InvalidRequestError as error:
+                self.stop()
+                raise ConfigurationError(f"target.lora {adapter.name!r}: {error}") from error
 
     async def _profile(self) -> None:
         """Has the engine core try steps of more and more rows."""
@@ -239,15 +242,14 @@ class VllmTarget(Target):
         return {} if self._adapters is None else self._adapters.fingerprints
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
-        adapters = self._adapters
-        if adapters is None:
+        if self._loader is None:
             raise InvalidRequestError("this target has no adapters: start it with target.lora_root")
-        return await self._finished(self._load_adapter(adapters, name, path, replace))
+        return await self._finished(self._loader.load(name, path, replace=replace))
 
     async def unload_adapter(self, name: str) -> int:
-        if self._adapters is None:
+        if self._loader is None:
             raise NotFoundError(no_adapter(name))
-        return await self._finished(self._unload_adapter(self._adapters, name))
+        return await self._finished(self._loader.unload(name))
 
     def load(self) -> TargetLoad:
         status = self._status
@@ -290,77 +292,9 @@ class VllmTarget(Target):
     def _submit(self, request: GenerationRequest, adapter: Adapter | None) -> None:
         task = self._loop.create_task(self._generate(request, adapter))
         self._running[request.request_id] = task
-        if adapter is not None:  # not within the task: one that is cancelled at once never begins
-            task.add_done_callback(lambda _: self._release(adapter))
-
-    def _release(self, adapter: Adapter) -> None:
-        if self._adapters is not None and self._adapters.release(adapter):
-            self._spawn(self._take_out(adapter))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-
-    async def _load_adapter(self, adapters: Adapters, name: str, path: str, replace: bool) -> str:
-        async with self._changing:
-            adapter = await asyncio.to_thread(adapters.read, name, path)
-            try:
-                present = adapters.named(name)
-                if present is not None and present.fingerprint == adapter.fingerprint:
-                    adapter.discard()
-                    return present.fingerprint
-                if present is not None and not replace:
-                    raise InvalidRequestError(
-                        f"an adapter {name!r} with other contents is loaded: unload it, or ask to have it replaced"
-                    )
-                adapters.check_room()
-                await self._add(adapter)
-            except OutriderError:
-                adapter.discard()
-                raise
-            return adapter.fingerprint
-
-    async def _unload_adapter(self, adapters: Adapters, name: str) -> int:
-        async with self._changing:
-            num_running, unused = adapters.unpublish(name)
-            if unused is not None:
-                await self._take_out(unused)
-            return num_running
-
-    async def _add(self, adapter: Adapter) -> None:
-        """Has the engine load `adapter` and lets requests name it. Raises InvalidRequestError, changing nothing."""
-        assert self._adapters is not None
-        try:
-            await self._llm.add_lora(adapter.request())
-            (unapplied, *_) = await self._llm.collective_rpc("unapplied_modules", args=(adapter.number,))
-            if unapplied:
-                raise InvalidRequestError(f"this model has no {', '.join(unapplied)[:256]} that an adapter can change")
-        except EngineDeadError as error:
-            self._set_error()
-            raise InternalError("vLLM's engine core has ended") from error
-        except Exception as error:
-            with contextlib.suppress(Exception):  # of an engine that did not even begin with it
-                await self._llm.remove_lora(adapter.number)
-            if isinstance(error, InvalidRequestError):
-                raise
-            raise InvalidRequestError(f"vLLM cannot load the adapter: {first_line(error)}") from error
-        replaced = self._adapters.publish(adapter)
-        if replaced is not None:
-            await self._take_out(replaced)
-
-    async def _take_out(self, adapter: Adapter) -> None:
-        """Of the engine, when no request is left that it was told of."""
-        assert self._adapters is not None
-        try:
-            await self._llm.remove_lora(adapter.number)
-        except EngineDeadError:
-            self._set_error()
-        except Exception:
-            logger.exception("vLLM could not unload the adapter %s", adapter.name)
-        self._adapters.forget(adapter)
-        # An abort that is still on its way to the engine may find it asking for the adapter once more.
-        self._loop.call_later(_LINGER_SECONDS, adapter.discard)
+        if adapter is not None and self._loader is not None:
+            release = self._loader.release  # not within the task: one that is cancelled at once never begins
+            task.add_done_callback(lambda _: release(adapter))
 
     def _abort(self, request_id: str) -> None:
         task = self._running.pop(request_id, None)
