@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from cluster.config_speculation import window_of
 from cluster.drafters.base import Drafter, DraftSequence
+from cluster.drafting.entries import Deliver, Entry, Link
 from cluster.drafting.run_ahead import RunAhead, Verification, average, runs_ahead
-from cluster.speculation.draft_temperature import DraftTemperature, factor_of
-from cluster.speculation.params import SamplingParams
+from cluster.drafting.temperature_tuning import TemperatureTuning
 from cluster.telemetry.metrics import Reading, StepTime
-from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest, Timing
-
-_ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may change
+from cluster.wire.messages import Advance, Open, SpeculateReply, SpeculateRequest
 
 logger = logging.getLogger(__name__)
 
@@ -25,55 +22,6 @@ MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes som
 _SILENT_SECONDS = 0.5  # after which a coordinator hears how long steps take, if nothing else
 _MAX_CONTEXTS = 16  # of the draft, that a sequence may have before it is forgotten: its tokens take memory
 _BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
-
-Deliver = Callable[[SpeculateReply], None]
-"""Takes a reply towards a coordinator; never blocks."""
-
-
-@dataclass(slots=True)
-class _Link:
-    """Where replies go, and what its coordinator is told of the time they took."""
-
-    deliver: Deliver
-    answered_at: float  # the last time
-    received_at: float = 0.0  # the last request
-    num_waiting_bytes: int = 0  # of requests in the inbox
-    step_seconds: float = 0.0  # the last step that had a sequence of it
-    batch: int = 0  # its sequences in that step
-    rows: int = 0  # and theirs
-    is_first: bool = False  # for some of them, of a proposal
-
-    def timing(self, now: float) -> Timing:
-        return Timing(now - self.received_at, self.step_seconds, self.batch, self.rows, self.is_first)
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """A sequence and what is owed for it."""
-
-    wire_id: int  # its number on its link
-    link: int
-    sequence: DraftSequence
-    granted_window: int  # how far past the committed tokens it may run, whatever k is
-    target_params: SamplingParams  # what the drafter samples with differs from it by the temperature
-    exponent: int = 0  # of that difference
-    num_rounds: int = 0  # that were drafted with it
-    owes_proposal: bool = True
-    lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
-    sent_at: float = 0.0  # its last proposal
-    is_computed: bool = False  # its prompt: it has been drafted for
-    is_behind: bool = False  # by more than a round commits: it was left in peace for some
-    turnaround: float | None = None  # from a proposal to what was committed after it, on the average
-
-    def has_proposal(self, max_model_len: int) -> bool:
-        """Whether the proposal that is owed is complete, or as much as it can become."""
-        if self.lacks is None:
-            self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
-        return not self.lacks
-
-    def proposal(self) -> Proposal:
-        drafts = self.sequence.proposal()
-        return Proposal(self.wire_id, self.sequence.num_committed, drafts.token_ids, drafts.parents)
 
 
 class DraftWorker:
@@ -98,10 +46,9 @@ class DraftWorker:
         self._drafter = drafter
         self._clock = clock
         self._prepare_thread = prepare_thread
-        self._is_tuning = tunes_temperature
-        self._temperatures: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # by the targets'
-        self._entries: dict[tuple[int, int], _Entry] = {}
-        self._links: dict[int, _Link] = {}
+        self._tuning = TemperatureTuning() if tunes_temperature else None
+        self._entries: dict[tuple[int, int], Entry] = {}
+        self._links: dict[int, Link] = {}
         self._num_links_ever = 0
         self._num_kept_drafts = 0
         self._num_wasted_drafts = 0
@@ -143,16 +90,10 @@ class DraftWorker:
         """All but those of the drafter's KV cache; any thread."""
         yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", self.num_sequences)
         yield from self.run_ahead.readings()
-        yield from self.temperature_readings()
+        if self._tuning is not None:
+            yield from self._tuning.readings()
         yield from self.token_readings()
         yield from self.step_time.readings("outrider_draft_step", "Steps of the drafter")
-
-    def temperature_readings(self) -> Iterator[Reading]:
-        """Any thread."""
-        what = "By how much drafts are sampled warmer than their target, by the target's temperature."
-        for temperature, search in tuple(self._temperatures.items()):
-            labels = {"temperature": f"{temperature:g}"}
-            yield Reading("outrider_draft_temperature_factor", what, factor_of(search.best), labels=labels)
 
     def token_readings(self) -> Iterator[Reading]:
         """Any thread."""
@@ -166,7 +107,7 @@ class DraftWorker:
         """A new link, whose replies go to `deliver`. Returns its number."""
         with self._wake:
             self._num_links_ever += 1
-            self._links[self._num_links_ever] = _Link(deliver, self._clock())
+            self._links[self._num_links_ever] = Link(deliver, self._clock())
             return self._num_links_ever
 
     def receive(self, link: int, request: SpeculateRequest, num_bytes: int = 0) -> None:
@@ -264,7 +205,7 @@ class DraftWorker:
                 reply.credit = self._drafter.free_tokens
                 link.deliver(reply)
 
-    def _record_step(self, batch: Sequence[_Entry], seconds: float, first_for: Container[int]) -> None:
+    def _record_step(self, batch: Sequence[Entry], seconds: float, first_for: Container[int]) -> None:
         """A step of `batch` took `seconds`; it was the first of a proposal for the links `first_for`."""
         self.step_time.add(seconds)
         if not all(entry.is_computed and not entry.is_behind for entry in batch):
@@ -284,7 +225,7 @@ class DraftWorker:
                     self._links[link].num_waiting_bytes = 0
         return inbox
 
-    def _urgent_batch(self) -> list[_Entry]:
+    def _urgent_batch(self) -> list[Entry]:
         """The sequences whose proposal is owed.
 
         The first of a sequence has its prompt before it. A step with that is long, and everybody in it waits; nobody
@@ -303,7 +244,7 @@ class DraftWorker:
         self.idle_seconds = 0.0
         return urgent
 
-    def _batch_ahead(self) -> list[_Entry]:
+    def _batch_ahead(self) -> list[Entry]:
         """The sequences that may run ahead; none while a target is about to answer."""
         entries = self._entries.values()
         sequences, limit = [entry.sequence for entry in entries], self._drafter.max_model_len
@@ -362,7 +303,7 @@ class DraftWorker:
             window=opening.window,
             cache_root=opening.cache_root,
         )
-        entry = _Entry(opening.wire_id, link, sequence, opening.window, opening.params)
+        entry = Entry(opening.wire_id, link, sequence, opening.window, opening.params)
         self._want(entry, opening)
         if not self._drafter.admit(sequence):
             return False
@@ -383,7 +324,8 @@ class DraftWorker:
         outcome = None
         if not entry.owes_proposal:
             outcome = self._outcome(entry, advance)
-            self._tune(entry, advance)
+            if self._tuning is not None:
+                self._tuning.learn(entry, advance)
         num_drafts, num_committed = len(sequence.parents), sequence.num_committed
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
@@ -397,7 +339,7 @@ class DraftWorker:
                 self.run_ahead.count(outcome, is_hit=entry.has_proposal(self._drafter.max_model_len))
         return True
 
-    def _outcome(self, entry: _Entry, advance: Advance) -> str | None:
+    def _outcome(self, entry: Entry, advance: Advance) -> str | None:
         """What became of the last proposal, before `advance` is taken in; None when that does not say."""
         sequence = entry.sequence
         news = advance.token_ids[sequence.num_committed - advance.base :]
@@ -406,24 +348,7 @@ class DraftWorker:
         entry.turnaround = average(entry.turnaround, self._clock() - entry.sent_at)
         return self.run_ahead.observe(sequence, news)
 
-    def _tune(self, entry: _Entry, advance: Advance) -> None:
-        """Learns from the outcome of a proposal, before `advance` is taken in, at which temperature to draft."""
-        sequence, params = entry.sequence, entry.target_params
-        if params.is_greedy or not self._is_tuning:
-            return
-        news = advance.token_ids[sequence.num_committed - advance.base :]
-        drafts = sequence.draft_token_ids[: sequence.proposal_depth]
-        pairs = list(zip(drafts, news, strict=False))
-        num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
-        search = self._temperatures[round(params.temperature, 2)]
-        search.observe(entry.exponent, min(num_accepted + 1, len(pairs)), num_accepted)
-        entry.num_rounds += 1
-        if entry.num_rounds >= _ROUNDS_A_TEMPERATURE:
-            entry.num_rounds, entry.exponent = 0, search.next_exponent()
-            temperature = params.temperature * factor_of(entry.exponent)
-            sequence.params = replace(params, temperature=temperature)
-
-    def _want(self, entry: _Entry, wanted: Open | Advance) -> None:
+    def _want(self, entry: Entry, wanted: Open | Advance) -> None:
         """From now on proposals of its sequence are to be as `wanted` says."""
         sequence = entry.sequence
         sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
@@ -435,7 +360,7 @@ class DraftWorker:
         """Whether the draft has all these tokens: a target may have more, with the same tokenizer."""
         return max(token_ids, default=0) < self._drafter.vocab_size
 
-    def _release(self, entry: _Entry) -> None:
+    def _release(self, entry: Entry) -> None:
         del self._entries[entry.link, entry.wire_id]
         self._num_wasted_drafts += len(entry.sequence.parents)
         self._drafter.release(entry.sequence)

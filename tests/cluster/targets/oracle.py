@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.drafters.ngram import NgramDrafter
-from cluster.drafting.worker import Deliver
+from cluster.drafting.entries import Deliver
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import Drafts, depths_of

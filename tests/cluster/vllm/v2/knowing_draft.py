@@ -9,7 +9,7 @@ from typing import Any, Literal
 import grpc
 
 from cluster.drafters.ngram import NgramDrafter
-from cluster.drafting.worker import Deliver
+from cluster.drafting.entries import Deliver
 from cluster.engine.limits import StepLimits
 from cluster.wire.messages import Proposal, SpeculateReply, SpeculateRequest
 from protos.speculation.v1 import draft_pb2_grpc, types_pb2

@@ -1,0 +1,45 @@
+"""Finds, by targets' temperatures, the temperature at which drafts are accepted most, from what became of proposals."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cluster.drafting.entries import Entry
+from cluster.speculation.draft_temperature import DraftTemperature, factor_of
+from cluster.telemetry.metrics import Reading
+from cluster.wire.messages import Advance
+
+_ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may change
+
+
+class TemperatureTuning:
+    """Belongs to the draft worker's thread."""
+
+    def __init__(self) -> None:
+        self._searches: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # by the targets' temperature
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        what = "By how much drafts are sampled warmer than their target, by the target's temperature."
+        for temperature, search in tuple(self._searches.items()):
+            labels = {"temperature": f"{temperature:g}"}
+            yield Reading("outrider_draft_temperature_factor", what, factor_of(search.best), labels=labels)
+
+    def learn(self, entry: Entry, advance: Advance) -> None:
+        """From the last proposal of `entry`, before `advance` is taken in; now and then changes its temperature."""
+        sequence, params = entry.sequence, entry.target_params
+        if params.is_greedy:
+            return
+        news = advance.token_ids[sequence.num_committed - advance.base :]
+        drafts = sequence.draft_token_ids[: sequence.proposal_depth]
+        pairs = list(zip(drafts, news, strict=False))
+        num_accepted = next((i for i, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
+        search = self._searches[round(params.temperature, 2)]
+        search.observe(entry.exponent, min(num_accepted + 1, len(pairs)), num_accepted)
+        entry.num_rounds += 1
+        if entry.num_rounds >= _ROUNDS_A_TEMPERATURE:
+            entry.num_rounds, entry.exponent = 0, search.next_exponent()
+            temperature = params.temperature * factor_of(entry.exponent)
+            sequence.params = replace(params, temperature=temperature)
