@@ -136,9 +136,12 @@ class Outcome:
             "sick_tokens_per_second": self.sick,
             "healthy_tokens_per_second": self.healthy,
             "loss": self.loss,
-            "examination": asdict(self.report.found),
-            "report": self.report.to_json(),
+            **_examined(self.report),
         }
+
+
+def _examined(report: Report) -> dict[str, Any]:
+    return {"examination": asdict(report.found), "report": report.to_json()}
 
 
 _HEADER = (
@@ -208,7 +211,7 @@ class _Comparison:
 def _write(path: Path, healthy: Report, outcomes: Sequence[Outcome]) -> None:
     document = {
         "machine": describe_machine(),
-        "healthy": healthy.to_json(),
+        "healthy": _examined(healthy),
         "sick": [outcome.to_json() for outcome in outcomes],
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -70,13 +70,12 @@ def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list
 
 
 def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
-    of_rounds = Speed.of(found)
-    auto = found.auto.counts
-    now = replace(of_rounds, num_sequences=auto.mean_batch or of_rounds.num_sequences)
-    # What the formula leaves out, it leaves out of both: only ratios are taken from it. Where drafts come late the
-    # controller's run has more that is left out than rounds of a depth that was reached.
-    told = found.told
-    scale = told.counts.tokens_per_second / max(of_rounds.rate(told.workload.num_speculative_tokens or 0), 1e-9)
+    now = Speed.of(found)
+    # What the formula leaves out, it leaves out of both: only ratios are taken from it, of all depths, as a mended
+    # cluster's best is another than that of now. Where drafts come late the controller's run has more that is left out
+    # than rounds of a depth that was reached.
+    reckoned = sum(one.counts.seconds * now.rate(one.workload.num_speculative_tokens or 0) for one in found.reached)
+    scale = sum(one.counts.num_tokens for one in found.reached) / max(reckoned, 1e-9)
 
     def rate(mended: Speed) -> float:
         return scale * mended.best_rate()
@@ -84,7 +83,7 @@ def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Itera
     yield from _threads(found, now, rate)
     yield from _cache(found, now, rate)
     yield from _acceptance(now, rate, earlier_survival)
-    yield from _draft_time(found, now, rate)
+    yield from _draft_time(now, rate)
     yield from _network(now, rate)
 
 
@@ -104,20 +103,18 @@ def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
     """KV exhausted: of the target, where sequences wait or are preempted, or of a draft worker, which refuses them."""
     num_streams = found.auto.workload.num_streams
     auto = found.auto.counts
-    if now.num_sequences < _FULL_SHARE * num_streams and found.is_cache_full:
-        # Of those that do not wait for blocks some wait for their prompts. With one stream none is computed twice.
-        in_steps = now.num_sequences / max(num_streams - auto.mean_waiting, now.num_sequences)
-        alone = found.alone.counts
+    if auto.mean_batch < _FULL_SHARE * num_streams and found.is_cache_full:
+        alone = found.alone.counts  # with one stream no prompt is computed twice
         undisturbed = min(now.prompt_seconds, alone.prompt_seconds(alone.verify.mean_seconds))
         yield Finding(
             "KV cache exhausted",
-            f"of {num_streams} streams {now.num_sequences:.1f} were in a step, the others waited for blocks; "
+            f"of {num_streams} streams {auto.mean_batch:.1f} were in a step, the others waited for blocks; "
             f"{auto.num_preemptions:.0f} preemptions",
             "raise target.kv_cache_bytes (or target.memory_utilization), or lower target.max_num_seqs, or k",
-            rate(replace(now, num_sequences=in_steps * num_streams, prompt_seconds=undisturbed)),
+            rate(replace(now, num_streams=num_streams, prompt_seconds=undisturbed)),
         )
     if auto.num_refusals > _REFUSED_SHARE * auto.num_steps:
-        drafted = auto.num_rounds / max(now.num_sequences * auto.num_steps, 1.0)
+        drafted = auto.num_rounds / max(auto.mean_batch * auto.num_steps, 1.0)
         yield Finding(
             "KV cache of the draft exhausted",
             f"draft workers had no room {auto.num_refusals:.0f} times; {100 * drafted:.0f} % of the rounds had drafts",
@@ -140,20 +137,17 @@ def _acceptance(now: Speed, rate: Rate, earlier_survival: tuple[float, ...]) -> 
         )
 
 
-def _draft_time(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
+def _draft_time(now: Speed, rate: Rate) -> Iterator[Finding]:
     step = now.step_seconds(0)
     ratio = now.draft_seconds / step
     if ratio > MAX_COST_RATIO:
-        # Where both compute on the same cores the target's prompts take longer too, beside those of a slow draft.
-        plain = found.plain.counts
-        undisturbed = min(now.prompt_seconds, plain.prompt_seconds(plain.decode.mean_seconds))
         yield Finding(
             "draft the bottleneck",
             f"a draft step takes {1e3 * now.draft_seconds:.1f} ms, {100 * ratio:.0f} % of the target's "
             f"{1e3 * step:.1f}; what fits takes less than {100 * MAX_COST_RATIO:.0f} %",
             "a smaller draft, draft.quantization int8 or int4, a faster device or more of it, or layer-skip or ngram "
             "for draft.drafter",
-            rate(replace(now, draft_seconds=GOOD_COST_RATIO * step, prompt_seconds=undisturbed)),
+            rate(now.with_draft(GOOD_COST_RATIO * step)),
         )
 
 

@@ -21,6 +21,10 @@ class Steps:
     def mean_seconds(self) -> float:
         return self.seconds / self.count if self.count else 0.0
 
+    def times(self, factor: float) -> Steps:
+        """As many, each so many times as long."""
+        return Steps(self.count, factor * self.seconds)
+
     def __add__(self, other: Steps) -> Steps:
         return Steps(self.count + other.count, self.seconds + other.seconds)
 
@@ -131,8 +135,8 @@ class Counts:
         return self.wait_seconds * self.mean_batch / self.num_rounds if self.num_rounds else 0.0
 
 
-class StepCurve:
-    """Seconds of a target's step over its rows: linear between what was measured, and on as between the last two."""
+class TimeCurve:
+    """Seconds over a number, as a step's rows: linear between what was measured, and on as between the last two."""
 
     def __init__(self, steps: Iterable[tuple[float, Steps]]) -> None:
         """`steps`: with their mean rows; at least some. Those of about as many rows are taken together."""
@@ -205,10 +209,20 @@ class Examination:
         return any(one.counts.num_rounds and one.counts.verify.count for one in self.fixed)
 
     @property
+    def num_running(self) -> float:
+        """Streams that hold blocks, or could have them."""
+        waiting = self.auto.counts.mean_waiting if self.is_cache_full else 0.0
+        return self.auto.workload.num_streams - waiting
+
+    @property
+    def reached(self) -> Sequence[Measured]:
+        """Of the fixed depths those that were reached: where drafts come too late rounds have fewer. All, if none."""
+        return [one for one in self.fixed if one.has_reached_its_depth] or self.fixed
+
+    @property
     def told(self) -> Measured:
-        """Of the fixed depths that were reached, the fastest. Where drafts come too late rounds have fewer."""
-        reached = [one for one in self.fixed if one.has_reached_its_depth]
-        return max(reached or self.fixed, key=lambda one: one.counts.tokens_per_second)
+        """The fastest of these."""
+        return max(self.reached, key=lambda one: one.counts.tokens_per_second)
 
     @property
     def network_seconds(self) -> float:

@@ -1,53 +1,69 @@
 """Tokens a second of a cluster from what its rounds take, and so what another draft, network or cache would give.
 
-    1 / rate = (step(n (1 + k)) + wait(k) + rest) / (n E(k)) + prompts      E(k) = 1 + s_1 + ... + s_k
+    1 / rate = (r(k) + m) / streams (step(n (1 + k)) + wait(k) + rest) + prompts
+    r(k) = (1 - p) / E(k) + p      E(k) = 1 + s_1 + ... + s_k      n = streams r(k) / (r(k) + m)
 
-for n sequences in a step, where s_j is how often a draft at depth j is committed and `prompts` what those take for each
-token of an answer. It is the formula of `cluster.speculation.theory` with measured parts.
+For each token of an answer its sequence is part of r steps: of rounds, where s_j is how often a draft at depth j is
+committed, but for a share p of the tokens that are decoded without drafts, as an answer's first are. It is no part of m
+more, while its prompt is computed, so that n sequences are in a step; and `prompts` is what a prompt adds to steps. It
+is the formula of `cluster.speculation.theory` with measured parts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cluster.diagnosis.measurements import Examination, StepCurve
+from cluster.diagnosis.measurements import Examination, Steps, TimeCurve
 
 MAX_DEPTH = 16
 _MAX_WAIT_SHARE = 2.0  # above it something else was waited for
+_NOTHING = (0.0, Steps(1.0, 0.0))  # is drafted at depth 0
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """Times in seconds."""
 
-    num_sequences: float
+    num_streams: float  # that do not wait for blocks
     survival: tuple[float, ...]  # by depth from 1 on; beyond the last it falls as from the one before it
-    steps: StepCurve
-    draft_seconds: float  # of a draft step, for all sequences
+    steps: TimeCurve  # over rows
+    drafting: TimeCurve  # of a round, for all sequences, over its depth
+    draft_seconds: float  # of a draft step, at the depth that is told of
     round_trip_seconds: float
     wait_share: float  # of drafting and round trip, what a step waits
     rest_seconds: float  # of a round, what is neither the step nor the wait
+    plain_rest_seconds: float  # of one without drafts
+    plain_share: float  # of the tokens, those without drafts where there are rounds
+    missed_steps: float  # for each token, which its sequence is no part of
     prompt_seconds: float  # for each token of an answer
+    plain_prompt_seconds: float  # without drafts
     step_factor: float = 1.0  # of steps, those of prompts too
 
     @classmethod
     def of(cls, found: Examination) -> Speed:
         """Of the rounds of the fastest depth."""
         plain, told = found.plain.counts, found.told.counts
-        decode = plain.decode.mean_seconds
         drafted = [one.counts for one in (*found.fixed, found.auto)]
-        steps = StepCurve([(plain.rows, plain.decode), *((counts.rows, counts.verify) for counts in drafted)])
-        asked = told.mean_depth * told.draft.mean_seconds + found.network_seconds
-        plain_token = 1.0 / max(plain.tokens_per_second, 1e-9) - plain.prompt_seconds(decode)
+        steps = TimeCurve([(plain.rows, plain.decode), *((counts.rows, counts.verify) for counts in drafted)])
+        reached = [one.counts for one in found.reached]
+        drafting = TimeCurve([_NOTHING, *((one.mean_depth, one.draft.times(one.mean_depth)) for one in reached)])
+        asked = drafting.at(told.mean_depth) + found.network_seconds
+        num_streams = max(found.num_running, told.mean_batch)
+        in_steps, num_tokens = told.mean_batch * told.num_steps, max(told.num_tokens, 1.0)
         return cls(
-            num_sequences=told.mean_batch or plain.mean_batch,
+            num_streams=num_streams,
             survival=found.survival,
             steps=steps,
+            drafting=drafting,
             draft_seconds=told.draft.mean_seconds,
             round_trip_seconds=found.network_seconds,
             wait_share=min(told.wait_a_step / asked, _MAX_WAIT_SHARE) if asked > 0 else 1.0,
-            rest_seconds=max(0.0, plain.mean_batch * plain_token - decode),
+            rest_seconds=told.bookkeeping_a_step,
+            plain_rest_seconds=plain.bookkeeping_a_step,
+            plain_share=max(0.0, in_steps - told.num_rounds) / num_tokens,
+            missed_steps=max(0.0, num_streams * told.num_steps - in_steps) / num_tokens,
             prompt_seconds=told.prompt_seconds(steps.at(told.rows)),  # steps with prompts have drafts, too
+            plain_prompt_seconds=plain.prompt_seconds(plain.decode.mean_seconds),
         )
 
     def survival_at(self, depth: int) -> float:
@@ -68,16 +84,25 @@ class Speed:
         return (self.tokens_per_round(depth) - 1.0) / num_tested
 
     def wait_seconds(self, depth: int) -> float:
-        return self.wait_share * (depth * self.draft_seconds + self.round_trip_seconds) if depth else 0.0
+        return self.wait_share * (self.drafting.at(depth) + self.round_trip_seconds) if depth else 0.0
 
     def step_seconds(self, depth: int) -> float:
-        return self.step_factor * self.steps.at(self.num_sequences * (1 + depth))
+        part_of = self._steps_a_token(depth)
+        num_sequences = self.num_streams * part_of / (part_of + self.missed_steps)
+        return self.step_factor * self.steps.at(num_sequences * (1 + depth))
+
+    def _steps_a_token(self, depth: int) -> float:
+        """Which its sequence is part of."""
+        return (1.0 - self.plain_share) / self.tokens_per_round(depth) + self.plain_share
 
     def rate(self, depth: int) -> float:
         """Tokens a second with so many draft tokens for every sequence."""
-        seconds = self.step_seconds(depth) + self.wait_seconds(depth) + self.rest_seconds
-        prompts = self.step_factor * self.prompt_seconds
-        return 1.0 / (seconds / (self.num_sequences * self.tokens_per_round(depth)) + prompts)
+        rest, prompts = (
+            (self.rest_seconds, self.prompt_seconds) if depth else (self.plain_rest_seconds, self.plain_prompt_seconds)
+        )
+        seconds = self.step_seconds(depth) + self.wait_seconds(depth) + rest
+        num_steps = (self._steps_a_token(depth) + self.missed_steps) / self.num_streams
+        return 1.0 / (num_steps * seconds + self.step_factor * prompts)
 
     def best_depth(self) -> int:
         return max(range(MAX_DEPTH + 1), key=self.rate)
@@ -98,6 +123,20 @@ class Speed:
             else:
                 low = middle
         return high
+
+    def with_draft(self, seconds: float) -> Speed:
+        """With another draft, each step of which takes so long, and with it what it adds to the target's prompts.
+
+        Where both compute on the same cores a prompt takes the target longer while the draft reads it, too.
+        """
+        beside = max(0.0, self.prompt_seconds - self.plain_prompt_seconds)
+        less = min(1.0, seconds / self.draft_seconds) if self.draft_seconds else 1.0
+        return replace(
+            self,
+            drafting=TimeCurve([_NOTHING, (MAX_DEPTH, Steps(1.0, MAX_DEPTH * seconds))]),
+            draft_seconds=seconds,
+            prompt_seconds=self.prompt_seconds - (1.0 - less) * beside,
+        )
 
     def accepting(self, rate: float) -> Speed:
         """With each draft token accepted so often when those before it are."""

@@ -18,20 +18,23 @@ class FormulaCluster:
     decode_seconds: float = 0.020
     row_seconds: float = 0.0
     draft_seconds: float = 0.0005
+    first_draft_seconds: float = 0.0  # that a round's first draft step takes longer
     round_trip_seconds: float = 0.0005
     bookkeeping_seconds: float = 0.0  # between two steps
     idle_share: float = 0.0  # of the time, there is no work
+    missed_steps: float = 0.0  # for each token of an answer, which its sequence is no part of
     num_streams: int = 4
     num_running: int = 4  # of the streams; others wait for blocks
     num_preemptions: int = 0
     fitting_factor: float | None = None  # of a step that has one thread a core; None: all have
 
     def measured(self, depth: int, *, is_auto: bool = False, temperature: float = 0.0, streams: int = 0) -> Measured:
-        running = min(self.num_running, streams or self.num_streams)
         survival = tuple(self.acceptance**place for place in range(1, depth + 1))
         tokens = 1.0 + sum(survival)
+        running = min(self.num_running, streams or self.num_streams) / (1.0 + self.missed_steps * tokens)
         step = self.decode_seconds + self.row_seconds * depth * running
-        wait = depth * self.draft_seconds + self.round_trip_seconds if depth else 0.0
+        drafting = self.first_draft_seconds + depth * self.draft_seconds if depth else 0.0
+        wait = drafting + self.round_trip_seconds if depth else 0.0
         busy_seconds = (1.0 - self.idle_share) * _SECONDS
         num_steps = busy_seconds / (step + wait + self.bookkeeping_seconds)
         rounds = num_steps * running if depth else 0.0
@@ -49,7 +52,7 @@ class FormulaCluster:
             accepted_by_position=tuple(rounds * share for share in survival),
             verify=steps if depth else Steps(),
             decode=Steps() if depth else steps,
-            draft=Steps(num_steps * depth, num_steps * depth * self.draft_seconds),
+            draft=Steps(num_steps * depth, num_steps * drafting),
             tried=tried,
             wait_seconds=num_steps * wait,
             busy_seconds=busy_seconds,

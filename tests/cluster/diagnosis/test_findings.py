@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.diagnosis.findings import GOOD_ACCEPTANCE, GOOD_COST_RATIO, findings
-from cluster.diagnosis.measurements import Counts, Measured, StepCurve, Steps, Tried
+from cluster.diagnosis.measurements import Counts, Measured, Steps, TimeCurve, Tried
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from tests.cluster.diagnosis.clusters import FormulaCluster
@@ -46,6 +46,17 @@ def test_its_loss_is_what_mending_brings(name: str, cluster: FormulaCluster) -> 
     assert finding.loss == pytest.approx(1.0 - cluster.tokens_per_second / mended.tokens_per_second, abs=0.02)
 
 
+def test_what_a_round_takes_is_reckoned_at_the_depth_that_is_best_when_mended() -> None:
+    """Deep rounds have less of their first draft step, and fewer sequences in a step, than those of a poor draft."""
+    sick = FormulaCluster(
+        acceptance=0.4, row_seconds=0.0005, first_draft_seconds=0.002, missed_steps=0.03, bookkeeping_seconds=0.001
+    )
+    mended = replace(sick, acceptance=GOOD_ACCEPTANCE)
+    assert sick.best_depth < mended.best_depth
+    (finding,) = findings(sick.examine())
+    assert finding.tokens_per_second == pytest.approx(mended.tokens_per_second, rel=0.01)
+
+
 def test_a_draft_that_was_better_is_taken_to_become_so_again() -> None:
     sick = SICK["low acceptance"][1]
     healthy = replace(sick, acceptance=0.9)
@@ -84,7 +95,7 @@ def test_of_several_targets_those_with_fitting_threads_stay_as_they_are(
     assert mended.seconds / as_it_is.seconds == pytest.approx(factor)
 
 
-def test_prompts_beside_a_slow_draft_are_reckoned_to_take_what_they_do_without_drafts() -> None:
+def test_prompts_are_reckoned_to_take_less_beside_a_quick_draft() -> None:
     sick, (fitting, beside) = SICK["draft the bottleneck"][0], (0.0003, 0.0006)  # for each token of an answer
     found = sick.examine()
     found = replace(
@@ -95,7 +106,8 @@ def test_prompts_beside_a_slow_draft_are_reckoned_to_take_what_they_do_without_d
     )
     (finding,) = findings(found)
     mended = replace(sick, **MENDED["draft the bottleneck"])
-    assert finding.tokens_per_second == pytest.approx(1.0 / (1.0 / mended.tokens_per_second + fitting), rel=0.02)
+    as_quick = fitting + (beside - fitting) * mended.draft_seconds / sick.draft_seconds
+    assert finding.tokens_per_second == pytest.approx(1.0 / (1.0 / mended.tokens_per_second + as_quick), rel=0.02)
 
 
 def with_prompts(one: Measured, seconds: float) -> Measured:
@@ -123,14 +135,14 @@ def test_break_even_acceptance_is_where_speculation_begins_to_pay() -> None:
 
 
 def test_a_curve_of_steps_never_falls_and_goes_on() -> None:
-    curve = StepCurve([(4, Steps(10, 0.2)), (8, Steps(10, 0.19)), (16, Steps(10, 0.3)), (2, Steps())])
+    curve = TimeCurve([(4, Steps(10, 0.2)), (8, Steps(10, 0.19)), (16, Steps(10, 0.3)), (2, Steps())])
     assert curve.at(1) == curve.at(4) == curve.at(8) == 0.02
     assert curve.at(12) == pytest.approx(0.025)
     assert curve.at(24) == pytest.approx(0.04)
 
 
 def test_steps_of_about_as_many_rows_are_taken_together() -> None:
-    curve = StepCurve([(8, Steps(10, 0.1)), (20, Steps(10, 0.2)), (22, Steps(30, 1.0))])
+    curve = TimeCurve([(8, Steps(10, 0.1)), (20, Steps(10, 0.2)), (22, Steps(30, 1.0))])
     assert curve.at(21.5) == pytest.approx(0.03)
 
 
