@@ -45,7 +45,7 @@ class Speed:
         plain, told = found.plain.counts, found.told.counts
         drafted = [one.counts for one in (*found.fixed, found.auto)]
         steps = TimeCurve([(plain.rows, plain.decode), *((counts.rows, counts.verify) for counts in drafted)])
-        reached = [one.counts for one in found.reached]
+        reached = [one.counts for one in found.reached if one.counts.num_rounds]
         drafting = TimeCurve([_NOTHING, *((one.mean_depth, one.draft.times(one.mean_depth)) for one in reached)])
         asked = drafting.at(told.mean_depth) + found.network_seconds
         num_streams = max(found.num_running, told.mean_batch)

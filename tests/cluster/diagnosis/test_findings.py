@@ -149,5 +149,12 @@ def test_steps_of_about_as_many_rows_are_taken_together() -> None:
 def test_where_nothing_is_drafted_that_is_what_is_wrong() -> None:
     examination = HEALTHY.examine()
     plain = [replace(one, counts=HEALTHY.measured(0).counts) for one in (*examination.fixed, examination.alone)]
-    found = findings(replace(examination, fixed=plain[:-1], alone=plain[-1], auto=plain[0]))
-    assert [(finding.name, finding.loss) for finding in found] == [("no drafts", None)]
+    examination = replace(examination, fixed=plain[:-1], alone=plain[-1], auto=plain[0])
+    assert [(finding.name, finding.loss) for finding in findings(examination)] == [("no drafts", None)]
+
+
+def test_drafts_that_never_come_in_time_are_reckoned_to_give_nothing() -> None:
+    examination = HEALTHY.examine()
+    late = replace(HEALTHY.measured(0).counts, draft=Steps(100.0, 1.0))
+    found = replace(examination, fixed=[replace(one, counts=late) for one in examination.fixed])
+    assert Speed.of(found).best_depth() == 0
