@@ -41,7 +41,7 @@ class Speed:
 
     @classmethod
     def of(cls, found: Examination) -> Speed:
-        """Of the rounds of the fastest depth."""
+        """Steps, drafting and acceptance over all depths; what else rounds take, as at the fastest."""
         plain, told = found.plain.counts, found.told.counts
         drafted = [one.counts for one in (*found.fixed, found.auto)]
         steps = TimeCurve([(plain.rows, plain.decode), *((counts.rows, counts.verify) for counts in drafted)])
