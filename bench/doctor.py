@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sick.wait_ready(READY_TIMEOUT_SECONDS)
                 comparison = _Comparison(sick.url, healthy.url, sickness.num_streams, arguments.repeats)
                 comparison.run(arguments.repeats // 2)
-                found = _examine(sick.url, sickness.num_streams, arguments, survival_of(report.to_json()))
+                found = _examine(sick.url, sickness.num_streams, arguments, survival_of(report.to_json(), 0.0))
                 comparison.run(arguments.repeats - arguments.repeats // 2)
             outcomes.append(Outcome(sickness, found, comparison.sick, comparison.healthy))
             print(outcomes[-1].row(), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from cluster.config_file import load_config
 from cluster.config_types import LogFormat, LogLevel
 from cluster.config_workers import GpuKernels
 from cluster.engine.memory_plan import SELF_DRAFTERS, Memory, PlannedModel, describe, plan_pair
-from cluster.errors import AddressInUseError, ConfigurationError
+from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
 from cluster.telemetry.logs import setup_logging
 from cluster.training.cli import add_arguments as add_train_arguments
 from cluster.training.cli import main as run_training
@@ -120,9 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(arguments.command, arguments.log_level, arguments.log_format)
     else:
         setup_logging(arguments.command)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
     try:
-        return int(arguments.run(arguments))
-    except ConfigurationError as error:
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except OutriderError as error:
         if getattr(arguments, "log_format", "text") == "json":
             logger.error("%s", error)
         else:
@@ -131,6 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return os.EX_TEMPFAIL if is_passing else 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read what is printed has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # of what is left nothing is told at exit
+        return 128 + signal.SIGPIPE
 
 
 def make_parser() -> argparse.ArgumentParser:

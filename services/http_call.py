@@ -72,6 +72,11 @@ def call(
         raise ConfigurationError(f"{address} does not answer as expected: {reason[:200]!r}") from error
 
 
+def router_url(text: str) -> str:
+    """A parser for argparse: without a scheme it is taken for http."""
+    return (text if "://" in text else f"http://{text}").rstrip("/")
+
+
 def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
     """Whom a command takes for a router with TLS: see `trusted_context`."""
     whom = parser.add_mutually_exclusive_group()

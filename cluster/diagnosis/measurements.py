@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+MAX_DEPTH = 16  # that is looked at
 _ALIKE = 1.25  # numbers of rows
 _REACHED_SHARE = 0.8  # of the draft tokens that were asked for: an answer's last rounds have fewer
 
@@ -191,6 +192,7 @@ class Examination:
     alone: Measured  # one stream, with drafts
     auto: Measured
     temperatures: Sequence[Measured]  # one depth at several temperatures
+    max_depth: int = MAX_DEPTH  # that requests may ask for
 
     @property
     def with_fitting_threads(self) -> tuple[Steps, Steps]:

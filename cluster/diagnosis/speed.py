@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cluster.diagnosis.measurements import Examination, Steps, TimeCurve
+from cluster.diagnosis.measurements import MAX_DEPTH, Examination, Steps, TimeCurve
 
-MAX_DEPTH = 16
 _MAX_WAIT_SHARE = 2.0  # above it something else was waited for
 _NOTHING = (0.0, Steps(1.0, 0.0))  # is drafted at depth 0
 
@@ -37,6 +36,7 @@ class Speed:
     missed_steps: float  # for each token, which its sequence is no part of
     prompt_seconds: float  # for each token of an answer
     plain_prompt_seconds: float  # without drafts
+    max_depth: int
     step_factor: float = 1.0  # of steps, those of prompts too
 
     @classmethod
@@ -64,6 +64,7 @@ class Speed:
             missed_steps=max(0.0, num_streams * told.num_steps - in_steps) / num_tokens,
             prompt_seconds=told.prompt_seconds(steps.at(told.rows)),  # steps with prompts have drafts, too
             plain_prompt_seconds=plain.prompt_seconds(plain.decode.mean_seconds),
+            max_depth=min(found.max_depth, MAX_DEPTH),
         )
 
     def survival_at(self, depth: int) -> float:
@@ -105,7 +106,7 @@ class Speed:
         return 1.0 / (num_steps * seconds + self.step_factor * prompts)
 
     def best_depth(self) -> int:
-        return max(range(MAX_DEPTH + 1), key=self.rate)
+        return max(range(self.max_depth + 1), key=self.rate)
 
     def best_rate(self) -> float:
         return self.rate(self.best_depth())

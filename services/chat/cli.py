@@ -13,7 +13,7 @@ from typing import Any
 from cluster.errors import ConfigurationError
 from services.chat.painter import Painter
 from services.event_stream import stream_events
-from services.http_call import add_trust_arguments, call, trusted_context
+from services.http_call import add_trust_arguments, call, router_url, trusted_context
 from services.plan.cli import above_zero
 from services.terminal import as_line
 
@@ -29,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: outrider chat --url http://127.0.0.1:8000 --temperature 0 'def main('"
     parser.add_argument("words", nargs="*", help="one question, to be answered once")
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", metavar="URL", help="of the router; default %(default)s"
+        "--url",
+        type=router_url,
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="of the router; default %(default)s",
     )
     parser.add_argument("--model", metavar="NAME", help="default: the first that the router has")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
@@ -51,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError."""
     context = trusted_context(arguments)
-    url = arguments.url.rstrip("/")
+    url = arguments.url
     model = arguments.model or _served_model(url, context)
     has_colours = sys.stdout.isatty() and not arguments.no_color and not os.environ.get("NO_COLOR")
     if has_colours:

@@ -21,6 +21,7 @@ from cluster.training.corpus import held_out_texts
 from services.doctor.checks import with_programs
 from services.doctor.examine import TOLD_DEPTH, Plan, examine
 from services.doctor.report import Report
+from services.http_call import router_url
 from services.launch.local import LocalCluster
 from services.output_file import check_output
 from services.plan.cli import above_zero
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: outrider doctor --url http://127.0.0.1:8000 --streams 4"
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--url", metavar="URL", help="of the router; default http://127.0.0.1:8000")
+    which.add_argument("--url", type=router_url, metavar="URL", help="of the router; default http://127.0.0.1:8000")
     which.add_argument(
         "--start", action="store_true", help="start the cluster of --config and --set on this machine, and end it again"
     )
@@ -94,16 +95,16 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> Any:
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError. The exit code is 1 when something is wrong."""
     report = diagnose(arguments)
-    print(report.text())
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+    print(report.text())
     return 1 if report.findings else 0
 
 
 def diagnose(arguments: argparse.Namespace) -> Report:
     """Raises ConfigurationError."""
     check_output("--json", arguments.json)
-    earlier = read_baseline(arguments.baseline)
+    earlier = read_baseline(arguments.baseline, arguments.temperatures[0])
     prompts = read_prompts(arguments.prompts)
     if arguments.start:  # of the programs that are started
         arguments.overrides = ["logging.level=warning", *arguments.overrides]
@@ -177,7 +178,7 @@ def _equal_acceptance(found: Examination, config: Config) -> float | None:
 @contextlib.contextmanager
 def _cluster(arguments: argparse.Namespace, config: Config) -> Iterator[tuple[str, Access]]:
     if not arguments.start:
-        yield (arguments.url or "http://127.0.0.1:8000").rstrip("/"), access_of(arguments, config)
+        yield arguments.url or "http://127.0.0.1:8000", access_of(arguments, config)
         return
     with LocalCluster(config) as cluster:
         cluster.wait_ready(_READY_SECONDS)
@@ -210,18 +211,29 @@ def _temperatures(text: str) -> tuple[float, ...]:
     return found
 
 
-def survival_of(report: Mapping[str, Any]) -> tuple[float, ...]:
-    """Of draft tokens by depth, as far as any was committed, as a report has it for its first temperature."""
-    shares = [float(share) for share in report["suitability"][0]["survival"]]
+def survival_of(report: Mapping[str, Any], temperature: float) -> tuple[float, ...]:
+    """Of draft tokens by depth, as far as any was committed, as a report has it for `temperature`.
+
+    Raises ConfigurationError when it has none for that, and ValueError when its numbers are no shares.
+    """
+    told = {float(one["temperature"]): one["survival"] for one in report["suitability"]}
+    if temperature not in told:
+        known = ", ".join(f"{one:g}" for one in told)
+        raise ConfigurationError(f"it tells of temperatures {known or 'none'}, and not of {temperature:g}")
+    shares = [float(share) for share in told[temperature]]
+    if not all(0.0 <= share <= 1.0 for share in shares):
+        raise ValueError("a share that is not from 0 to 1")
     return tuple(share for depth, share in enumerate(shares) if any(shares[depth:]))
 
 
-def read_baseline(file: Path | None) -> tuple[float, ...]:
+def read_baseline(file: Path | None, temperature: float) -> tuple[float, ...]:
     if file is None:
         return ()
     try:
-        survival = survival_of(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        survival = survival_of(json.loads(file.read_text(encoding="utf-8")), temperature)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--baseline {file}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f"--baseline {file} is no report that `outrider doctor --json` wrote: {error!r}"
         ) from error

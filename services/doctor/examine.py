@@ -74,4 +74,5 @@ def examine(maker: LoadMaker, plan: Plan, did_one: Callable[[], object] = lambda
         alone=found[Workload(1, first, told)],
         auto=found[Workload(streams, first, None)],
         temperatures=[found[Workload(streams, temperature, told)] for temperature in plan.temperatures],
+        max_depth=plan.max_depth,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from cluster.errors import ConfigurationError
 from services.http_call import call
 from services.running_cluster.access import Access
 from services.running_cluster.pages import Page, total
-from services.running_cluster.workers import ClusterFacts
+from services.running_cluster.workers import ClusterFacts, check_unchanged
 
 _ANSWER_SECONDS = 300.0
 _RAMP_SECONDS = 120.0
@@ -43,15 +44,20 @@ class _Look:
 
 @dataclass(slots=True)
 class LoadMaker:
-    """Puts one cluster under loads, one after the other. `max_tokens`: of an answer."""
+    """Puts one cluster under loads, one after the other.
+
+    `max_tokens`: of an answer. `check`: raises ConfigurationError when the workers are no longer those of `facts`.
+    """
 
     facts: ClusterFacts
     prompts: Sequence[str]
     max_tokens: int
     access: Access = field(default_factory=Access)
+    check: Callable[[ClusterFacts, Access], None] = check_unchanged
 
     def run(self, workload: Workload, seconds: float, *, part: int = 0, num_parts: int = 1) -> Numbers:
-        """How counters grew in so many seconds in which all streams were busy. Raises ConfigurationError.
+        """How counters grew in so many seconds in which all streams were busy. Raises ConfigurationError, too when a
+        worker was started anew meanwhile, and its counters with it.
 
         It begins with the first prompt of `part` of so many parts of them: repeats that each begin with a part of their
         own ask more of the prompts, and loads of one part the same ones, some of which are easier to draft than others.
@@ -69,12 +75,11 @@ class LoadMaker:
                     waiting.append(_num_waiting(self.facts.target_pages(self.access)))
                     next_look += _WAITING_SECONDS
                 time.sleep(min(_POLL_SECONDS, seconds - passed))
+            self.check(self.facts, self.access)
             after, elapsed = self._look(), time.perf_counter() - started_at
         waiting.append(after.num_waiting)
         grown: Numbers = defaultdict(float, {"seconds": elapsed, "waiting": statistics.mean(waiting) * elapsed})
         for name, value in after.counters.items():
-            if value < before.counters[name]:
-                raise ConfigurationError(f"a program of {self.facts.url} was started anew under the load: ask again")
             grown[name] += value - before.counters[name]
         return grown
 
@@ -117,7 +122,9 @@ class LoadMaker:
 
     def _generate(self, number: int, workload: Workload, max_tokens: int) -> None:
         depth = workload.num_speculative_tokens
+        # Each prompt is computed: what a load leaves in the prefix cache would make the next one look fast.
         body = {
+            "cache_salt": secrets.token_hex(8),
             "model": self.facts.model,
             "prompt": self.prompts[number % len(self.prompts)],
             "seed": number,

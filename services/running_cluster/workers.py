@@ -32,6 +32,7 @@ class WorkerFacts:
     load: types_pb2.Load
     machine: types_pb2.Machine
     wire_version: int
+    epoch: int  # another after each start
     clock_ahead_seconds: float  # of ours, less half of what the call took
     num_links: int = 0
     num_links_configured: int = 0
@@ -96,6 +97,19 @@ def look_around(url: str, access: Access) -> ClusterFacts:
     return ClusterFacts(url, health["model"], version["version"], tuple(targets), tuple(drafts), tuple(unreachable))
 
 
+def check_unchanged(facts: ClusterFacts, access: Access) -> None:
+    """Raises ConfigurationError when one of its workers has ended since, or was started anew."""
+    gone: list[str] = []  # which is told by whom is left
+    found = [
+        *_describe_all(access.target, [worker.address for worker in facts.targets], _describe_target, gone),
+        *_describe_all(access.draft, [worker.address for worker in facts.drafts], _describe_draft, gone),
+    ]
+    anew = {(worker.name, worker.epoch) for worker in facts.workers} - {(worker.name, worker.epoch) for worker in found}
+    if anew:
+        names = ", ".join(sorted(name for name, _ in anew))
+        raise ConfigurationError(f"{names} of {facts.url} ended or was started anew under the load: ask again")
+
+
 def _describe_all(
     access: PoolAccess,
     addresses: Iterable[str],
@@ -137,6 +151,7 @@ def _describe_target(address: str, dialer: Dialer) -> WorkerFacts:
         said.load,
         said.machine,
         said.wire_version,
+        said.epoch,
         ahead,
         said.num_draft_links,
         said.num_draft_links_configured,
@@ -147,7 +162,7 @@ def _describe_target(address: str, dialer: Dialer) -> WorkerFacts:
 def _describe_draft(address: str, dialer: Dialer) -> WorkerFacts:
     with dialer.blocking_channel(address, _CHANNEL_OPTIONS) as channel:
         said, ahead = _timed(draft_pb2_grpc.DraftStub(channel).Describe)  # type: ignore[arg-type]  # made for async ones
-    return WorkerFacts("draft", address, said.model, said.load, said.machine, said.wire_version, ahead)
+    return WorkerFacts("draft", address, said.model, said.load, said.machine, said.wire_version, said.epoch, ahead)
 
 
 def _timed(describe: Any) -> tuple[Any, float]:

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 from cluster.errors import ConfigurationError
+from services.http_call import router_url
 from services.plan.cli import above_zero
 from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
 from services.running_cluster.workers import ClusterFacts, look_around
 from services.terminal import as_line, as_lines
 from services.top.view import Change, Look
 
+_MAX_SECONDS = 86_400.0
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -25,9 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: outrider top --url http://127.0.0.1:8000 --once"
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", metavar="URL", help="of the router; default %(default)s"
+        "--url",
+        type=router_url,
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="of the router; default %(default)s",
     )
-    parser.add_argument("--seconds", type=above_zero(float), default=2.0, metavar="S", help="between looks; default 2")
+    parser.add_argument(
+        "--seconds", type=above_zero(float, _MAX_SECONDS), default=2.0, metavar="S", help="between looks; default 2"
+    )
     parser.add_argument("--once", action="store_true", help="two looks, and no more")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration whose `tls` is used")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
@@ -37,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError."""
     access = access_of(arguments, config_of(arguments))
-    url = arguments.url.rstrip("/")
+    url = arguments.url
     facts = look_around(url, access)
     before = _look(facts, access)
     try:
@@ -57,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
                     raise
                 print(f"{as_line(str(error))}; asked again in {arguments.seconds:g} s", file=sys.stderr)
                 with contextlib.suppress(ConfigurationError):
-                    facts = look_around(url, access)
-                    before = _look(facts, access)
+                    now = look_around(url, access)
+                    facts, before = now, _look(now, access)
     except KeyboardInterrupt:
         return 0
 

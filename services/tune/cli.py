@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Starts the cluster of a configuration on this machine, has the doctor examine it, tries the settings that may "
         "mend what it finds, each beside the best until then, and writes a configuration with those that were faster. "
-        "None of them changes a token of an answer."
+        "None of them changes a token of an answer, but for threads where PyTorch's operators compute in place of the "
+        "kernels: they round by the number of threads."
     )
     parser.epilog = "example: outrider tune --set target.threads=8 --out tuned.yaml"
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")

@@ -43,7 +43,7 @@ def test_text_stays_as_it_is() -> None:
 
 def facts() -> ClusterFacts:
     worker = WorkerFacts(
-        "target", NAME, types_pb2.ModelDescription(name=NAME), types_pb2.Load(), types_pb2.Machine(host=NAME), 1, 0.0
+        "target", NAME, types_pb2.ModelDescription(name=NAME), types_pb2.Load(), types_pb2.Machine(host=NAME), 1, 1, 0.0
     )
     return ClusterFacts("http://127.0.0.1:8000", NAME, NAME, (worker,), (), (NAME,))
 

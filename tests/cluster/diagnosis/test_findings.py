@@ -57,6 +57,14 @@ def test_what_a_round_takes_is_reckoned_at_the_depth_that_is_best_when_mended() 
     assert finding.tokens_per_second == pytest.approx(mended.tokens_per_second, rel=0.01)
 
 
+def test_no_more_is_promised_than_the_depth_that_may_be_asked_for_gives() -> None:
+    sick = SICK["low acceptance"][1]
+    (finding,) = findings(replace(sick.examine(), max_depth=2))
+    assert finding.tokens_per_second == pytest.approx(
+        replace(sick, acceptance=GOOD_ACCEPTANCE).measured(2).counts.tokens_per_second, rel=0.01
+    )
+
+
 def test_a_draft_that_was_better_is_taken_to_become_so_again() -> None:
     sick = SICK["low acceptance"][1]
     healthy = replace(sick, acceptance=0.9)

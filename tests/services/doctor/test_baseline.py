@@ -17,11 +17,27 @@ def test_an_earlier_survival_goes_as_deep_as_anything_was_committed(
     told: list[float], survival: tuple[float, ...]
 ) -> None:
     report = {"suitability": [{"temperature": 0.0, "survival": told}, {"temperature": 1.0, "survival": [0.1]}]}
-    assert survival_of(report) == survival
+    assert survival_of(report, 0.0) == survival
 
 
 def test_a_baseline_whose_drafts_were_never_accepted_is_refused(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     report.write_text(json.dumps({"suitability": [{"temperature": 0.0, "survival": []}]}))
     with pytest.raises(ConfigurationError, match=r"report\.json is of a cluster whose drafts were never accepted"):
-        read_baseline(report)
+        read_baseline(report, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ([{"temperature": 1.0, "survival": [0.8]}], "it tells of temperatures 1, and not of 0"),
+        ([{"temperature": 0.0, "survival": [1.5]}], "is no report"),
+        ([{"temperature": 0.0, "survival": [float("nan")]}], "is no report"),
+        (3, "is no report"),
+    ],
+)
+def test_a_baseline_that_cannot_be_compared_is_refused(told: object, why: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps({"suitability": told}))
+    with pytest.raises(ConfigurationError, match=why):
+        read_baseline(report, 0.0)

@@ -12,7 +12,7 @@ CROWDED = Finding(THREADS_OVERSUBSCRIBED, "a step took 20 ms", "set target.threa
 def worker(pool: str, port: int, num_threads: int) -> WorkerFacts:
     machine = types_pb2.Machine(cpus=[0, 1], num_threads=num_threads)
     model, load = types_pb2.ModelDescription(), types_pb2.Load()
-    return WorkerFacts(pool, f"127.0.0.1:{port}", model, load, machine, 6, 0.0)
+    return WorkerFacts(pool, f"127.0.0.1:{port}", model, load, machine, 6, 1, 0.0)
 
 
 def facts(*num_threads: int, of_draft: int = 1) -> ClusterFacts:
