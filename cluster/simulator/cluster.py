@@ -73,7 +73,7 @@ class SimulatedCluster:
         rng = np.random.default_rng(seed)
         self._chances = Chances(config.simulation, rng, self._clock)
         self._drafts = [
-            DraftWorker(index, config, self._columns, self._chances, way, programs.draft)
+            DraftWorker(index, config, self._columns, self._chances, way, programs.draft, (span.warm_up, span.until))
             for index in range(num_drafts * (num_targets if is_sidecar else 1))
         ]
         self._targets = []
@@ -132,8 +132,8 @@ class SimulatedCluster:
         drafts = [
             Worker(
                 f"draft {draft.index}",
-                draft.busy_seconds / max(self.now, 1e-9),
-                mean_batch=draft.num_step_rows / max(draft.num_steps, 1),
+                draft.busy_seconds / self.recorder.seconds(self.now),
+                mean_batch=draft.num_counted_rows / max(draft.num_counted_steps, 1),
             )
             for draft in self._drafts
         ]

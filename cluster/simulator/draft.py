@@ -47,14 +47,23 @@ class DraftWorker:
     """Event by event: `turn` when there may be something to do, `end_step` when the step is over that it began."""
 
     def __init__(
-        self, index: int, config: Config, columns: Columns, chances: Chances, way_seconds: float, overheads: Overheads
+        self,
+        index: int,
+        config: Config,
+        columns: Columns,
+        chances: Chances,
+        way_seconds: float,
+        overheads: Overheads,
+        counted: tuple[float, float],
     ) -> None:
-        """`way_seconds`: of a message, in one direction."""
+        """`way_seconds`: of a message, in one direction. `counted`: from when to when its steps are."""
         self.index = index
+        self._counted = counted
         self.way_seconds = way_seconds
         self.step: DraftStep | None = None
+        self.num_steps = 0  # of all time
         self.busy_seconds = 0.0
-        self.num_steps = self.num_step_rows = 0
+        self.num_counted_steps = self.num_counted_rows = 0
         self.wakes_at = NEVER  # while it is idle
         targets = config.target.replicas
         self.step_seconds = np.zeros(targets)  # of the last step with sequences of each target
@@ -113,9 +122,11 @@ class DraftWorker:
         self.step = self._begin(rows, now)
         if self.step is not None:
             self.wakes_at = NEVER
-            self.busy_seconds += self.step.seconds
             self.num_steps += 1
-            self.num_step_rows += len(self.step.rows)
+            if self._counted[0] <= now <= self._counted[1]:
+                self.busy_seconds += self.step.seconds
+                self.num_counted_steps += 1
+                self.num_counted_rows += len(self.step.rows)
             return sent, now + self._overheads.seconds(len(self.step.rows)) + self.step.seconds
         told_at = columns.told_at[self._rows]
         self.wakes_at = min(self._closed_until, float(told_at.min(initial=NEVER)))

@@ -145,11 +145,15 @@ class Recorder:
             self._busy[target] += step.seconds
             self._waited[target] += step.wait_seconds
 
+    def seconds(self, ended_at: float) -> float:
+        """That figures are of."""
+        return max(min(self._until, ended_at) - self._warm_up, 1e-9)
+
     def figures(
         self, ended_at: float, targets: Sequence[Worker], drafts: Sequence[Worker], dollars_per_hour: float | None
     ) -> Figures:
         """`targets` without what was taken down here."""
-        seconds = max(min(self._until, ended_at) - self._warm_up, 1e-9)
+        seconds = self.seconds(ended_at)
         arrived, first, finished = (np.array(times) for times in (self.arrived_at, self.first_at, self.finished_at))
         answers = np.array(self.answer_tokens)
         counts = (arrived >= self._warm_up) & ~np.isnan(finished)
@@ -189,16 +193,18 @@ class Recorder:
                 )
             ],
             drafts=drafts,
-            intervals=[self._interval_of(number, sums) for number, sums in sorted(self._sums.items())],
+            intervals=[self._interval_of(number, sums, ended_at) for number, sums in sorted(self._sums.items())],
             dollars_per_hour=dollars_per_hour,
             dollars_per_million_tokens=dollars,
         )
 
-    def _interval_of(self, number: int, sums: _Sums) -> Interval:
+    def _interval_of(self, number: int, sums: _Sums, ended_at: float) -> Interval:
+        start = number * self._interval
+        is_cut = ended_at <= self._until < start + self._interval  # nothing was looked at after it
         waiting = sum(total / steps for total, steps in sums.waiting.values())
         return Interval(
-            number * self._interval,
-            sums.num_tokens / self._interval,
+            start,
+            sums.num_tokens / (self._until - start if is_cut else self._interval),
             sums.num_drafts / max(sums.num_rounds, 1),
             sums.num_accepted / max(sums.num_drafts, 1),
             waiting,

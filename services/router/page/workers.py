@@ -35,6 +35,7 @@ class Workers:
                 for number, (replica, observation) in enumerate(zip(replicas, observations, strict=True), start=1)
             ],
             "num_targets": len(self._pool.replicas),
+            "num_up": sum(replica.status == "up" for replica in self._pool.replicas),
             "num_running": sum(replica.num_in_flight for replica in self._pool.replicas),
         }
 

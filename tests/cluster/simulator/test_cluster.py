@@ -50,6 +50,21 @@ def test_every_request_is_answered_whole_and_no_block_is_left_behind(settings: t
     )
 
 
+def test_an_interval_that_is_cut_off_is_of_the_time_that_it_has() -> None:
+    figures = figures_of(4, seconds=25.0)
+    whole, cut = figures.intervals[1].tokens_per_second, figures.intervals[-1].tokens_per_second
+    assert figures.intervals[-1].seconds == 20.0
+    assert cut == pytest.approx(whole, rel=0.15)
+
+
+def test_what_workers_did_in_the_warm_up_is_not_in_their_figures() -> None:
+    traffic = OpenTraffic(3.0, 5.0, PROMPTS, ANSWERS, seed=1)
+    for warm_up, is_over in ((0.0, False), (50.0, True)):
+        figures = ran(traffic, span=Span(warm_up, 60.0)).figures()
+        for worker in (*figures.targets, *figures.drafts):
+            assert (worker.utilization == 0.0) is is_over, worker.name
+
+
 def test_what_does_not_fit_in_memory_waits_or_is_preempted_and_is_answered() -> None:
     traffic = OpenTraffic(6.0, 20.0, PROMPTS, ANSWERS, seed=2)
     cluster = ran(traffic, num_blocks=30)

@@ -55,11 +55,10 @@ const handlers = {
     byId("left-out").hidden = leftOut === 0;
   },
 
-  workers({ targets, num_targets: numTargets, num_running: numRunning }) {
+  workers({ targets, num_targets: numTargets, num_up: numUp, num_running: numRunning }) {
     drawWorkers(byId("workers"), targets, numTargets);
     timeline.update(targets);
     const live = costs.update(targets);
-    const numUp = targets.filter((target) => target.status === "up").length;
     byId("figure-running").textContent = String(numRunning);
     byId("figure-targets").textContent = `${numUp} of ${numTargets}`;
     const summary = recent.summary(seconds());

@@ -60,9 +60,10 @@ export class Prompt {
     this.output.replaceChildren();
     this.output.setAttribute("aria-busy", "true");
     this.told.textContent = "";
+    this.told.setAttribute("aria-live", "off"); // read out once, at the end
     this.stop.disabled = false;
     this.failed("");
-    let firstAt = null;
+    let [firstAt, numFirst] = [null, 0];
     try {
       for await (const event of events(await call(path, body, asking.signal))) {
         if (event.data === "[DONE]") break;
@@ -70,16 +71,18 @@ export class Prompt {
         if (chunk.error) throw new Error(chunk.error.message);
         counts.seed = chunk.seed;
         const [choice] = chunk.choices;
-        firstAt ??= performance.now();
         this.add(choice.rounds ?? [], counts);
+        if (firstAt === null) [firstAt, numFirst] = [performance.now(), counts.tokens];
         counts.reason = choice.finish_reason ?? counts.reason;
-        this.tell(counts, (performance.now() - firstAt) / 1e3);
+        this.tell(counts, counts.tokens - numFirst, (performance.now() - firstAt) / 1e3);
       }
     } catch (error) {
       if (error.name !== "AbortError") this.failed(error.message, error.status);
     } finally {
       if (this.asking === asking) {
         this.stop.disabled = true;
+        this.told.setAttribute("aria-live", "polite");
+        this.told.textContent = String(this.told.textContent); // a change, which is read out
         this.output.setAttribute("aria-busy", "false");
       }
     }
@@ -106,9 +109,10 @@ export class Prompt {
     if (isAtEnd) this.output.scrollTop = this.output.scrollHeight;
   }
 
-  tell({ tokens, drafted, accepted, rounds, steps, seed, reason }, seconds) {
+  // `numSince` tokens came in so many seconds after the first chunk.
+  tell({ tokens, drafted, accepted, rounds, steps, seed, reason }, numSince, seconds) {
     const parts = [`${tokens} tokens in ${steps} steps`];
-    if (seconds > 0.05) parts.push(`${formatNumber(tokens / seconds, 0)} tokens/s`);
+    if (seconds > 0.05) parts.push(`${formatNumber(numSince / seconds, 0)} tokens/s`);
     if (rounds) parts.push(`${formatShare(accepted / drafted)} of the drafts accepted`);
     if (rounds) parts.push(`${formatNumber(1 + accepted / rounds)} tokens a round`);
     parts.push(`seed ${seed}`);

@@ -4,6 +4,7 @@ import { element, formatMs, formatShare, svg } from "./dom.js";
 
 const NUM_STEPS = 12;
 const NUM_KEPT = 256;
+const MIN_IDLE = 0.05; // seconds
 const LANE = 30;
 const BAR = 18;
 const LEFT = 64;
@@ -12,17 +13,14 @@ export class Timeline {
   constructor(figure, sentence, chooser, hold) {
     Object.assign(this, { figure, sentence, chooser, hold });
     this.targets = new Map(); // by name: its steps and answers
+    this.held = null; // as they were when they were held
     chooser.addEventListener("change", () => this.draw());
     hold.addEventListener("click", () => {
-      const isHeld = hold.getAttribute("aria-pressed") !== "true";
-      hold.setAttribute("aria-pressed", isHeld);
-      if (!isHeld) this.draw();
+      this.held = this.held ? null : new Map([...this.targets].map(([name, kept]) => [name, { ...kept }]));
+      hold.setAttribute("aria-pressed", this.held !== null);
+      this.draw();
     });
     new ResizeObserver(() => this.draw()).observe(figure);
-  }
-
-  get isHeld() {
-    return this.hold.getAttribute("aria-pressed") === "true";
   }
 
   update(targets) {
@@ -45,12 +43,12 @@ export class Timeline {
       if (names.includes(chosen)) this.chooser.value = chosen;
       this.chooser.parentElement.hidden = names.length < 2;
     }
-    if (!this.isHeld) this.draw();
+    if (!this.held) this.draw();
   }
 
   draw() {
-    const kept = this.targets.get(this.chooser.value);
-    const steps = kept?.steps.slice(-NUM_STEPS) ?? [];
+    const kept = (this.held ?? this.targets).get(this.chooser.value);
+    const steps = inOneGo(kept?.steps.slice(-NUM_STEPS) ?? []);
     const width = this.figure.clientWidth;
     if (!steps.length || width < 100) {
       const why = kept?.tellsSteps ? "No step yet: ask for something." : "Nothing tells of single steps here.";
@@ -114,13 +112,23 @@ export class Timeline {
     const held = answers.length ? answers.reduce((sum, answer) => sum + answer[3], 0) / answers.length : null;
     const share = (seconds) => formatShare(seconds / (end - start));
     this.sentence.textContent =
-      `In the last ${steps.length} steps the target computed ${share(computed)} of the time` +
+      `In the last ${steps.length === 1 ? "step" : `${steps.length} steps`} the target computed ${share(computed)} of the time` +
       (prompts ? `, another ${share(prompts)} in steps with prompts,` : "") +
       ` and waited ${share(waited)} for drafts.` +
       (answered === null ? "" : ` Drafts came ${formatMs(answered)} after they were asked for, ${formatMs(held)} of that in the drafter.`);
     chart.setAttribute("aria-label", this.sentence.textContent);
     this.figure.replaceChildren(chart);
   }
+}
+
+// Those after the last time that the target had nothing to do.
+function inOneGo(steps) {
+  for (let i = steps.length - 1; i > 0; i -= 1) {
+    const [endedAt, waited, seconds] = steps[i];
+    const idle = endedAt - seconds - waited - steps[i - 1][0];
+    if (idle > Math.max(MIN_IDLE, 5 * seconds)) return steps.slice(i);
+  }
+  return steps;
 }
 
 const WORDS = { verify: "verifies drafts", decode: "decodes plainly", "prompt-step": "reads prompts" };
