@@ -47,8 +47,7 @@ class StepLoad:
 
     def lengths(self) -> list[tuple[float, float]]:
         """Seconds of a step and their probabilities, in ascending order. What does not fit counts as a full step."""
-        probabilities = list(_poisson(self.prompts_a_step))
-        return [(self.seconds[min(n, self.most_prompts)], p) for n, p in enumerate(probabilities)]
+        return [(self.seconds[min(n, self.most_prompts)], p) for n, p in _poisson(self.prompts_a_step)]
 
     @property
     def mean_seconds(self) -> float:
@@ -98,7 +97,7 @@ def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
     mean, fit = load.mean_seconds, load.most_prompts
     for running, probability in load.lengths():
         coming = load.prompts_a_step * running / mean
-        for num_others, others in enumerate(_poisson(coming)):
+        for num_others, others in _poisson(coming):
             full, rest = divmod(num_others, fit)
             own = full * load.seconds[fit] + load.seconds[1 + rest]
             for part in range(_PARTS):
@@ -106,14 +105,11 @@ def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
                 yield (part + 0.5) / _PARTS * running + own, probability * running / mean * others / _PARTS
 
 
-def _poisson(mean: float) -> Iterator[float]:
-    """Probabilities of 0, 1, 2, ..., until what is left does not matter."""
-    probability, total, n = math.exp(-mean), 0.0, 0
-    while total < 1 - 1e-6 and n < 10 + 4 * mean:
-        yield probability
-        total += probability
-        n += 1
-        probability *= mean / n
+def _poisson(mean: float) -> Iterator[tuple[int, float]]:
+    """Numbers and their probabilities, but for those that do not matter: further from the mean than six deviations."""
+    spread = 6.0 * math.sqrt(mean) + 10.0
+    for n in range(max(0, math.floor(mean - spread)), math.ceil(mean + spread) + 1):
+        yield n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) if mean > 0 else float(n == 0)
 
 
 def _quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:

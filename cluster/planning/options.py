@@ -83,7 +83,8 @@ def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedMode
     """On GPUs of its own."""
     rate = request.acceptance_rate
     if draft.dtype != request.draft.dtype:
-        rate = request.int4_acceptance_rate or rate * INT4_ACCEPTANCE_SHARE
+        told = request.int4_acceptance_rate
+        rate = rate * INT4_ACCEPTANCE_SHARE if told is None else told
     return replace(
         alone,
         name=name,

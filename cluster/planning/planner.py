@@ -85,7 +85,8 @@ class Option:
             return draft + self.target.seconds((verified, prompts))
 
         most = max(1, int((load.max_num_batched_tokens - num_seqs * rows) / load.prompt_tokens))
-        return tuple(round_.seconds + steps(n) - steps(0) for n in range(most + 1))
+        without = round_.seconds - steps(0)
+        return tuple(without + steps(n) for n in range(most + 1))
 
     @property
     def acceptance_rate(self) -> float:
@@ -117,8 +118,6 @@ def plan(option: Option, load: Load, context: int | None = None) -> Plan:
     """`context`: tokens that a sequence may have, for which there has to be memory; None: prompt and answer."""
     context = context or load.prompt_tokens + load.answer_tokens
     fitting = [budget.largest_batch(context) for budget in option.budgets]
-    # A draft device that is too small for a target's sequences is one of several.
-    num_devices = math.ceil(load.num_seqs / fitting[1]) if len(fitting) > 1 and fitting[1] else 1
     most_seqs = fitting[0] if fitting else None
     if len(fitting) > 1 and not fitting[1]:
         most_seqs = 0
@@ -126,6 +125,8 @@ def plan(option: Option, load: Load, context: int | None = None) -> Plan:
     if load.requests_per_second is not None:
         most = load.num_seqs if most_seqs is None else max(1, min(load.num_seqs, most_seqs))
         num_targets, num_seqs, utilization = _sized(option, load, most)
+    # A draft device that is too small for a target's sequences is one of several.
+    num_devices = math.ceil(num_seqs / fitting[1]) if len(fitting) > 1 and fitting[1] else 1
     steady = _steady(option, num_seqs, load)
     share = _share(option, steady.round, num_devices, fitting, num_seqs)
     dollars = None

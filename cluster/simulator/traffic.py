@@ -183,7 +183,7 @@ class RecordedTraffic:
 def _parse(line: str, place: str) -> Arrival:
     try:
         entry: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{place}: {error}") from error
     missing = [name for name in _FIELDS if not isinstance(entry, dict) or name not in entry]
     if missing:

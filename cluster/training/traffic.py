@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.errors import OutriderError
+
 TEMPERATURES = (0.0, 0.7, 1.0)  # answers in turn: a draft is asked for all of them
 
 
@@ -30,11 +32,12 @@ def read_prompts(
     """The prompts of a JSON-lines file, each once: those that a router has logged (`prompt_token_ids`), texts
     (`prompt`, which `encode` makes tokens of) and conversations (`messages`, which `render` does).
 
-    Raises ValueError with the number of a line that is none of them.
+    Raises ValueError with the number of a line that is none of them; but a last one without an end was cut off.
     """
     prompts: dict[tuple[int, ...], None] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1):  # a text may have other ends
-        if not line.strip():
+    lines = file.read_text(encoding="utf-8-sig").split("\n")  # a text may have other ends
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (number == len(lines) > 1 and not _is_json(line)):
             continue
         try:
             entry = json.loads(line)
@@ -44,6 +47,8 @@ def read_prompts(
                 token_ids = list(render(entry["messages"]))
             else:
                 token_ids = list(encode(entry["prompt"]))
+        except OutriderError as error:  # a conversation that the model's template does not take
+            raise ValueError(f"{file}, line {number}: {error}") from error
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{file}, line {number}: it has no prompt_token_ids, prompt or messages that can be used ({error!r})"
@@ -53,6 +58,14 @@ def read_prompts(
     if not prompts:
         raise ValueError(f"{file} has no prompts")
     return list(prompts)
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def is_held_out(prompt_token_ids: Sequence[int], one_in: int) -> bool:

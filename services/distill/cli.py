@@ -153,12 +153,22 @@ def _run(arguments: argparse.Namespace) -> int:
 def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> list[Answer]:
     """With those that an earlier run of the same has had: they take longest. Those without a token are left out."""
     from cluster.engine.fingerprint import weights_fingerprint
-    from cluster.training.traffic import AnswersFile, read_prompts
+    from cluster.training.traffic import AnswersFile, is_held_out, read_prompts
     from services.distill.answers import ask
 
     prompts = read_prompts(arguments.traffic, Tokenizer(folder).encode, _renderer(folder))
     longest = ModelConfig.from_folder(folder).resolve_max_model_len(config.target.max_model_len) - arguments.max_tokens
-    prompts = [prompt for prompt in prompts if len(prompt) <= longest]
+    fitting = [prompt for prompt in prompts if len(prompt) <= longest]
+    if len(fitting) < len(prompts):
+        print(
+            f"{arguments.traffic}: {len(prompts) - len(fitting)} of {len(prompts)} prompts are left out, which have no "
+            f"room for an answer of --max-tokens {arguments.max_tokens}",
+            file=sys.stderr,
+        )
+    prompts = fitting
+    num_held_out = sum(is_held_out(prompt, _HELD_OUT_ONE_IN) for prompt in prompts)
+    if not 0 < num_held_out < len(prompts):
+        raise ConfigurationError(f"{len(prompts)} prompts are too few: one in {_HELD_OUT_ONE_IN} is held out")
     asked = {
         "target": weights_fingerprint(folder),
         "settings": arguments.overrides,

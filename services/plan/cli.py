@@ -39,6 +39,17 @@ def above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Call
     return parse
 
 
+def share(text: str) -> float:
+    """A parser of numbers for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a number from 0 to 1")
+    return number
+
+
 def not_below_zero(text: str) -> float:
     """A parser of numbers for argparse."""
     try:
@@ -102,9 +113,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--between-tokens-p99-ms", type=above_zero(float), metavar="MS", help="the most sequences within both are shown"
     )
     rounds = parser.add_argument_group("speculation")
-    rounds.add_argument("--acceptance", type=float, default=0.78, metavar="RATE", help="of the draft; default .78")
-    rounds.add_argument("--int4-acceptance", type=float, metavar="RATE", help="default: .724/.78 of --acceptance")
-    rounds.add_argument("--ngram-acceptance", type=float, default=NGRAM_ACCEPTANCE, metavar="RATE", help="default .3")
+    rounds.add_argument("--acceptance", type=share, default=0.78, metavar="RATE", help="of the draft; default .78")
+    rounds.add_argument("--int4-acceptance", type=share, metavar="RATE", help="default: .724/.78 of --acceptance")
+    rounds.add_argument("--ngram-acceptance", type=share, default=NGRAM_ACCEPTANCE, metavar="RATE", help="default .3")
     rounds.add_argument(
         "--num-speculative-tokens", type=int, choices=range(0, 65), metavar="K", help="default: what pays best"
     )

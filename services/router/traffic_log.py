@@ -5,6 +5,7 @@ A line for each prompt, with its token IDs and nothing of who asked; from these 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -55,10 +56,19 @@ class TrafficLog:
                 if not self._has_room(len(line)):
                     self._end(_FULL)
                     return
-                os.write(self._file, line)
+                self._append(line)
             except OSError as error:
                 self._end(str(error.strerror))
                 return
+
+    def _append(self, line: bytes) -> None:
+        """Of a line that the disk takes a part of, nothing is left, for the next to begin a line. Raises OSError."""
+        num_written = os.write(self._file, line)
+        if num_written < len(line):
+            end = os.lseek(self._file, 0, os.SEEK_CUR)
+            if os.fstat(self._file).st_size == end:  # else another router has written after it
+                os.ftruncate(self._file, end - num_written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _has_room(self, num_bytes: int) -> bool:
         return os.fstat(self._file).st_size + num_bytes <= self._max_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import queue
@@ -17,7 +18,7 @@ import yaml
 
 from cluster.config import Config
 from cluster.config_file import load_config
-from cluster.errors import ConfigurationError
+from cluster.errors import ConfigurationError, UnavailableError
 from services import cli
 from services.configuration_page import PAGE
 from services.launch import local
@@ -235,3 +236,32 @@ def test_importing_a_worker_imports_no_compiler(pool: str) -> None:
     """PyTorch's is a third of what there is to import, and nothing on a CPU needs it."""
     code = f"import sys, services.{pool}.main; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_reader_that_has_gone_ends_a_command_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "services.cli", "plan", "memory", "--target", "70B", "--draft", "1B"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as planning:
+        assert planning.stdout is not None
+        assert planning.stderr is not None
+        planning.stdout.close()
+        assert planning.stderr.read() == b""
+    assert planning.returncode == 141
+
+
+def test_a_terminal_that_lacks_a_character_shows_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "plan_cluster", lambda _: print("1.64 █") or 0)
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert cli.main(["plan", "cluster"]) == 0
+    assert shown.getvalue() == b"1.64 ?\n"
+
+
+def test_a_cluster_that_does_not_come_up_is_one_line_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def examine(arguments: object) -> int:
+        raise UnavailableError("not ready after 600 s")
+
+    monkeypatch.setattr(cli, "examine_cluster", examine)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "outrider doctor: not ready after 600 s\n"

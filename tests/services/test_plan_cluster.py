@@ -37,7 +37,6 @@ def test_the_exit_code_says_that_nothing_fits() -> None:
     [
         (["--target-gpus", "4xA99"], "'A99' is no known GPU"),
         (["--target", "34B"], "34B/LAYERSxKV_HEADSxHEAD_SIZE"),
-        (["--acceptance", "1.5"], "an acceptance rate lies between 0 and 1, not 1.5"),
         (["--round-trip-ms", "1,x"], "--round-trip-ms '1,x'"),
         (["--price", "A10G"], "'A10G' is no price"),
         (["--sequences", "4096"], "has no room for prompts beside 4096 sequences"),
@@ -50,6 +49,14 @@ def test_bad_input_is_one_line_and_code_2(arguments: list[str], said: str, capsy
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--acceptance", "--int4-acceptance", "--ngram-acceptance"])
+@pytest.mark.parametrize("value", ["1.5", "-0.1", "nan", "x"])
+def test_a_rate_is_from_0_to_1(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", "cluster", f"{option}={value}"])
+    assert f"argument {option}: '{value}' is not a number from 0 to 1" in capsys.readouterr().err
 
 
 def test_measured_steps_of_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,13 @@ def test_prompts_of_others_make_steps_longer() -> None:
     assert quiet.between_tokens == pytest.approx(0.0215, rel=1e-3)
 
 
+def test_many_prompts_a_step_are_as_many_on_the_average() -> None:
+    """e**-760 is nought in a double."""
+    load = StepLoad(tuple(0.020 + 0.001 * n for n in range(2000)), 760.0)
+    assert load.mean_seconds == pytest.approx(0.780)
+    assert load.variance == pytest.approx(760 * 0.001**2, rel=1e-3)
+
+
 def test_chance_in_the_tokens_a_round_spreads_answers() -> None:
     # E = 2.05 (a = .6, k = 3: 1 + .6 + .36 + .216 = 2.176)
     own = latency(StepLoad((0.020, 0.020), 0.0), 0.6, 3, 101)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -120,3 +121,17 @@ def test_bad_input_is_named() -> None:
         request(acceptance_rate=1.2)
     with pytest.raises(ConfigurationError, match="a step of 8 tokens has no room for prompts beside 8 sequences"):
         Load(8, 100, 64, max_num_batched_tokens=8)
+
+
+def test_draft_devices_are_as_many_as_what_runs_needs() -> None:
+    """Few sequences run where few requests come, however many could."""
+    at_most = Load(400, 4096, 64, max_num_batched_tokens=8192, requests_per_second=0.5)
+    found = planned("7B", at_most, num_speculative_tokens=3)["sidecar, INT4 draft"]
+    assert found.draft_devices_per_target == math.ceil(found.num_seqs / 8)  # for which each has room
+    assert found.num_seqs < 100
+
+
+def test_an_int4_draft_that_is_never_accepted_is_taken_at_its_word() -> None:
+    never = {o.name: o for o in options(request(int4_acceptance_rate=0.0))}
+    rates = {name: o.drafting.acceptance_rate for name, o in never.items() if o.drafting and "INT4" in name}
+    assert set(rates.values()) == {0.0}

@@ -58,6 +58,7 @@ def test_a_trace_is_read_in_the_order_of_arrival(tmp_path: Path) -> None:
         ("{", ":1: "),
         ("[1]", ":1: arrival_seconds, prompt_tokens, answer_tokens missing"),
         ('{"arrival_seconds": 1, "prompt_tokens": 5}', ":1: answer_tokens missing"),
+        ("[" * 100_000, ":1: "),
         ('{"arrival_seconds": -1, "prompt_tokens": 5, "answer_tokens": 1}', "arrival_seconds is -1"),
         ('{"arrival_seconds": NaN, "prompt_tokens": 5, "answer_tokens": 1}', "arrival_seconds is nan"),
         ('{"arrival_seconds": 1, "prompt_tokens": 0, "answer_tokens": 1}', "prompt_tokens is 0"),

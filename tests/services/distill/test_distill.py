@@ -14,7 +14,7 @@ from bench.distill import prompts
 from cluster.config_file import load_config
 from cluster.config_workers import TargetConfig
 from cluster.engine.model_config import ModelConfig
-from cluster.errors import ConfigurationError
+from cluster.errors import ConfigurationError, InvalidRequestError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from cluster.training.teaching import NUM_LIKELIEST, Lesson, teach
@@ -142,6 +142,25 @@ def test_prompts_are_read_from_tokens_texts_and_conversations(tmp_path: Path) ->
     file.write_text('{"prompt_token_ids": [5]}\n{"question": 1}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2"):
         read_prompts(file, lambda text: [1], lambda messages: [1])
+    file.write_text('{"prompt_token_ids": [5]}\n{"prompt_token_ids": [6', encoding="utf-8")  # cut off
+    assert read_prompts(file, lambda text: [1], lambda messages: [1]) == [(5,)]
+    file.write_text('{"messages": ["x"]}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: this model has no chat template"):
+        read_prompts(file, lambda text: [1], without_template)
+
+
+def without_template(messages: object) -> list[int]:
+    raise InvalidRequestError("this model has no chat template")
+
+
+def test_prompts_that_are_too_few_or_too_long_are_told_before_any_is_asked(
+    traffic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--target", TARGET, "--out", str(tmp_path / "draft")]
+    assert main(["distill", "--traffic", str(traffic), *out, "--max-tokens", "100000"]) == 2
+    said = capsys.readouterr().err
+    assert "40 of 40 prompts are left out, which have no room for an answer of --max-tokens 100000" in said
+    assert "0 prompts are too few" in said
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,19 @@ def test_routers_that_share_one_hold_to_its_size_together(tmp_path: Path) -> Non
     assert lines(file) == [[number // 3] for number in range(len(lines(file)))]
 
 
+def test_of_a_line_that_the_disk_takes_a_part_of_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, path = os.write, tmp_path / "traffic.jsonl"
+    log = TrafficLog(str(path), 10_000)
+    log.add([[1, 2, 3]])
+    monkeypatch.setattr("os.write", lambda file, line: write(file, line[: len(line) // 2]))
+    log.add([[4, 5, 6], [7]])
+    monkeypatch.undo()
+    log.add([[8]])  # it has ended
+    assert path.read_text() == '{"prompt_token_ids":[1,2,3]}\n'
+
+
 def test_one_that_cannot_be_written_is_an_error_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="traffic_log_file"):
         TrafficLog(str(tmp_path / "none" / "traffic.jsonl"), 1000)
