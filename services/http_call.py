@@ -77,6 +77,16 @@ def router_url(text: str) -> str:
     return (text if "://" in text else f"http://{text}").rstrip("/")
 
 
+def add_url_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        type=router_url,
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="of the router; default %(default)s",
+    )
+
+
 def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
     """Whom a command takes for a router with TLS: see `trusted_context`."""
     whom = parser.add_mutually_exclusive_group()

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.errors import ConfigurationError
 from services.chat.painter import Painter
 from services.event_stream import stream_events
-from services.http_call import add_trust_arguments, call, router_url, trusted_context
+from services.http_call import add_trust_arguments, add_url_argument, call, trusted_context
 from services.plan.cli import above_zero
 from services.terminal import as_line
 
@@ -28,13 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "example: outrider chat --url http://127.0.0.1:8000 --temperature 0 'def main('"
     parser.add_argument("words", nargs="*", help="one question, to be answered once")
-    parser.add_argument(
-        "--url",
-        type=router_url,
-        default="http://127.0.0.1:8000",
-        metavar="URL",
-        help="of the router; default %(default)s",
-    )
+    add_url_argument(parser)
     parser.add_argument("--model", metavar="NAME", help="default: the first that the router has")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="default 0.7")

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,23 +42,21 @@ def above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Call
 
 def share(text: str) -> float:
     """A parser of numbers for argparse."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a number from 0 to 1")
-    return number
+    return _from_zero(text, 1.0, "to 1")
 
 
 def not_below_zero(text: str) -> float:
     """A parser of numbers for argparse."""
+    return _from_zero(text, sys.float_info.max, "up")
+
+
+def _from_zero(text: str, most: float, told: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = -1.0
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a number from 0 up")
+    if not 0 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a number from 0 {told}")
     return number
 
 

@@ -80,6 +80,8 @@ class LoadMaker:
         waiting.append(after.num_waiting)
         grown: Numbers = defaultdict(float, {"seconds": elapsed, "waiting": statistics.mean(waiting) * elapsed})
         for name, value in after.counters.items():
+            if value < before.counters[name]:  # of the router, which has no epoch
+                raise ConfigurationError(f"a program of {self.facts.url} was started anew under the load: ask again")
             grown[name] += value - before.counters[name]
         return grown
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from cluster.errors import ConfigurationError
-from services.http_call import router_url
+from services.http_call import add_url_argument
 from services.plan.cli import above_zero
 from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
 from services.running_cluster.workers import ClusterFacts, look_around
@@ -26,13 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "steps, waits, links and drafts. It asks the metrics pages of router and workers and sends no request."
     )
     parser.epilog = "example: outrider top --url http://127.0.0.1:8000 --once"
-    parser.add_argument(
-        "--url",
-        type=router_url,
-        default="http://127.0.0.1:8000",
-        metavar="URL",
-        help="of the router; default %(default)s",
-    )
+    add_url_argument(parser)
     parser.add_argument(
         "--seconds", type=above_zero(float, _MAX_SECONDS), default=2.0, metavar="S", help="between looks; default 2"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -13,9 +14,12 @@ import pytest
 import yaml
 
 from cluster.config_file import load_config
+from cluster.errors import ConfigurationError
 from services.cli import main
 from services.http_call import call
 from services.launch.local import LocalCluster
+from services.running_cluster.access import Access
+from services.running_cluster.workers import check_unchanged, look_around
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 
 SIMULATED = ("target.engine=simulated", "draft.drafter=simulated", "simulation.target_step_ms=[[1, 10], [64, 12]]")
@@ -146,3 +150,14 @@ def test_the_example_of_the_help_works(command: str, cluster: LocalCluster, caps
     if command == "doctor":
         example += ["--seconds", "0.3", "--repeats", "1", "--temperatures", "0", "--max-tokens", "16"]
     assert main(example) in (0, 1)
+
+
+@pytest.mark.parametrize("pool", ["targets", "drafts"])
+def test_a_worker_that_was_started_anew_is_noticed(pool: str, cluster: LocalCluster) -> None:
+    access = Access.to_own(cluster)
+    facts = look_around(cluster.url, access)
+    check_unchanged(facts, access)
+    (worker,) = getattr(facts, pool)
+    before = dataclasses.replace(facts, **{pool: (dataclasses.replace(worker, epoch=worker.epoch ^ 1),)})
+    with pytest.raises(ConfigurationError, match=f"{worker.name} of .* was started anew"):
+        check_unchanged(before, access)

@@ -5,6 +5,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -20,10 +21,10 @@ SECONDS = 1.5
 class Program(http.server.BaseHTTPRequestHandler):
     """A router, a target and a draft worker in one, who counts what it is asked; two sequences wait, always."""
 
-    asked: Counter[str] = Counter()  # noqa: RUF012
+    asked: ClassVar[Counter[str]] = Counter()
     num_steps = 0
-    prompts: list[str] = []  # noqa: RUF012
-    salts: list[str] = []  # noqa: RUF012
+    prompts: ClassVar[list[str]] = []
+    salts: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.asked[self.path] += 1
