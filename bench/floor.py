@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 
 from bench.capacity import PLAIN, Case, make_cases
-from bench.virtual import VirtualCluster
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.planner import Load, plan
 from cluster.planning.steps import Roofline
+from cluster.simulator.virtual import VirtualCluster
 from cluster.targets.base import GenerationOutput
 
 BAR = 0.97

@@ -1,6 +1,6 @@
 """What speculation is said to gain, beside what it does, with simulated engines: `python -m bench.gain`.
 
-At several acceptances and numbers of streams, in virtual time (`bench.virtual`), so that every run prints the same:
+At several acceptances and numbers of streams, in virtual time (`cluster.simulator`), so that every run prints the same:
 
 - *gain*: `outrider_speculation_gain_ratio` as a page would show it, and tokens a second of the controller's k over
   those without speculation;
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.in_process import SIMULATED
-from bench.virtual import VirtualCluster
 from cluster.config_file import load_config
+from cluster.simulator.virtual import VirtualCluster
 
 ACCEPTANCES = (0.3, 0.6, 0.9)
 STREAMS = (1, 8, 32)

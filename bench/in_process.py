@@ -23,9 +23,8 @@ from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafting.worker import DraftWorker
 from cluster.interpreter import switch_threads_soon
 from cluster.model_folder import resolve_model_folder
-from cluster.speculation.noise import NoiseKey
-from cluster.speculation.params import SamplingParams
-from cluster.targets.base import GenerationOutput, GenerationRequest
+from cluster.simulator.virtual import simulated_request
+from cluster.targets.base import GenerationOutput
 from cluster.targets.registry import make_target
 from cluster.targets.step_loop import StepLoop
 from cluster.tokenization import Tokenizer
@@ -68,22 +67,6 @@ class Way:
 
     round_trip_ms: float
     labels: str = ""
-
-
-def simulated_request(
-    seed: int, vocab_size: int, prompt_len: int, max_tokens: int, num_speculative_tokens: int | None
-) -> GenerationRequest:
-    """For a simulated target, whose answer is a matter of the seed alone."""
-    return GenerationRequest(
-        request_id=str(seed),
-        token_ids=[(seed * 31 + place) % vocab_size for place in range(prompt_len)],
-        num_prompt_tokens=prompt_len,
-        params=SamplingParams(),
-        noise_key=NoiseKey.derive(seed, 0),
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        num_speculative_tokens=num_speculative_tokens,
-    )
 
 
 class SimulatedCluster:

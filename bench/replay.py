@@ -2,9 +2,9 @@
 
 A cluster answers held-out prompts with as many drafts a round as it may have; which tokens its draft foresaw is all
 that is kept of them. Target and draft are timed as well (`services.plan.measure`). The real coordinator then runs with
-these answers and step times in virtual time (`bench.virtual`), each depth with the same answers in the same order: no
-repeat differs from another but by what steps are made to scatter. So what the controller loses is told apart from what
-the machine did meanwhile, and a change to it is tried in a minute.
+these answers and step times in virtual time (`cluster.simulator`), each depth with the same answers in the same order:
+no repeat differs from another except in how steps are made to scatter. So what the controller loses is kept apart from
+what the machine did meanwhile, and a change to it is tried in a minute.
 
 `--scatter`, `--slow-start` and `--prompt-row` say what the steps do that a curve does not tell.
 """
@@ -26,7 +26,6 @@ import httpx
 
 from bench.machine import describe_machine
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, parse_depths, spread
-from bench.virtual import Draft, VirtualCluster
 from bench.workload import held_out_prompts
 from cluster.config import Config
 from cluster.config_file import load_config
@@ -34,6 +33,8 @@ from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.planning.planner import Load
 from cluster.simulation.tokens import token_at
+from cluster.simulator.drafts import Draft
+from cluster.simulator.virtual import VirtualCluster
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationOutput
 from cluster.targets.generation import Scheduled

@@ -309,7 +309,7 @@ def run_large(seconds: float) -> dict[str, Any]:
     print(f"\n{table(figures)}\n")
     print(
         f"{seconds:g} s of {LARGE_STREAMS} streams in {took:.0f} s: {cluster.recorder.num_steps} steps of targets, "
-        f"{cluster.num_draft_steps} of draft workers, {cluster.recorder.num_tokens} tokens"
+        f"{cluster.recorder.num_draft_steps} of draft workers, {cluster.recorder.num_tokens} tokens"
     )
     return {
         "settings": LARGE,
@@ -317,7 +317,7 @@ def run_large(seconds: float) -> dict[str, Any]:
         "simulated_seconds": seconds,
         "took_seconds": took,
         "target_steps": cluster.recorder.num_steps,
-        "draft_steps": cluster.num_draft_steps,
+        "draft_steps": cluster.recorder.num_draft_steps,
         "tokens": cluster.recorder.num_tokens,
         "figures": to_json(figures),
     }

@@ -33,8 +33,9 @@ class SimulatedDrafter(Drafter):
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
         self.acceptance = AcceptanceSchedule(simulation, time.now)
-        self._time = time
         self.num_steps = 0
+        self.batch = 0  # sequences in the last step
+        self._time = time
         self._curve = StepCurve(simulation.draft_step_ms)
         self._limits = limits
         self._uncomputed: dict[DraftSequence, int] = {}  # tokens of the prompt
@@ -48,6 +49,7 @@ class SimulatedDrafter(Drafter):
 
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         started_at = self._time.now()
+        self.batch = len(sequences)
         budget = self._limits.max_num_batched_tokens
         for sequence in sequences:
             if budget == 0:

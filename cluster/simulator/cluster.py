@@ -1,34 +1,33 @@
-"""A cluster in virtual time: the router's choice, and what happens next.
+"""A cluster in virtual time: traffic, the router's choice, and targets that share draft workers.
 
-Everything that happens is an event with a time: a request comes, a step ends, a proposal arrives that is waited for, a
-draft worker hears of something. Events are taken in the order of their times, so that nobody knows of what comes later.
+Targets run their real step loops, each with a clock of its own (`turns`); requests are events between their steps.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from cluster.config import Config
 from cluster.config_simulation import SimulationConfig
-from cluster.errors import ConfigurationError
-from cluster.simulator.chances import Chances
-from cluster.simulator.columns import NEVER, Columns
-from cluster.simulator.draft import DraftWorker, Sent
+from cluster.coordination.base import LinkPool
+from cluster.engine.blocks import BlockManager
+from cluster.errors import ConfigurationError, InvalidRequestError
+from cluster.simulator.drafts import VOCAB_SIZE, Draft, VirtualDraft, VirtualPool, draft_limits, target_limits
 from cluster.simulator.figures import Figures, Recorder, Worker
 from cluster.simulator.overheads import PROGRAMS, Programs
-from cluster.simulator.rounds import Link, Rounds
-from cluster.simulator.target import Request, Target
 from cluster.simulator.traffic import Arrival, Traffic
+from cluster.simulator.turns import NEVER, Over, TargetTime, Turns
+from cluster.simulator.virtual import simulated_request
+from cluster.simulator.workers import RecordedDrafter, RecordedTarget
+from cluster.targets.base import GenerationOutput
+from cluster.targets.in_process import InProcessPool, without_run_ahead
 
-_MAX_WORKERS = 10_000  # of a pool
+_MAX_WORKERS = 256  # of a pool; each target is a thread
 _MIN_STEP_MS, _MAX_MS = 1e-3, 3_600_000.0
-_SPARE_ROWS = 2  # times the sequences that run: those that were preempted keep theirs
+_MAX_REQUESTS = 2**32  # whose seeds differ where those of the runs do
+_IDLE_SECONDS = 1e-3  # after a step in which nothing could be scheduled
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,46 +52,60 @@ class SimulatedCluster:
         seed: int = 0,
         programs: Programs = PROGRAMS,
     ) -> None:
-        """Its steps take what `config.simulation` says; each target has `num_blocks` KV blocks.
+        """Steps take what `config.simulation` says; each target has `num_blocks` KV blocks.
 
         Raises ConfigurationError for what is not simulated.
         """
         check(config)
-        self.now = 0.0
         self._config = config
         self._traffic = traffic
         self._span = span
         self._programs = programs
-        num_targets, target = config.target.replicas, config.target
-        self.recorder = Recorder(num_targets, span.warm_up, span.until, span.interval, programs.answer)
-        num_rows = _SPARE_ROWS * target.max_num_seqs
-        self._columns = Columns(num_targets * num_rows)
-        is_sidecar, is_drafted = config.has_sidecars, config.has_draft_workers
-        num_drafts = config.draft.replicas if is_drafted else 0
-        way = config.simulation.round_trip_ms / 2e3 + programs.hand_over
-        rng = np.random.default_rng(seed)
-        self._chances = Chances(config.simulation, rng, self._clock)
-        self._drafts = [
-            DraftWorker(index, config, self._columns, self._chances, way, programs.draft, (span.warm_up, span.until))
-            for index in range(num_drafts * (num_targets if is_sidecar else 1))
-        ]
-        self._targets = []
-        for index in range(num_targets):
-            first = index * num_drafts if is_sidecar else 0
-            links = [Link(number, way) for number in range(first, first + num_drafts)]
-            rows = range(index * num_rows, (index + 1) * num_rows)
-            rounds = Rounds(config, self._columns, rows, links, first, self._clock, self._told)
-            self._targets.append(
-                Target(index, config, num_blocks, self._columns, rows, rounds, self.recorder, programs.target)
-            )
-        self._numbers = itertools.count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._due_at = [NEVER] * num_targets  # the end of a step, or when to wake
+        self._first_seed = seed % 2**31 * _MAX_REQUESTS
+        self._turns = Turns()
+        self._now = 0.0
         self._num_in_flight = 0
-        self._has_begun = False
+        num_targets, is_shared = config.target.replicas, not (config.has_sidecars or config.drafts_in_process)
+        num_drafts = _num_drafts(config) * (1 if is_shared else num_targets)
+        self.recorder = Recorder(num_targets, num_drafts, span.warm_up, span.until, span.interval, programs.answer)
+        drafts = [] if _drafts_in_turn(config) else [self._new_draft(index) for index in range(num_drafts)]
+        self._targets: list[_Target] = []
+        for index in range(num_targets):
+            own = drafts if is_shared else drafts[index * _num_drafts(config) : (index + 1) * _num_drafts(config)]
+            self._targets.append(self._new_target(index, num_blocks, own))
+        for draft in drafts:
+            draft.start()
 
-    def _clock(self) -> float:
-        return self.now
+    def _new_draft(self, index: int) -> VirtualDraft:
+        simulation, programs = self._config.simulation, self._programs
+        is_in_process = self._config.drafts_in_process
+        wanted = Draft(
+            simulation,
+            round_trip_seconds=0.0 if is_in_process else simulation.round_trip_ms / 1e3,
+            make_drafter=partial(RecordedDrafter, drafted=partial(self.recorder.drafted, index)),
+            hand_over_seconds=0.0 if is_in_process else programs.hand_over,
+            overheads=programs.draft,
+        )
+        return VirtualDraft(index, wanted, self._config)
+
+    def _new_target(self, index: int, num_blocks: int, drafts: Sequence[VirtualDraft]) -> _Target:
+        config, programs, time = self._config, self._programs, self._turns.new_clock()
+        speculation = config.speculation
+        pool: LinkPool = VirtualPool(time, config.placement.trial_share, drafts)
+        if _drafts_in_turn(config):
+            speculation = without_run_ahead(speculation)
+            drafted = partial(self.recorder.drafted, index)
+            drafter = RecordedDrafter(
+                config.simulation, VOCAB_SIZE, draft_limits(config), time, drafted=drafted, overheads=programs.draft
+            )
+            pool = InProcessPool(drafter, "simulated", speculation, keeper=time)
+        blocks = BlockManager(num_blocks, config.target.block_size, enable_prefix_caching=False)
+        limits = target_limits(config)
+        engine = RecordedTarget(
+            config.simulation, VOCAB_SIZE, limits, blocks, pool, speculation, time, overheads=programs.target
+        )
+        engine.profile()
+        return _Target(index, engine, time)
 
     def run(self, on_progress: Callable[[float], None] = lambda seconds: None) -> None:
         """`on_progress` is called with the seconds that have passed, whenever one more has."""
@@ -101,151 +114,131 @@ class SimulatedCluster:
         def next_arrival() -> None:
             arrival = next(arrivals, None)
             if arrival is not None:
-                self._at(arrival.seconds, lambda: come(arrival))
+                self._turns.at(arrival.seconds, lambda: come(arrival))
 
         def come(arrival: Arrival) -> None:
             self._ask(arrival)
             next_arrival()
 
         next_arrival()
-        told = 0.0
-        while self._events:
-            at, _, event = heapq.heappop(self._events)
-            if self._span.is_cut and at > self._span.until:
-                break
-            self.now = at
-            event()
-            if at >= told + 1.0:
-                told = at
-                on_progress(at)
+        if self._span.is_cut:
+            self._turns.at(self._span.until, self._end)
+        self._turns.run([partial(self._serve, target, on_progress) for target in self._targets])
 
     def figures(self, dollars_per_hour: float | None = None) -> Figures:
         targets = [
             Worker(
                 f"target {target.index}",
                 0.0,
-                kv_used=target.blocks.most_used / target.blocks.num_blocks,
-                num_preemptions=target.num_preemptions,
+                kv_used=target.engine.most_used_blocks / target.engine.load().num_blocks,
+                num_preemptions=target.engine.num_preemptions,
             )
             for target in self._targets
         ]
-        drafts = [
-            Worker(
-                f"draft {draft.index}",
-                draft.busy_seconds / self.recorder.seconds(self.now),
-                mean_batch=draft.num_counted_rows / max(draft.num_counted_steps, 1),
-            )
-            for draft in self._drafts
-        ]
-        return self.recorder.figures(self.now, targets, drafts, dollars_per_hour)
+        return self.recorder.figures(self._now, targets, dollars_per_hour)
 
     @property
     def num_blocks_in_use(self) -> int:
-        return sum(target.blocks.num_blocks - target.blocks.num_free for target in self._targets)
-
-    @property
-    def num_draft_steps(self) -> int:
-        return sum(draft.num_steps for draft in self._drafts)
-
-    def _at(self, seconds: float, event: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (seconds, next(self._numbers), event))
+        return sum(target.engine.num_used_blocks for target in self._targets)
 
     # Requests.
 
     def _ask(self, arrival: Arrival) -> None:
-        """As `Admission` and `ReplicaPool.find` of the router: too many are refused, others go to the target with the
-        fewest."""
-        number = self.recorder.arrived(self.now, arrival.answer_tokens)
-        target = min(self._targets, key=lambda one: one.num_in_flight)
-        fits = target.blocks.fits(arrival.prompt_tokens + arrival.answer_tokens)
-        if self._num_in_flight >= self._config.router.max_waiting_requests or not fits:
+        """A request comes to the router, which as `Admission` and `ReplicaPool.find` refuses too many at once, and
+        chooses the target with the fewest."""
+        number = self.recorder.arrived(arrival.seconds, arrival.answer_tokens)
+        if self._num_in_flight >= self._config.router.max_waiting_requests:
             self.recorder.refused(number)
             return
-        if not self._has_begun:
-            self._has_begun = True
-            self._chances.start()
+        target = min(self._targets, key=lambda one: one.num_in_flight)
         self._num_in_flight += 1
         target.num_in_flight += 1
-        request = Request(number, arrival.prompt_tokens, arrival.answer_tokens)
-        self._at(self.now + self._programs.router, lambda: self._submit(target, request))
+        at = arrival.seconds + self._programs.router
+        self._turns.at(at, lambda: self._submit(target, number, arrival, at))
 
-    def _submit(self, target: Target, request: Request) -> None:
-        target.submit(request)
-        if target.is_idle:
-            self._follow(target, target.begin(self.now))
+    def _submit(self, target: _Target, number: int, arrival: Arrival, at: float) -> None:
+        seed = self._first_seed + number
+        request = simulated_request(seed, VOCAB_SIZE, arrival.prompt_tokens, arrival.answer_tokens, None)
+        self._now = max(self._now, at)
+        try:
+            target.engine.submit(request)
+        except InvalidRequestError:
+            self.recorder.refused(number)
+            self._leave(target)
+            return
+        target.wakes_at = min(target.wakes_at, at)
 
-    def _ended(self) -> None:
-        for _, at in self.recorder.ended:
-            self._num_in_flight -= 1
-            arrival = self._traffic.after(at)
-            if arrival is not None:
-                self._at(at, partial(self._ask, arrival))
-        self.recorder.ended.clear()
+    def _leave(self, target: _Target) -> None:
+        self._num_in_flight -= 1
+        target.num_in_flight -= 1
 
-    # Targets.
+    def _answered(self, target: _Target, at: float) -> None:
+        """A client has its whole answer."""
+        self._leave(target)
+        self._now = max(self._now, at)
+        arrival = self._traffic.after(at)
+        if arrival is not None:
+            self._ask(arrival)
 
-    def _follow(self, target: Target, due_at: float | None) -> None:
-        """`target` has something to do then."""
-        self._due_at[target.index] = NEVER if due_at is None else due_at
-        if due_at is not None:
-            self._at(due_at, lambda: self._turn_target(target, due_at))
+    def _end(self) -> None:
+        self._now = self._span.until
+        raise Over
 
-    def _turn_target(self, target: Target, due_at: float) -> None:
-        if self._due_at[target.index] != due_at:
-            return  # it was put off, or came sooner
-        self._follow(target, target.wake(self.now) if target.rounds.waits.is_waiting else target.end_step(self.now))
-        if self.recorder.ended:
-            self._ended()
+    # A target's thread.
 
-    # Drafts.
+    def _serve(self, target: _Target, on_progress: Callable[[float], None]) -> None:
+        """Runs the steps of `target` until the run is over."""
+        outputs: list[GenerationOutput] = []
+        shown = 0.0
+        while True:
+            started_at = target.time.now()
+            if not target.engine.run_step(outputs.extend):
+                target.wakes_at = NEVER
+                target.time.let_others(lambda: target.wakes_at)
+                target.time.seconds = target.wakes_at
+                continue
+            now = target.time.now()
+            if target.engine.last_step is not None:
+                self._take(target, now, outputs)
+                outputs = []
+            elif now == started_at:  # nothing could be scheduled: time must go on
+                target.time.sleep_until(now + _IDLE_SECONDS)
+            if now >= shown + 1.0:
+                shown = now
+                on_progress(now)
 
-    def _told(self, draft_index: int, arrives_at: float, is_changed: bool) -> None:
-        draft = self._drafts[draft_index]
-        draft.is_changed = draft.is_changed or is_changed
-        if draft.step is None and arrives_at < draft.wakes_at:
-            draft.wakes_at = arrives_at
-            self._at(arrives_at, lambda: self._wake_draft(draft, arrives_at))
+    def _take(self, target: _Target, now: float, outputs: Sequence[GenerationOutput]) -> None:
+        """Takes in what a step has committed."""
+        step, target.engine.last_step = target.engine.last_step, None
+        assert step is not None
+        self.recorder.stepped(target.index, now, step, outputs)
+        for output in outputs:
+            is_finished = output.finish_reason is not None
+            self.recorder.committed(int(output.request_id) - self._first_seed, now, is_finished=is_finished)
+            if is_finished:
+                at = now + self._programs.answer
+                self._turns.at(at, partial(self._answered, target, at))
 
-    def _wake_draft(self, draft: DraftWorker, at: float) -> None:
-        if draft.step is None and draft.wakes_at == at:
-            self._turn_draft(draft)
 
-    def _turn_draft(self, draft: DraftWorker) -> None:
-        sent, next_at = draft.turn(self.now, self._refuse)
-        if sent is not None:
-            self._deliver(draft, sent)
-        if draft.step is not None:
-            self._at(next_at, lambda: self._end_draft_step(draft))
-        elif next_at < NEVER:
-            self._at(next_at, lambda: self._wake_draft(draft, next_at))
+@dataclass(slots=True)
+class _Target:
+    index: int
+    engine: RecordedTarget
+    time: TargetTime
+    num_in_flight: int = 0  # requests, as the router counts them
+    wakes_at: float = NEVER  # while it has nothing to do
 
-    def _end_draft_step(self, draft: DraftWorker) -> None:
-        sent = draft.end_step(self.now)
-        if sent is not None:
-            self._deliver(draft, sent)
-        self._turn_draft(draft)
 
-    def _deliver(self, draft: DraftWorker, sent: Sent) -> None:
-        columns = self._columns
-        counts = np.bincount(columns.target[sent.rows])
-        waited = np.bincount(columns.target[sent.rows][columns.is_waited_for[sent.rows]], minlength=len(counts))
-        for index in counts.nonzero()[0].tolist():
-            target = self._targets[index]
-            target.rounds.heard(draft.index, float(draft.step_seconds[index]), int(draft.batches[index]))
-            if waited[index]:
-                due_at = target.rounds.waits.wakes_at()
-                if due_at is not None and due_at != self._due_at[index]:
-                    self._follow(target, due_at)
+def _drafts_in_turn(config: Config) -> bool:
+    """Whether drafts are made in the thread of the target's steps."""
+    return config.drafts_in_process and config.draft.in_process_threads != "own"
 
-    def _refuse(self, row: int, arrives_at: float) -> None:
-        columns = self._columns
-        epoch, target = int(columns.epoch[row]), self._targets[int(columns.target[row])]
 
-        def turn_away() -> None:
-            if columns.epoch[row] == epoch:
-                target.rounds.turned_away(row, self.now)
-
-        self._at(arrives_at, turn_away)
+def _num_drafts(config: Config) -> int:
+    """Returns the number of drafters: in all, or of each target where they are its own."""
+    if config.drafts_in_process:
+        return 1
+    return config.draft.replicas if config.has_draft_workers else 0
 
 
 def check(config: Config) -> None:
@@ -254,12 +247,6 @@ def check(config: Config) -> None:
     _check_times(config.simulation)
     if max(config.target.replicas, config.draft.replicas) > _MAX_WORKERS:
         raise ConfigurationError(f"more than {_MAX_WORKERS:,} workers of a pool are not simulated: set fewer replicas")
-    if config.speculation.tree_width > 1:
-        raise ConfigurationError(
-            f"speculation.tree_width {config.speculation.tree_width}: chains only are simulated: set it to 1"
-        )
-    if config.drafts_in_process:
-        raise ConfigurationError("draft.placement in-process is not simulated: set it to pool or sidecar")
     if config.has_drafter and config.speculation.max_speculative_tokens == 0:
         raise ConfigurationError("speculation.max_speculative_tokens 0: set num_speculative_tokens to 0 instead")
     if limits.max_num_batched_tokens < limits.max_num_seqs:

@@ -1,4 +1,4 @@
-"""What came of the traffic."""
+"""Records steps and requests, and makes the figures of a run from them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from cluster.simulator.target import Committed
-from cluster.speculation.goodput import FloatArray
+from cluster.targets.base import GenerationOutput
 
 PERCENTILES = (50, 90, 99)
 
@@ -22,7 +22,7 @@ class Percentiles:
     p99: float
 
     @classmethod
-    def of(cls, values: FloatArray) -> Percentiles | None:
+    def of(cls, values: npt.NDArray[np.float64]) -> Percentiles | None:
         """None where there are none."""
         return cls(*np.percentile(values, PERCENTILES).tolist()) if values.size else None
 
@@ -74,6 +74,16 @@ class Figures:
     dollars_per_million_tokens: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A target's step."""
+
+    seconds: float
+    wait_seconds: float  # for proposals, before it
+    num_rows: int
+    num_waiting: int  # requests that were not admitted
+
+
 @dataclass(slots=True)
 class _Sums:
     num_tokens: int = 0
@@ -84,29 +94,39 @@ class _Sums:
     num_rows: int = 0
     waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # by target: sum and steps
 
-    def take(self, target: int, step: Committed) -> None:
-        self.num_tokens += int(step.num_tokens.sum())
-        self.num_rounds += len(step.requests)
-        self.num_drafts += int(step.num_drafts.sum())
-        self.num_accepted += int(step.num_accepted.sum())
+    def take(self, target: int, step: Step, outputs: Sequence[GenerationOutput]) -> None:
+        for output in outputs:
+            self.num_tokens += len(output.token_ids)
+            self.num_drafts += output.num_draft_tokens
+            self.num_accepted += output.num_accepted_tokens
+        self.num_rounds += len(outputs)
         self.num_steps += 1
         self.num_rows += step.num_rows
         waiting, steps = self.waiting.get(target, (0, 0))
         self.waiting[target] = waiting + step.num_waiting, steps + 1
 
 
-class Recorder:
-    """Takes down steps and requests. `after_seconds`: added to what is committed before a client has it."""
+@dataclass(slots=True)
+class _Drafting:
+    """What a draft worker did in the time that figures are of."""
 
-    def __init__(self, num_targets: int, warm_up: float, until: float, interval: float, after_seconds: float) -> None:
+    seconds: float = 0.0
+    num_steps: int = 0
+    num_sequences: int = 0
+
+
+class Recorder:
+    """Records steps and requests. `after_seconds`: from the end of a step until a client has its tokens."""
+
+    def __init__(
+        self, num_targets: int, num_drafts: int, warm_up: float, until: float, interval: float, after_seconds: float
+    ) -> None:
         self.arrived_at: list[float] = []
         self.answer_tokens: list[int] = []
         self.first_at: list[float] = []
         self.finished_at: list[float] = []
         self.is_refused: list[bool] = []
-        self.ended: list[tuple[int, float]] = []  # requests that were answered, for the cluster to take
-        self.num_steps = 0
-        self.num_tokens = 0  # of all time
+        self.num_steps = self.num_draft_steps = self.num_tokens = 0  # since the beginning
         self._target_tokens = [0] * num_targets
         self._warm_up, self._until, self._interval = warm_up, until, interval
         self._after = after_seconds
@@ -114,6 +134,7 @@ class Recorder:
         self._sums: dict[int, _Sums] = {}
         self._busy = np.zeros(num_targets)
         self._waited = np.zeros(num_targets)
+        self._drafting = [_Drafting() for _ in range(num_drafts)]
 
     def arrived(self, now: float, answer_tokens: int) -> int:
         """Returns the request's number."""
@@ -127,32 +148,39 @@ class Recorder:
     def refused(self, number: int) -> None:
         self.is_refused[number] = True
 
-    def stepped(self, target: int, now: float, step: Committed) -> None:
-        self.num_steps += 1
-        self.num_tokens += int(step.num_tokens.sum())
-        for number in step.requests[step.is_first].tolist():
+    def committed(self, number: int, now: float, *, is_finished: bool) -> None:
+        """A step that ended now committed tokens of request `number`."""
+        if np.isnan(self.first_at[number]):
             self.first_at[number] = now + self._after
-        for number in step.requests[step.is_finished].tolist():
+        if is_finished:
             self.finished_at[number] = now + self._after
-            self.ended.append((number, now + self._after))
-        interval = int(now / self._interval)
-        if interval not in self._sums:
-            self._sums[interval] = _Sums()
-        self._sums[interval].take(target, step)
+
+    def stepped(self, target: int, now: float, step: Step, outputs: Sequence[GenerationOutput]) -> None:
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+        self._sums.setdefault(int(now / self._interval), _Sums()).take(target, step, outputs)
         if self._warm_up <= now <= self._until:
-            self._all.take(target, step)
-            self._target_tokens[target] += int(step.num_tokens.sum())
+            self._all.take(target, step, outputs)
+            self._target_tokens[target] += num_tokens
             self._busy[target] += step.seconds
             self._waited[target] += step.wait_seconds
 
+    def drafted(self, draft: int, now: float, seconds: float, num_sequences: int) -> None:
+        """A draft worker's step took `seconds` and ended now."""
+        self.num_draft_steps += 1
+        if self._warm_up <= now <= self._until:
+            drafting = self._drafting[draft]
+            drafting.seconds += seconds
+            drafting.num_steps += 1
+            drafting.num_sequences += num_sequences
+
     def seconds(self, ended_at: float) -> float:
-        """That figures are of."""
+        """Returns the length of the time that figures are of."""
         return max(min(self._until, ended_at) - self._warm_up, 1e-9)
 
-    def figures(
-        self, ended_at: float, targets: Sequence[Worker], drafts: Sequence[Worker], dollars_per_hour: float | None
-    ) -> Figures:
-        """`targets` without what was taken down here."""
+    def figures(self, ended_at: float, targets: Sequence[Worker], dollars_per_hour: float | None) -> Figures:
+        """`targets` have what is not recorded here."""
         seconds = self.seconds(ended_at)
         arrived, first, finished = (np.array(times) for times in (self.arrived_at, self.first_at, self.finished_at))
         answers = np.array(self.answer_tokens)
@@ -192,7 +220,14 @@ class Recorder:
                     targets, self._busy, self._waited, self._target_tokens, strict=True
                 )
             ],
-            drafts=drafts,
+            drafts=[
+                Worker(
+                    f"draft {index}",
+                    drafting.seconds / seconds,
+                    mean_batch=drafting.num_sequences / max(drafting.num_steps, 1),
+                )
+                for index, drafting in enumerate(self._drafting)
+            ],
             intervals=[self._interval_of(number, sums, ended_at) for number, sums in sorted(self._sums.items())],
             dollars_per_hour=dollars_per_hour,
             dollars_per_million_tokens=dollars,

@@ -20,6 +20,9 @@ class Overheads:
         return self.step + self.sequence * num_sequences
 
 
+NO_OVERHEADS = Overheads()
+
+
 @dataclass(frozen=True, slots=True)
 class Programs:
     """Of all, in seconds."""
@@ -32,4 +35,4 @@ class Programs:
 
 
 PROGRAMS = Programs()
-NOTHING = Programs(0.0, 0.0, 0.0, Overheads(), Overheads())
+NOTHING = Programs(0.0, 0.0, 0.0, NO_OVERHEADS, NO_OVERHEADS)

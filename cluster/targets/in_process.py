@@ -26,6 +26,7 @@ from cluster.coordination.backoff import Backoff
 from cluster.coordination.base import LinkEvent, LinkPool, LinkState, take_all
 from cluster.drafters.base import Drafter
 from cluster.drafting.worker import DraftWorker
+from cluster.simulation.steps import REAL_TIME, Timekeeper
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 
@@ -41,7 +42,12 @@ class InProcessLink:
     address = ""
 
     def __init__(
-        self, worker: DraftWorker, model: str, notify: Callable[[LinkEvent], None], ended: Callable[[], None]
+        self,
+        worker: DraftWorker,
+        model: str,
+        notify: Callable[[LinkEvent], None],
+        ended: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         """`ended` is called when sequences were closed."""
         self.worker = worker
@@ -49,17 +55,23 @@ class InProcessLink:
         self.expected_round_trip: float | None = 0.0
         self._notify = notify
         self._ended = ended
+        self._clock = clock
         self._sent_at = 0.0
         self._number = worker.attach(self._deliver)
 
     def send(self, request: SpeculateRequest) -> None:
-        self._sent_at = time.perf_counter()
+        self._sent_at = self._clock()
         self.worker.receive(self._number, request)
         if request.closes:
             self._ended()
 
     def _deliver(self, reply: SpeculateReply) -> None:
-        self._notify(LinkEvent(self, reply, time.perf_counter() - self._sent_at))
+        self._notify(LinkEvent(self, reply, self._clock() - self._sent_at))
+
+
+def without_run_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
+    """Returns `speculation` for drafts that are made in turn with the target: when they are wanted, not ahead."""
+    return speculation.model_copy(update={"max_run_ahead": 0, "run_ahead_branches": 0})
 
 
 class InProcessPool(LinkPool):
@@ -77,9 +89,11 @@ class InProcessPool(LinkPool):
         num_threads: int | None = None,
         *,
         has_own_thread: bool = False,
+        keeper: Timekeeper = REAL_TIME,
     ) -> None:
         self.trial_share = 0.0
         self.drafts_in_turn = not has_own_thread
+        self._keeper = keeper
         self._drafter = drafter
         self._model = model
         self._speculation = speculation
@@ -125,8 +139,8 @@ class InProcessPool(LinkPool):
             self._do(link.worker.step)
             # The target commits a token a step too: a draft token a turn would never be as many as are wanted.
             # Longer than a step waits for drafts it is not, though: many may have much to catch up with.
-            deadline = time.perf_counter() + self._speculation.draft_timeout_ms / 1e3
-            while self._link is link and link.worker.is_drafting and time.perf_counter() < deadline:
+            deadline = self._keeper.now() + self._speculation.draft_timeout_ms / 1e3
+            while self._link is link and link.worker.is_drafting and self._keeper.now() < deadline:
                 self._do(link.worker.step)
 
     def readings(self) -> Iterator[Reading]:
@@ -144,9 +158,10 @@ class InProcessPool(LinkPool):
             self._drafter,
             self._speculation.num_run_ahead_branches,
             tunes_temperature=self._speculation.tunes_draft_temperature,
+            clock=self._keeper.now,
             prepare_thread=partial(_compute_with, self._num_threads, is_ready),
         )
-        self._link = InProcessLink(worker, self._model, self._events.put, self._take_in)
+        self._link = InProcessLink(worker, self._model, self._events.put, self._take_in, self._keeper.now)
         self._up_at = time.monotonic()
         self._events.put(LinkEvent(self._link, LinkState.UP))
         if not self.drafts_in_turn:
@@ -165,13 +180,12 @@ class InProcessPool(LinkPool):
 
     def _draft(self, timeout: float) -> None:
         """Until something has happened, `timeout` seconds at most."""
-        deadline = time.perf_counter() + timeout
+        deadline = self._keeper.now() + timeout
         while self._link is not None and self._events.empty():
-            left = deadline - time.perf_counter()
-            if left <= 0.0:
+            if self._keeper.now() >= deadline:
                 return
             if not self._link.worker.has_work:
-                time.sleep(left)  # whoever waits has asked for nothing
+                self._keeper.sleep_until(deadline)  # nothing was asked for
                 return
             self._do(self._link.worker.step)
 

@@ -26,7 +26,7 @@ from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.place import Place
 from cluster.targets.base import Target
-from cluster.targets.in_process import InProcessPool
+from cluster.targets.in_process import InProcessPool, without_run_ahead
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
@@ -132,10 +132,7 @@ def _in_process_pool(
 
 
 def _speculation(config: Config, pool: LinkPool) -> SpeculationConfig:
-    """Drafts that are made in turn with the target are made when they are wanted: not ahead."""
-    if not pool.drafts_in_turn:
-        return config.speculation
-    return config.speculation.model_copy(update={"max_run_ahead": 0, "run_ahead_branches": 0})
+    return without_run_ahead(config.speculation) if pool.drafts_in_turn else config.speculation
 
 
 def _pool(config: Config, fingerprint: str) -> DraftPool:

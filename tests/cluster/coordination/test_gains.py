@@ -7,8 +7,8 @@ import math
 import pytest
 
 from bench.gain import GAIN, GOODPUT, run
-from bench.virtual import VirtualCluster
 from cluster.config_file import load_config
+from cluster.simulator.virtual import VirtualCluster
 
 WITHIN = 0.15
 

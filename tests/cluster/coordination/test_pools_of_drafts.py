@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bench.gain import GAIN, GOODPUT
-from bench.virtual import Draft, VirtualCluster
 from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.simulation.tokens import token_at
+from cluster.simulator.drafts import Draft
+from cluster.simulator.virtual import VirtualCluster
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationOutput
 

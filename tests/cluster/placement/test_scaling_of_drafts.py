@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 
 from bench.in_process import SIMULATED
-from bench.virtual import Draft, VirtualCluster
 from cluster.config_file import load_config
 from cluster.placement.registry import Announcement, Load
 from cluster.placement.scaling import Scaler
+from cluster.simulator.drafts import Draft
+from cluster.simulator.virtual import VirtualCluster
 
 INTERVAL_SECONDS = 5.0
 MOST = 8
