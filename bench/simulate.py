@@ -1,14 +1,15 @@
-"""`outrider simulate` beside clusters that run, and how long a large one takes: `python -m bench.simulate`.
+"""Compares `outrider simulate` with clusters that run, and times a larger one: `python -m bench.simulate`.
 
 Three clusters on this machine, with simulated engines and all else real (router, gRPC, coordinators, draft workers,
-HTTP clients), are asked for a while, and so is each in virtual time, by requests of the same lengths (where they come
-at a rate: at the same times). Compared are tokens a second, the whole answer's p50 and p99, and the mean k; in virtual
-time they are the median of several seeds.
+HTTP clients), answer requests for a while, and each is simulated with requests of the same lengths (with a rate: at the
+same times). The comparison is of tokens per second, p50 and p99 of whole answers, and the mean k; of the simulation it
+takes the median of several seeds.
 
-What programs take beside their steps (`cluster.simulator.overheads`) is found first: gaps between tokens of one and
+The programs' own time between steps (`cluster.simulator.overheads`) is measured first: gaps between tokens of one and
 several streams, plain and with drafts, in steps of one length.
 
-Then 32 targets and 16 draft workers with 10,000 streams, for ten minutes of their time.
+The larger cluster is an eighth of one with 32 targets, 16 draft workers and 3,200 streams: 4 targets, 2 draft workers
+and 400 streams, for ten minutes of virtual time.
 """
 
 from __future__ import annotations
@@ -51,20 +52,19 @@ _STEPS = "simulation.target_step_ms=[[1,30],[16,36],[32,42],[64,60],[128,100],[5
 _DRAFT = "simulation.draft_step_ms=[[1,2],[16,3]]"
 _SLOW_DRAFT = "simulation.draft_step_ms=[[1,6],[16,10]]"
 LARGE = (
-    "target.replicas=32",
+    "target.replicas=4",
     "target.max_num_seqs=352",
     "target.max_num_batched_tokens=2048",
-    "draft.replicas=16",
+    "draft.replicas=2",
     "draft.max_num_seqs=1024",
     "draft.max_num_batched_tokens=2048",
-    "router.max_waiting_requests=20000",
     "simulation.target_step_ms=[[1,14],[128,16],[320,24],[640,34],[1280,58],[2048,90]]",
     "simulation.draft_step_ms=[[1,2],[64,2.5],[512,6],[1024,10]]",
     "simulation.acceptance=0.78",
     "simulation.round_trip_ms=0.5",
 )
 LARGE_BLOCKS = 24_000
-LARGE_STREAMS = 10_000
+LARGE_STREAMS = 400
 
 
 @dataclass(frozen=True, slots=True)

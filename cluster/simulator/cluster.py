@@ -247,8 +247,6 @@ def check(config: Config) -> None:
     _check_times(config.simulation)
     if max(config.target.replicas, config.draft.replicas) > _MAX_WORKERS:
         raise ConfigurationError(f"more than {_MAX_WORKERS:,} workers of a pool are not simulated: set fewer replicas")
-    if config.has_drafter and config.speculation.max_speculative_tokens == 0:
-        raise ConfigurationError("speculation.max_speculative_tokens 0: set num_speculative_tokens to 0 instead")
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
             f"target.max_num_batched_tokens {limits.max_num_batched_tokens} is less than target.max_num_seqs "

@@ -66,6 +66,7 @@ class VirtualDraft:
         self.due_at = NEVER  # when it next has something to do
         self.time = VirtualTime()
         self.links: list[VirtualLink] = []
+        self._stepped_at = 0.0
         self._limits = draft_limits(config)
         self._branches = config.speculation.num_run_ahead_branches
         self._inbox: deque[tuple[float, int, SpeculateRequest]] = deque()  # in the order of their arrival
@@ -95,13 +96,14 @@ class VirtualDraft:
         self._look_ahead()
 
     def receive(self, arrives_at: float, link: int, request: SpeculateRequest) -> None:
+        assert arrives_at >= self._stepped_at, "a message comes before what was done already"
         if self.is_up:
             self._inbox.append((arrives_at, link, request))
             self._look_ahead()
 
     def step(self) -> None:
         """One turn of the worker's loop, at `due_at`; everything that arrives until then must have been sent."""
-        due_at = self.due_at
+        due_at = self._stepped_at = self.due_at
         while self._inbox and self._inbox[0][0] <= due_at:
             self.time.seconds, link, request = self._inbox.popleft()  # the worker notes when it came
             self.worker.receive(link, request)

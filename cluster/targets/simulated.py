@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cluster.config_simulation import SimulationConfig
 from cluster.config_speculation import SpeculationConfig
@@ -44,12 +44,11 @@ class SimulatedTarget(StepLoop):
 
     def _choose(self, step: Sequence[Scheduled]) -> list[int]:
         started_at = self._keeper.now()
-        choices = [
-            token_at(scheduled.sequence.request.noise_key, position, self.model.vocab_size)
-            for scheduled in step
-            if scheduled.yields_choices
-            for position in _positions(scheduled)
-        ]
+        choices: list[int] = []
+        for scheduled in step:
+            if scheduled.yields_choices:
+                key, vocab_size = scheduled.sequence.request.noise_key, self.model.vocab_size
+                choices += [token_at(key, position, vocab_size) for position in _positions(scheduled)]
         self._keeper.sleep_until(started_at + self._step_seconds(step))
         return choices
 
@@ -73,9 +72,9 @@ class SimulatedTarget(StepLoop):
         return self._curve.at(num_rows) + self._sequence_seconds
 
 
-def _positions(scheduled: Scheduled) -> Iterator[int]:
-    """Of the tokens that are chosen: after the last committed one, and after every draft."""
+def _positions(scheduled: Scheduled) -> Sequence[int]:
+    """The positions of the tokens that are chosen: after the last committed one, and after every draft."""
     start, parents = len(scheduled.sequence.token_ids), scheduled.drafts.parents
-    yield start
-    depths = range(1, len(scheduled.drafts) + 1) if parents is None else depths_of(parents)
-    yield from (start + depth for depth in depths)
+    if parents is None:
+        return range(start, start + len(scheduled.drafts) + 1)
+    return [start, *(start + depth for depth in depths_of(parents))]

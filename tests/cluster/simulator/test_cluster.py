@@ -36,6 +36,9 @@ def test_the_same_seed_gives_the_same_figures() -> None:
         ("simulation.acceptance=0",),
         ("simulation.acceptance=1",),
         ("simulation.acceptance_schedule=[[0,0.9],[15,0.1]]",),
+        ("speculation.tree_width=3",),
+        ("draft.placement=in-process", "target.replicas=2"),
+        ("draft.placement=in-process", "draft.in_process_threads=own"),
     ],
     ids=str,
 )
@@ -110,7 +113,7 @@ def test_drafts_that_are_always_right_commit_k_and_one_more() -> None:
 
 
 def test_acceptance_is_what_was_configured() -> None:
-    figures = figures_of(4, "simulation.acceptance=[0.8, 0.5]", "speculation.controller=fixed", seconds=300.0)
+    figures = figures_of(4, "simulation.acceptance=[0.8, 0.5]", "speculation.controller=fixed", seconds=120.0)
     survival = (0.8, 0.4, 0.2, 0.1)
     assert figures.acceptance == pytest.approx(sum(survival) / 4, rel=0.05)
 
@@ -151,14 +154,37 @@ def test_nobody_asks_and_nothing_happens() -> None:
     assert not math.isnan(figures.mean_k)
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ("speculation.tree_width=2", "speculation.tree_width 2"),
-        ("draft.placement=in-process", "draft.placement in-process"),
-        ("target.max_num_batched_tokens=8", "max_num_batched_tokens 8 is less than"),
-    ],
-)
-def test_what_is_not_simulated_is_refused(setting: str, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        SimulatedCluster(config_of(setting), streams(1, 1.0), 100, Span(0.0, 1.0))
+def test_steps_without_room_for_every_sequence_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="max_num_batched_tokens 8 is less than"):
+        SimulatedCluster(config_of("target.max_num_batched_tokens=8"), streams(1, 1.0), 100, Span(0.0, 1.0))
+
+
+def test_targets_with_draft_workers_of_their_own_run_as_if_alone() -> None:
+    """With drafts that are always right a target's course does not depend on which requests it has."""
+    settings = ("simulation.acceptance=1", "draft.placement=sidecar")
+    times = [0.0, 0.1, 0.5, 0.9, 2.0]
+
+    def latencies(num_targets: int) -> list[float]:
+        arrivals = [Arrival(at + 0.003 * target, 20, 60) for at in times for target in range(num_targets)]
+        recorder = ran(RecordedTraffic(arrivals), *settings, f"target.replicas={num_targets}").recorder
+        return [end - start for start, end in zip(recorder.arrived_at, recorder.finished_at, strict=True)]
+
+    alone, together = latencies(1), latencies(2)
+    assert together[::2] == pytest.approx(alone, abs=1e-9)
+    assert together[1::2] == pytest.approx(alone, abs=1e-9)
+
+
+def test_trees_gain_where_second_guesses_are_right() -> None:
+    settings = ("simulation.acceptance=0.5", "simulation.target_step_ms=[[1,30],[64,40]]")
+    chains, trees = (figures_of(2, *settings, f"speculation.tree_width={width}", seconds=20.0) for width in (1, 3))
+    assert trees.tokens_a_round > 1.2 * chains.tokens_a_round
+    assert trees.tokens_per_second > 1.1 * chains.tokens_per_second
+
+
+def test_drafts_in_the_target_s_process_save_the_way() -> None:
+    far = "simulation.round_trip_ms=20"
+    pool, in_process = (
+        figures_of(1, far, f"draft.placement={place}", seconds=20.0) for place in ("pool", "in-process")
+    )
+    assert in_process.tokens_per_second > 1.1 * pool.tokens_per_second
+    assert in_process.drafts[0].utilization > 0

@@ -6,8 +6,7 @@ import pytest
 
 from cluster.simulator.cluster import Span
 from cluster.simulator.traffic import ClosedTraffic, Lengths
-from tests.cluster.simulator.clusters import config_of, ran
-from tests.cluster.simulator.test_beside_objects import one_by_one
+from tests.cluster.simulator.clusters import ran
 
 # A 190M target and its draft on two cores without matrix units: 55 tokens of prompts take the 50 ms that a step has.
 COSTS = (
@@ -36,8 +35,3 @@ def test_the_controller_leaves_them_out(acceptance: float, prompts: Lengths) -> 
     ]
     assert tokens_per_second(prompts, accepted) >= 0.98 * max(fixed)
     assert fixed == sorted(fixed, reverse=True)  # or there would be nothing to leave out
-
-
-def test_so_does_that_of_the_real_step_loop() -> None:
-    config = config_of(*COSTS, "simulation.acceptance=0.9", "target.max_prefill_ms=15")
-    assert one_by_one(config, 32, SECONDS).mean_k < 0.1  # 2.6 were every prompt computed in its step
