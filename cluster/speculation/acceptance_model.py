@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _INITIAL_RATE = 0.7
 _INITIAL_WEIGHT = 4.0  # tests that the position before, or the initial rate, stands for
@@ -61,16 +60,10 @@ class PositionRates:
         if len(self._rounds) >= self._num_rounds_to_renew:
             self._renew()
 
-    def observe_counts(self, rounds: Counter[tuple[int, int]]) -> None:
-        """Many, by their outcome: all are taken in at once."""
-        self._renew(rounds)
-
-    def _renew(self, more: Counter[tuple[int, int]] | None = None) -> None:
+    def _renew(self) -> None:
         """Takes in the rounds since the last time, those with the same outcome at once."""
         tested, accepted = self._tested, self._accepted
-        rounds = Counter(self._rounds)
-        rounds.update(more or {})
-        for (num_drafts, num_accepted), count in rounds.items():
+        for (num_drafts, num_accepted), count in Counter(self._rounds).items():
             self._num_rounds_ever += count
             for position in range(min(num_accepted + 1, num_drafts, len(tested))):
                 tested[position] += count
@@ -128,56 +121,6 @@ class SequenceAcceptance:
         """For each depth, the probability that a draft so deep is committed; never rises."""
         survival: list[float] = survivals([self])[0].tolist()
         return survival
-
-
-class AcceptanceColumns:
-    """`SequenceAcceptance` of many sequences with the same `shared` rates, in arrays of one entry each.
-
-    One difference: the shared rates take all rounds between two questions in at once.
-    """
-
-    def __init__(self, shared: PositionRates, num_sequences: int) -> None:
-        self.shared = shared
-        self._accepted = np.zeros(num_sequences)
-        self._expected = np.zeros(num_sequences)
-        # Since someone asked: rounds by how many drafts were tested, and what was accepted of them.
-        self._num_rounds = np.zeros((num_sequences, shared.max_depth + 1))
-        self._num_accepted = np.zeros(num_sequences)
-        self._outcomes: list[IntArray] = []
-
-    def join(self, rows: IntArray) -> None:
-        """New sequences are at `rows`."""
-        self._accepted[rows] = self._expected[rows] = self._num_accepted[rows] = 0.0
-        self._num_rounds[rows] = 0.0
-
-    def observe(self, rows: IntArray, num_drafts: IntArray, num_accepted: IntArray) -> None:
-        """A round of each of `rows`, which are all different, with one draft at least, and no more than there are
-        rates."""
-        self._num_rounds[rows, num_accepted + (num_accepted < num_drafts)] += 1.0
-        self._num_accepted[rows] += num_accepted
-        self._outcomes.append(num_drafts * (self.shared.max_depth + 1) + num_accepted)
-
-    def own_rates(self, rows: IntArray) -> FloatArray:
-        """As the function of that name, for the sequences at `rows`."""
-        self._take_in()
-        factors = (_SEQUENCE_WEIGHT + self._accepted[rows]) / (_SEQUENCE_WEIGHT + self._expected[rows])
-        scaled: FloatArray = np.minimum(np.array(self.shared.rates) * factors[:, None], _MAX_RATE)
-        return scaled
-
-    def _take_in(self) -> None:
-        if not self._outcomes:
-            return
-        num_tested = self._num_rounds @ np.arange(self._num_rounds.shape[1])
-        keep = np.exp(-num_tested / _SEQUENCE_WINDOW)
-        self._accepted = keep * self._accepted + self._num_accepted
-        self._expected = keep * self._expected + self._num_rounds @ np.array(self.shared.expected)
-        self._num_rounds[:] = 0.0
-        self._num_accepted[:] = 0.0
-        counts = np.bincount(np.concatenate(self._outcomes))
-        self._outcomes.clear()
-        size = self.shared.max_depth + 1
-        outcomes = {divmod(code, size): int(counts[code]) for code in counts.nonzero()[0].tolist()}
-        self.shared.observe_counts(Counter(outcomes))
 
 
 def survivals(sequences: Sequence[SequenceAcceptance]) -> FloatArray:

@@ -103,10 +103,6 @@ class DepthController(Protocol):
     def choose(self, step: NextStep) -> Choice:
         """Draft tokens for each candidate."""
 
-    def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
-        """The same for candidates in columns, one at least, with chains for drafts; `num_rows` and `min_gain` as in
-        `NextStep`."""
-
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """The rounds of one step: (drafts, accepted) of each that had drafts."""
 
@@ -121,9 +117,6 @@ class FixedController:
 
     def choose(self, step: NextStep) -> Choice:
         return _same_for_all(self._num_speculative_tokens, step.candidates)
-
-    def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
-        return _same_in_columns(self._num_speculative_tokens, columns)
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         """Nothing changes its mind."""
@@ -147,9 +140,6 @@ class ThresholdController:
 
     def choose(self, step: NextStep) -> Choice:
         return _same_for_all(self._depth, step.candidates)
-
-    def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
-        return _same_in_columns(self._depth, columns)
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
         for num_drafts, num_accepted in rounds:
@@ -214,9 +204,6 @@ class GoodputController:
         choice.template, choice.rate = best.template, best.rate
         return choice
 
-    def choose_chains(self, columns: Columns, num_rows: int, min_gain: float) -> ColumnChoice:
-        return self._choose(columns, num_rows, self._steps.room_for_drafts(num_rows), min_gain, None)
-
     def _choose(
         self, columns: Columns, num_rows: int, max_drafts: int, min_gain: float, template: Template | None
     ) -> ColumnChoice:
@@ -273,13 +260,6 @@ def _same_for_all(num_drafts: int, candidates: Sequence[Candidate]) -> Choice:
     survival = survivals([candidate.acceptance for candidate in candidates]) if candidates else ()
     expected = [1.0 + float(own[:depth].sum()) for own, depth in zip(survival, depths, strict=True)]
     return Choice(depths, expected)
-
-
-def _same_in_columns(num_drafts: int, columns: Columns) -> ColumnChoice:
-    depths = np.minimum(num_drafts, columns.max_depths)
-    survival: FloatArray = np.asarray(np.cumprod(columns.rates, axis=1), np.float64)
-    reached = np.arange(1, survival.shape[1] + 1) <= depths[:, None]
-    return ColumnChoice(depths, 1.0 + np.asarray(np.where(reached, survival, 0.0).sum(axis=1), np.float64))
 
 
 def make_controller(config: SpeculationConfig, steps: StepSeconds) -> DepthController:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 
-import numpy as np
 import pytest
 
-from cluster.speculation.acceptance_model import AcceptanceColumns, PositionRates, SequenceAcceptance, own_rates
+from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
 
 DEPTH = 8
 
@@ -98,44 +97,3 @@ def test_drafts_deeper_than_what_is_kept_of_positions_count_as_far_as_that() -> 
     deep.observe(5, 3)
     all_accepted.observe(2, 2)
     assert deep.survival() == all_accepted.survival()
-
-
-def observe_both(number: int, num_rounds: int, ask_every: int) -> tuple[list[list[float]], list[list[float]]]:
-    """The rates of so many sequences, one by one and in columns, after the same rounds."""
-    apart = [SequenceAcceptance(shared) for shared in [PositionRates(DEPTH)] for _ in range(number)]
-    together = AcceptanceColumns(PositionRates(DEPTH), number + 2)
-    rows = np.arange(number) + 1
-    together.join(rows)
-    each = [rounds(0.4 + 0.5 * index / number, num_rounds, seed=index, depth=4) for index in range(number)]
-    found: tuple[list[list[float]], list[list[float]]] = ([], [])
-    for step, now in enumerate(zip(*each, strict=True)):
-        for sequence, (drafts, accepted) in zip(apart, now, strict=True):
-            sequence.observe(drafts, accepted)
-        together.observe(rows, *(np.array(column) for column in zip(*now, strict=True)))
-        if step % ask_every == 0:
-            found = own_rates(apart).tolist(), together.own_rates(rows).tolist()
-    return found
-
-
-def test_one_sequence_in_columns_is_as_alone() -> None:
-    """But for the order in which the rounds of a window are taken in."""
-    alone, in_columns = observe_both(1, 300, ask_every=7)
-    assert in_columns[0] == pytest.approx(alone[0], abs=0.002)
-
-
-def test_many_in_columns_are_nearly_as_one_by_one() -> None:
-    apart, together = observe_both(12, 400, ask_every=10)
-    for one, other in zip(apart, together, strict=True):
-        assert other == pytest.approx(one, abs=0.06)
-
-
-def test_a_new_sequence_in_columns_knows_nothing_of_the_one_before() -> None:
-    together = AcceptanceColumns(PositionRates(DEPTH), 2)
-    both = np.array([0, 1])
-    for _ in range(30):
-        together.observe(both, np.array([4, 4]), np.array([0, 4]))
-    bad, good = together.own_rates(both)
-    assert bad[0] < 0.7 * good[0]
-    together.join(np.array([0]))
-    new, _ = together.own_rates(both)
-    assert new[0] == pytest.approx(together.shared.rates[0])

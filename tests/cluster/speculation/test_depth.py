@@ -12,7 +12,6 @@ from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptan
 from cluster.speculation.costs import DraftStep, LearnedCurve, LinkCosts
 from cluster.speculation.depth import (
     Candidate,
-    Columns,
     DepthController,
     FixedController,
     GoodputController,
@@ -237,20 +236,3 @@ def test_fixed_is_fixed() -> None:
     controller = FixedController(4)
     own = [Candidate(acceptance(0.5), MAX_DEPTH, None), Candidate(acceptance(0.5), MAX_DEPTH, None, fixed_depth=2)]
     assert depths_of(controller, own, 2) == [4, 2]
-
-
-@pytest.mark.parametrize(
-    "controller",
-    [goodput(MEMORY_BOUND), FixedController(3), ThresholdController(2, MAX_DEPTH)],
-    ids=lambda controller: type(controller).__name__,
-)
-def test_candidates_in_columns_get_what_they_get_one_by_one(controller: DepthController) -> None:
-    near, far = link(), link(round_trip=0.01, step=0.004)
-    own = [
-        Candidate(acceptance(rate), most, costs)
-        for rate, most, costs in ((0.9, 8, near), (0.5, 8, far), (0.7, 2, None), (0.8, 8, near), (0.3, 1, far))
-    ]
-    expected = controller.choose(NextStep(own, len(own), min_gain=1.01))
-    found = controller.choose_chains(Columns.of(own), len(own), 1.01)
-    assert found.num_drafts.tolist() == expected.num_drafts
-    assert found.expected_tokens.tolist() == pytest.approx(expected.expected_tokens)
