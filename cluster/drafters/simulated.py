@@ -11,6 +11,8 @@ from cluster.simulation.acceptance import AcceptanceSchedule
 from cluster.simulation.steps import REAL_TIME, StepCurve, Timekeeper
 from cluster.simulation.tokens import token_at, uniform_at
 
+_GAPS = [float(rank) for rank in range(64)]  # of siblings, the likeliest first
+
 
 class SimulatedDrafter(Drafter):
     """Knows what the simulated target will choose, and proposes something else with a set probability.
@@ -67,14 +69,16 @@ class SimulatedDrafter(Drafter):
 
     def _extend(self, sequence: DraftSequence, budget: int) -> int:
         """Returns the rows that `sequence` takes of `budget`."""
-        rows = min(self._uncomputed[sequence], budget)
-        self._uncomputed[sequence] -= rows
-        if self._uncomputed[sequence]:
-            return rows
+        rows = self._uncomputed[sequence]
+        if rows:
+            rows = min(rows, budget)
+            self._uncomputed[sequence] -= rows
+            if self._uncomputed[sequence]:
+                return rows
         nodes = (sequence.to_extend or [sequence.tip])[: max(1, budget)]
         for node in nodes:
             choices = self._choices(sequence, sequence.depth(node))
-            sequence.extend(node, choices, [float(rank) for rank in range(len(choices))])
+            sequence.extend(node, choices, _GAPS[: len(choices)])
         return max(rows, len(nodes))
 
     def _choices(self, sequence: DraftSequence, place: int) -> list[int]:

@@ -12,9 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from cluster.drafters.base import DraftSequence
 from cluster.speculation.tree import width_of
 from cluster.telemetry.metrics import Reading
@@ -23,8 +20,6 @@ _MAX_ROWS = 64  # of a step that has branches
 _NUM_POSITIONS = 64
 _DECAY = 0.998  # of what was counted, a round
 _NEW = 0.1  # weight of the latest in an average of times
-
-Numbers = float | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +139,20 @@ class RunAhead:
         if self._step_seconds is None:
             return 0.0
         closed = 0.0
+        chances: dict[int, float] = {}  # by depth: many sequences, few depths
         for verified in verifications:
-            needed = (1.0 - self._chance(verified.sequence)) * self._step_seconds
+            depth = verified.sequence.proposal_depth
+            if depth not in chances:
+                chances[depth] = self._chance(depth)
+            needed = (1.0 - chances[depth]) * self._step_seconds
             until = verified.sent_at + 2.0 * verified.turnaround
-            if is_about_to_answer(now, verified.sent_at + verified.turnaround, needed, until):
+            if verified.sent_at + verified.turnaround - now < needed and now < until:
                 closed = max(closed, until - now)
         return closed
 
-    def _chance(self, sequence: DraftSequence) -> float:
-        """That the outcome is the main path, the bonus token included."""
-        positions = range(min(sequence.proposal_depth + 1, _NUM_POSITIONS))
+    def _chance(self, depth: int) -> float:
+        """The chance that the outcome is a main path of `depth` drafts, the bonus token included."""
+        positions = range(min(depth + 1, _NUM_POSITIONS))
         return math.prod(1.0 - self._left[position] / self._reached[position] for position in positions)
 
     def readings(self) -> Iterator[Reading]:
@@ -163,14 +162,6 @@ class RunAhead:
                 yield Reading(
                     f"outrider_run_ahead_{name}", what.format(state), count, is_counter=True, labels={"kind": kind}
                 )
-
-
-def is_about_to_answer(
-    now: Numbers, answers_at: Numbers, needed: Numbers, until: Numbers
-) -> bool | npt.NDArray[np.bool_]:
-    """Whether a target that is expected to answer `answers_at`, and no later than `until`, does so in less than the
-    time that a step has to have for itself. Numbers or arrays of them."""
-    return (answers_at - now < needed) & (now < until)
 
 
 def average(before: float | None, latest: float) -> float:

@@ -26,7 +26,7 @@ from cluster.targets.in_process import InProcessPool, without_run_ahead
 
 _MAX_WORKERS = 256  # of a pool; each target is a thread
 _MIN_STEP_MS, _MAX_MS = 1e-3, 3_600_000.0
-_MAX_REQUESTS = 2**32  # whose seeds differ where those of the runs do
+_MAX_REQUESTS = 2**32  # of a run; their seeds follow the run's
 _IDLE_SECONDS = 1e-3  # after a step in which nothing could be scheduled
 
 
@@ -63,7 +63,7 @@ class SimulatedCluster:
         self._programs = programs
         self._first_seed = seed % 2**31 * _MAX_REQUESTS
         self._turns = Turns()
-        self._now = 0.0
+        self._now = self._shown = 0.0
         self._num_in_flight = 0
         num_targets, is_shared = config.target.replicas, not (config.has_sidecars or config.drafts_in_process)
         num_drafts = _num_drafts(config) * (1 if is_shared else num_targets)
@@ -88,21 +88,27 @@ class SimulatedCluster:
         )
         return VirtualDraft(index, wanted, self._config)
 
+    def _new_pool(self, index: int, time: TargetTime, drafts: Sequence[VirtualDraft]) -> LinkPool:
+        config = self._config
+        if not _drafts_in_turn(config):
+            return VirtualPool(time, config.placement.trial_share, drafts)
+        drafted, overheads = partial(self.recorder.drafted, index), self._programs.draft
+        limits = draft_limits(config)
+        drafter = RecordedDrafter(config.simulation, VOCAB_SIZE, limits, time, drafted=drafted, overheads=overheads)
+        return InProcessPool(drafter, "simulated", without_run_ahead(config.speculation), keeper=time)
+
     def _new_target(self, index: int, num_blocks: int, drafts: Sequence[VirtualDraft]) -> _Target:
-        config, programs, time = self._config, self._programs, self._turns.new_clock()
-        speculation = config.speculation
-        pool: LinkPool = VirtualPool(time, config.placement.trial_share, drafts)
-        if _drafts_in_turn(config):
-            speculation = without_run_ahead(speculation)
-            drafted = partial(self.recorder.drafted, index)
-            drafter = RecordedDrafter(
-                config.simulation, VOCAB_SIZE, draft_limits(config), time, drafted=drafted, overheads=programs.draft
-            )
-            pool = InProcessPool(drafter, "simulated", speculation, keeper=time)
-        blocks = BlockManager(num_blocks, config.target.block_size, enable_prefix_caching=False)
-        limits = target_limits(config)
+        config, time = self._config, self._turns.new_clock()
+        pool = self._new_pool(index, time, drafts)
         engine = RecordedTarget(
-            config.simulation, VOCAB_SIZE, limits, blocks, pool, speculation, time, overheads=programs.target
+            config.simulation,
+            VOCAB_SIZE,
+            target_limits(config),
+            BlockManager(num_blocks, config.target.block_size, enable_prefix_caching=False),
+            pool,
+            without_run_ahead(config.speculation) if pool.drafts_in_turn else config.speculation,
+            time,
+            overheads=self._programs.target,
         )
         engine.profile()
         return _Target(index, engine, time)
@@ -144,8 +150,8 @@ class SimulatedCluster:
     # Requests.
 
     def _ask(self, arrival: Arrival) -> None:
-        """A request comes to the router, which as `Admission` and `ReplicaPool.find` refuses too many at once, and
-        chooses the target with the fewest."""
+        """Does what the router does with a request (`Admission`, `ReplicaPool.find`): refuses it if there are too many,
+        else chooses the target with the fewest."""
         number = self.recorder.arrived(arrival.seconds, arrival.answer_tokens)
         if self._num_in_flight >= self._config.router.max_waiting_requests:
             self.recorder.refused(number)
@@ -189,7 +195,6 @@ class SimulatedCluster:
     def _serve(self, target: _Target, on_progress: Callable[[float], None]) -> None:
         """Runs the steps of `target` until the run is over."""
         outputs: list[GenerationOutput] = []
-        shown = 0.0
         while True:
             started_at = target.time.now()
             if not target.engine.run_step(outputs.extend):
@@ -203,8 +208,8 @@ class SimulatedCluster:
                 outputs = []
             elif now == started_at:  # nothing could be scheduled: time must go on
                 target.time.sleep_until(now + _IDLE_SECONDS)
-            if now >= shown + 1.0:
-                shown = now
+            if now >= self._shown + 1.0:
+                self._shown = now
                 on_progress(now)
 
     def _take(self, target: _Target, now: float, outputs: Sequence[GenerationOutput]) -> None:

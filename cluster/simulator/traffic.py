@@ -16,7 +16,7 @@ from cluster.errors import ConfigurationError
 _MAX_SECONDS = 31_622_400.0  # a year
 _MAX_REQUESTS = 100_000_000
 _MAX_STREAMS = 1_000_000
-_MAX_TOKENS = 1_000_000_000  # of a prompt, or of an answer
+_MAX_TOKENS = 1_000_000  # of a prompt, or of an answer; each is held in memory
 _MIN_BURSTINESS, _MAX_BURSTINESS = 1e-3, 1e3
 _MAX_QUOTED = 40  # characters of what was written
 _FIELDS = ("arrival_seconds", "prompt_tokens", "answer_tokens")

@@ -43,7 +43,7 @@ class RecordedTarget(SimulatedTarget):
     ) -> StepTiming:
         seconds -= self._overheads.seconds(len(step))  # an engine does not time it as part of the step
         waited = self._coordinator.stats.wait_seconds
-        num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
+        num_step_rows = sum([scheduled.num_new_tokens + len(scheduled.drafts.token_ids) for scheduled in step])
         self.last_step = Step(seconds, waited - self._waited_before, num_step_rows, len(self._scheduler.waiting))
         self._waited_before = waited
         return super()._time(step, prompts, num_rows, seconds)

@@ -53,7 +53,7 @@ class SimulatedTarget(StepLoop):
         return choices
 
     def _step_seconds(self, step: Sequence[Scheduled]) -> float:
-        num_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
+        num_rows = sum([scheduled.num_new_tokens + len(scheduled.drafts.token_ids) for scheduled in step])
         return self._curve.at(num_rows) + self._sequence_seconds * len(step)
 
     def submit(self, request: GenerationRequest) -> None:

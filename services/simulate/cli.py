@@ -30,17 +30,19 @@ EXAMPLE = (
 )
 _PROGRESS_AFTER_SECONDS = 2.0
 _MAX_INTERVALS = 100_000
-_MAX_KV_TOKENS = 10**12
+_MAX_KV_TOKENS = 10**8  # whose blocks are held in memory
 _MAX_STREAMS = 10**6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "What a cluster would do under traffic, in virtual time: no sockets, no threads, no waiting.\n"
-        "The cluster is that of --config and --set: replicas, limits, speculation, and `simulation`, which says\n"
-        "what steps take and how often drafts are right; or steps are those of models on GPUs, by formula.\n"
-        "docs/PLANNING.md says what is simulated and what is left out."
+        "Simulates a cluster under traffic in virtual time: its step loops, coordinators and draft workers are the\n"
+        "real ones; forward passes, the network and the programs' own time take a set time instead.\n"
+        "The cluster is that of --config and --set: replicas, limits, speculation, and `simulation` with the times of\n"
+        "steps and the acceptance; or the times are those of models on GPUs, by formula.\n"
+        "A cluster of hundreds of streams takes about as long as it would run: simulate a part of a larger one.\n"
+        "docs/PLANNING.md describes what is simulated and what is left out."
     )
     parser.epilog = f"example:\n  {EXAMPLE}"
     cluster = parser.add_argument_group("cluster")

@@ -124,4 +124,4 @@ class TestTime:
         for _ in range(2000):
             run_ahead.observe(sequence, [0, 1, 2, 3])
         assert self.closed(run_ahead, 9.0, 0.0) == 0.0
-        assert math.isclose(run_ahead._chance(sequence), 1.0, abs_tol=0.05)
+        assert math.isclose(run_ahead._chance(sequence.proposal_depth), 1.0, abs_tol=0.05)
