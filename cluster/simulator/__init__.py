@@ -1,21 +1,15 @@
-"""A whole cluster in virtual time, with the sequences of a step in columns: what it would do under traffic.
+"""Clusters in virtual time: real step loops, coordinators and draft workers, with simulated engines and clocks.
 
-traffic   which requests come when
-columns   the state of every sequence, in arrays
-chances   how many drafts come true
-blocks    a target's KV blocks
-planner   depths, by the controllers of `cluster.speculation`
-target    a target's steps
-rounds    the rounds of its sequences
-draft     a draft worker's steps
-worths    what draft workers are worth, found out once a plan
-cluster   the router's choice, and what happens next
-overheads what programs take beside the steps
-figures   what came of it
-hardware  steps and memory of models on GPUs
-report    all of it as text or JSON
+turns      clocks, and the order in which several of them go on
+drafts     draft workers, and the links of targets to them
+virtual    one target, stepped by the caller: for tests and benchmarks of the controller
+cluster    traffic, the router's choice and several targets: `outrider simulate`
+workers    engines that add the programs' own time and report their steps
+traffic    which requests arrive when
+overheads  the time that programs take in addition to steps
+hardware   steps and memory of models on GPUs
+figures    what is recorded, and the figures made from it
+report     the figures as text or JSON
 
-Decisions are made by the code that makes them in a cluster: controllers, costs, acceptance, calibration, probing,
-shadows, the choice of a draft worker, the pace of prompts. What that code needs of a sequence is kept for those that it
-looks at one by one; all else of a step is arithmetic over arrays. docs/PLANNING.md says what is left out.
+docs/PLANNING.md describes what is approximated and what is left out.
 """

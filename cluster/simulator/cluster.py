@@ -32,16 +32,16 @@ _IDLE_SECONDS = 1e-3  # after a step in which nothing could be scheduled
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is looked at, in seconds since the beginning."""
+    """Time that the figures cover, in seconds since the start."""
 
     warm_up: float
     until: float
     interval: float = 10.0
-    is_cut: bool = False  # whatever still runs then is left alone; else all is answered that came
+    is_cut: bool = False  # the run ends at `until`; else when all requests are answered
 
 
 class SimulatedCluster:
-    """`run` once."""
+    """Simulated cluster; `run` may be called once."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class SimulatedCluster:
         seed: int = 0,
         programs: Programs = PROGRAMS,
     ) -> None:
-        """Steps take what `config.simulation` says; each target has `num_blocks` KV blocks.
+        """Builds the cluster of `config` with `num_blocks` KV blocks for each target.
 
-        Raises ConfigurationError for what is not simulated.
+        Raises ConfigurationError for what cannot be simulated.
         """
         check(config)
         self._config = config
@@ -114,7 +114,7 @@ class SimulatedCluster:
         return _Target(index, engine, time)
 
     def run(self, on_progress: Callable[[float], None] = lambda seconds: None) -> None:
-        """`on_progress` is called with the seconds that have passed, whenever one more has."""
+        """Runs the traffic to its end; calls `on_progress` with the virtual time about every second of it."""
         arrivals = self._traffic.arrivals()
 
         def next_arrival() -> None:
@@ -179,7 +179,7 @@ class SimulatedCluster:
         target.num_in_flight -= 1
 
     def _answered(self, target: _Target, at: float) -> None:
-        """A client has its whole answer."""
+        """Notes that a client has its whole answer; a closed stream sends its next request."""
         self._leave(target)
         self._now = max(self._now, at)
         arrival = self._traffic.after(at)
@@ -213,7 +213,7 @@ class SimulatedCluster:
                 on_progress(now)
 
     def _take(self, target: _Target, now: float, outputs: Sequence[GenerationOutput]) -> None:
-        """Takes in what a step has committed."""
+        """Records a step and what it committed."""
         step, target.engine.last_step = target.engine.last_step, None
         assert step is not None
         self.recorder.stepped(target.index, now, step, outputs)
@@ -235,7 +235,7 @@ class _Target:
 
 
 def _drafts_in_turn(config: Config) -> bool:
-    """Whether drafts are made in the thread of the target's steps."""
+    """Returns whether drafts are made in the thread of the target's steps."""
     return config.drafts_in_process and config.draft.in_process_threads != "own"
 
 
@@ -247,7 +247,7 @@ def _num_drafts(config: Config) -> int:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigurationError for what is not simulated."""
+    """Raises ConfigurationError for what cannot be simulated."""
     limits = config.target
     _check_times(config.simulation)
     if max(config.target.replicas, config.draft.replicas) > _MAX_WORKERS:
@@ -260,7 +260,7 @@ def check(config: Config) -> None:
 
 
 def _check_times(simulation: SimulationConfig) -> None:
-    """In a step that took no time nothing would ever end; beyond the other bound numbers run out."""
+    """Checks the times of steps: with steps of no time a run would not end, and far longer ones lose precision."""
     for name, times, least in (
         ("target_step_ms", [ms for _, ms in simulation.target_step_ms], _MIN_STEP_MS),
         ("draft_step_ms", [ms for _, ms in simulation.draft_step_ms], 0.0),

@@ -1,7 +1,7 @@
 """Draft workers in virtual time: the real `DraftWorker`, and links that deliver messages after half a round trip.
 
-A draft worker has a clock that lags behind. What it does until some time is worked out when a target polls its links
-for that time: then every message that the worker can have received by then has been sent (`turns`).
+A draft worker has a clock that lags behind those of its targets. It takes its turns while a target polls its links, at
+times that no target's clock is behind: every message that can have arrived by then has been sent (`turns`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUM_SENDS = 64  # that a link remembers
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft worker that is wanted."""
+    """Description of a draft worker."""
 
     simulation: SimulationConfig
     name: str = "simulated"  # of its model
@@ -96,13 +96,13 @@ class VirtualDraft:
         self._look_ahead()
 
     def receive(self, arrives_at: float, link: int, request: SpeculateRequest) -> None:
-        assert arrives_at >= self._stepped_at, "a message comes before what was done already"
+        assert arrives_at >= self._stepped_at, "a message arrives before a turn that was taken"
         if self.is_up:
             self._inbox.append((arrives_at, link, request))
             self._look_ahead()
 
     def step(self) -> None:
-        """One turn of the worker's loop, at `due_at`; everything that arrives until then must have been sent."""
+        """Runs one turn of the worker's loop at `due_at`. Everything that arrives by then must have been sent."""
         due_at = self._stepped_at = self.due_at
         while self._inbox and self._inbox[0][0] <= due_at:
             self.time.seconds, link, request = self._inbox.popleft()  # the worker notes when it came
@@ -136,7 +136,7 @@ class VirtualLink:
         self.attach()
 
     def attach(self) -> None:
-        """Its worker is a new one."""
+        """Attaches to the draft's worker, which is a new one."""
         self._number = self.draft.worker.attach(self._deliver)
 
     def send(self, request: SpeculateRequest) -> None:
@@ -152,7 +152,7 @@ class VirtualLink:
 
 
 class VirtualPool(LinkPool):
-    """The links of one target, in place of a `DraftPool`."""
+    """Links of one target, in place of a `DraftPool`."""
 
     def __init__(self, time: VirtualTime, trial_share: float, drafts: Sequence[VirtualDraft]) -> None:
         self.time = time
@@ -199,15 +199,15 @@ class VirtualPool(LinkPool):
         return iter(())
 
     def _returns_at(self) -> float:
-        """When the poll returns, by what is on its way now."""
+        """Returns the time at which the poll returns, as far as known now."""
         comes_at = self._coming[0][0] if self._coming else NEVER
         return max(self._polled_at, min(self._polls_until, comes_at))
 
     def _due_at(self) -> float:
-        """When the poll returns, or has a draft worker step."""
+        """Returns the time at which the poll returns or a draft worker takes a turn."""
         return min(self._returns_at(), min([draft.due_at for draft in self.drafts], default=NEVER))
 
     def _is_heard(self, happened: LinkEvent) -> bool:
-        """A reply whose worker has died meanwhile is lost."""
+        """Returns False for a reply whose worker has died meanwhile."""
         assert isinstance(happened.link, VirtualLink)
         return isinstance(happened.event, LinkState) or happened.link.draft.is_up

@@ -23,19 +23,19 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float64]) -> Percentiles | None:
-        """None where there are none."""
+        """Returns None if there are no values."""
         return cls(*np.percentile(values, PERCENTILES).tolist()) if values.size else None
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A part of the time."""
+    """Figures of one interval of the run."""
 
-    seconds: float  # since the beginning, at its beginning
+    seconds: float  # of the run, at its start
     tokens_per_second: float
     mean_k: float
     acceptance: float
-    num_waiting: float  # requests that no target had admitted, on the average of steps, of all targets
+    num_waiting: float  # requests not yet admitted, summed over targets, mean over steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class Worker:
     tokens_per_second: float = 0.0  # of a target
     wait_share: float = 0.0  # of the time that a target waited for proposals
     mean_batch: float = 0.0  # sequences in a draft worker's step
-    kv_used: float = 0.0  # of a target's blocks, at most
+    kv_used: float = 0.0  # highest share of a target's blocks
     num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the time after the warm-up; latencies are of requests that came after it and were answered."""
+    """Figures of the time after the warm-up; latencies are those of answered requests that arrived after it."""
 
     seconds: float
     tokens_per_second: float
@@ -108,7 +108,7 @@ class _Sums:
 
 @dataclass(slots=True)
 class _Drafting:
-    """What a draft worker did in the time that figures are of."""
+    """Work of a draft worker between the warm-up and the end."""
 
     seconds: float = 0.0
     num_steps: int = 0
@@ -176,11 +176,11 @@ class Recorder:
             drafting.num_sequences += num_sequences
 
     def seconds(self, ended_at: float) -> float:
-        """Returns the length of the time that figures are of."""
+        """Returns the seconds between the warm-up and the end of the run."""
         return max(min(self._until, ended_at) - self._warm_up, 1e-9)
 
     def figures(self, ended_at: float, targets: Sequence[Worker], dollars_per_hour: float | None) -> Figures:
-        """`targets` have what is not recorded here."""
+        """Makes the figures; `targets` have the use of KV blocks and the preemptions."""
         seconds = self.seconds(ended_at)
         arrived, first, finished = (np.array(times) for times in (self.arrived_at, self.first_at, self.finished_at))
         answers = np.array(self.answer_tokens)

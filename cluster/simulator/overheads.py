@@ -1,7 +1,7 @@
-"""What programs take beside the steps that are configured.
+"""Time that programs take in addition to the configured steps.
 
-Found by `python -m bench.simulate --parts overheads` on two cores of a Sapphire Rapids Xeon, with all programs on that
-machine and 8 to 16 sequences: what hundreds of sequences take is extrapolated.
+Measured by `python -m bench.simulate --parts overheads` on two cores of a Sapphire Rapids Xeon, with all programs on
+that machine and 8 to 16 sequences. The time of hundreds of sequences is an extrapolation.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Of a worker, between two steps; seconds."""
+    """Seconds of a worker between two steps."""
 
     step: float = 0.0
-    sequence: float = 0.0  # of each in the step
+    sequence: float = 0.0  # for each one in the step
 
     def seconds(self, num_sequences: int) -> float:
         return self.step + self.sequence * num_sequences
@@ -25,11 +25,11 @@ NO_OVERHEADS = Overheads()
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """Of all, in seconds."""
+    """Overheads of all programs, in seconds."""
 
-    hand_over: float = 0.00055  # of a message between target and draft worker, in one direction
-    router: float = 0.003  # of a request, until its target has it
-    answer: float = 0.001  # of what was committed, until the client has it
+    hand_over: float = 0.00055  # a message between target and draft worker, one direction
+    router: float = 0.003  # from a request's arrival until its target has it
+    answer: float = 0.001  # from a commit until the client has the tokens
     target: Overheads = Overheads(0.00026, 0.000011)
     draft: Overheads = Overheads(0.00008, 0.000017)
 

@@ -1,4 +1,4 @@
-"""Which requests come when, and how long they are."""
+"""Traffic: arrival times and lengths of requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from cluster.errors import ConfigurationError
 
-# What is more would be of no cluster, and would never end.
+# More than this is an error, and a run of it would not end.
 _MAX_SECONDS = 31_622_400.0  # a year
 _MAX_REQUESTS = 100_000_000
 _MAX_STREAMS = 1_000_000
@@ -33,15 +33,15 @@ class Traffic(Protocol):
     """Requests in the order of their arrival."""
 
     def arrivals(self) -> Iterator[Arrival]:
-        """Those that come whatever becomes of others."""
+        """Yields the requests that do not depend on answers."""
 
     def after(self, ended_at: float) -> Arrival | None:
-        """The request that follows one that has ended; None: there is none."""
+        """Returns the request that follows one that has ended, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of prompts or answers, any number from the one to the other alike."""
+    """Tokens of prompts or answers, uniformly distributed from `least` to `most`."""
 
     least: int
     most: int
@@ -70,7 +70,7 @@ class Lengths:
 
 
 class OpenTraffic:
-    """Requests come at random at a rate, whatever becomes of others; independently (Poisson), or in bursts.
+    """Requests at a random rate: independent of each other (Poisson), or in bursts.
 
     The times between two are gamma-distributed with shape `1 / burstiness`: at 1 exponential, at 4 twice as spread out.
     """
@@ -111,8 +111,8 @@ class OpenTraffic:
 
 
 class ClosedTraffic:
-    """So many streams, each of which asks again when it has been answered. They begin one after the other, evenly over
-    `ramp_seconds`; each stops asking at `seconds`."""
+    """Streams that send their next request when the last is answered, until `seconds`. They start evenly over
+    `ramp_seconds`."""
 
     def __init__(
         self,
@@ -144,26 +144,26 @@ class ClosedTraffic:
 
 
 class RecordedTraffic:
-    """Requests as they were recorded, sorted by their arrival."""
+    """Recorded requests, sorted by arrival."""
 
     def __init__(self, requests: list[Arrival]) -> None:
         self._requests = sorted(requests, key=lambda request: request.seconds)
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last arrival."""
+        """Returns the time of the last arrival."""
         return self._requests[-1].seconds
 
     @property
     def mean_context(self) -> float:
-        """Tokens of a sequence that decodes, on the average of all that are generated."""
+        """Returns the mean length of a sequence while it decodes, over all generated tokens."""
         num_tokens = sum(request.answer_tokens for request in self._requests)
         return sum(r.answer_tokens * (r.prompt_tokens + r.answer_tokens / 2) for r in self._requests) / num_tokens
 
     @classmethod
     def read(cls, file: Path) -> RecordedTraffic:
-        """JSON objects, one a line, with `arrival_seconds`, `prompt_tokens` and `answer_tokens`; other fields are left
-        alone. Raises ConfigurationError."""
+        """Reads JSON lines with `arrival_seconds`, `prompt_tokens` and `answer_tokens`; other fields are ignored.
+        Raises ConfigurationError."""
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

@@ -1,10 +1,18 @@
-"""Virtual time: clocks that only move when someone sleeps, and the order in which several clocks go on.
+"""Virtual time: clocks that only move when their owner sleeps, and the order in which several clocks go on.
 
-Each target of a cluster has a clock and runs its real step loop in a thread. Only one thread runs at a time: the one
-whose clock is behind. Wherever a step loop would let time pass (the end of a step, a wait for proposals) it says when
-it would go on at the latest, and hands over while another target, a draft worker or an event of the traffic comes
-before that. So nothing is ever done at a time while something can still happen before it, and no message can arrive in
-the past: a message is sent at its sender's clock, which is the earliest of all while it is sent.
+Each target of a cluster has a clock and runs its real step loop in a thread of its own. One thread runs at a time.
+Wherever a step loop lets time pass (a step, a wait for proposals) it names the time at which it is due and hands over
+to the target that is due first. Causality follows from three rules:
+
+- A target that sleeps is due at the end of its sleep. One that polls its links is due when the poll ends, when the
+  first message arrives, or when one of its draft workers takes a turn, whichever is first; another target's turn may
+  change that, so it is computed again whenever somebody else has run.
+- A target goes on, and has a draft worker take a turn, only when no other target and no event of the traffic is due
+  before that. All clocks have then reached that time, so everything that can arrive by then has been sent.
+- A message is sent at its sender's clock, the earliest of all at that moment, and takes no negative time. It therefore
+  never arrives before a turn that its draft worker has already taken (`drafts` asserts that).
+
+What happens at the same instant is ordered: events, then the thread that runs, then targets by their number.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ NEVER = math.inf
 
 
 class VirtualTime:
-    """A `Timekeeper` that does not wait. Other clocks do not exist for it."""
+    """A `Timekeeper` that does not wait, and the only clock of its cluster."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -31,11 +39,11 @@ class VirtualTime:
         self.seconds = max(self.seconds, deadline)
 
     def let_others(self, due_at: Callable[[], float]) -> None:
-        """Returns once nothing else in the cluster comes before `due_at()`, which may move meanwhile."""
+        """Returns once nothing else in the cluster is due before `due_at()`, which may change meanwhile."""
 
 
 class TargetTime(VirtualTime):
-    """The clock of one of several targets; `turns` knows the others."""
+    """Clock of one of several targets, which go on in the order that `turns` keeps."""
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
@@ -57,7 +65,7 @@ class Over(BaseException):
 
 
 class Turns:
-    """The order of several targets' clocks and of single events. `run` once."""
+    """Order of several targets' clocks and of single events. `run` may be called once."""
 
     def __init__(self) -> None:
         self.clocks: list[TargetTime] = []
@@ -71,11 +79,11 @@ class Turns:
         return self.clocks[-1]
 
     def at(self, seconds: float, event: Callable[[], None]) -> None:
-        """Calls `event` at that time, before anything else that happens then; it ends the run by raising Over."""
+        """Schedules `event`, before anything else that is due at that time. An event that raises Over ends the run."""
         heapq.heappush(self._events, (seconds, next(self._numbers), event))
 
     def run(self, loops: Sequence[Callable[[], None]]) -> None:
-        """Runs `loops[i]` with clock i, until nothing is left to happen or an event ends it; raises what they raise."""
+        """Runs `loops[i]` with clock i until nothing is due or an event ends the run. Raises what they raise."""
         threads = [
             threading.Thread(target=self._run, args=(clock, loop), name="virtual target", daemon=True)
             for clock, loop in zip(self.clocks, loops, strict=True)
@@ -95,7 +103,7 @@ class Turns:
             raise self._error
 
     def wait(self, own: TargetTime) -> None:
-        """Returns when the turn of `own` has come."""
+        """Returns when `own` is due first. Raises Over when the run has ended."""
         while not self._over.is_set():
             due_at = own.due_at()
             first = min(self.clocks, key=_due_at) if len(self.clocks) > 1 else own

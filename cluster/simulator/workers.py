@@ -16,7 +16,7 @@ from cluster.targets.simulated import SimulatedTarget
 
 
 class RecordedTarget(SimulatedTarget):
-    """A target whose `last_step` can be taken after each step that computed something."""
+    """Target that keeps its `last_step`; None if the last turn of its loop computed nothing."""
 
     def __init__(self, *arguments: Any, overheads: Overheads) -> None:
         super().__init__(*arguments)
@@ -41,7 +41,7 @@ class RecordedTarget(SimulatedTarget):
     def _time(
         self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
     ) -> StepTiming:
-        seconds -= self._overheads.seconds(len(step))  # an engine does not time it as part of the step
+        seconds -= self._overheads.seconds(len(step))  # real engines do not time it as part of a step
         waited = self._coordinator.stats.wait_seconds
         num_step_rows = sum([scheduled.num_new_tokens + len(scheduled.drafts.token_ids) for scheduled in step])
         self.last_step = Step(seconds, waited - self._waited_before, num_step_rows, len(self._scheduler.waiting))
@@ -50,12 +50,12 @@ class RecordedTarget(SimulatedTarget):
 
 
 class RecordedDrafter(SimulatedDrafter):
-    """A drafter that calls `drafted(now, seconds, num_sequences)` after each step."""
+    """Drafter that calls `drafted(now, seconds, num_sequences)` after each step."""
 
     def __init__(
         self, *arguments: Any, drafted: Callable[[float, float, int], None], overheads: Overheads = NO_OVERHEADS
     ) -> None:
-        """`overheads`: between two steps, where nothing else adds them."""
+        """Adds `overheads` before each step; a `VirtualDraft` adds its own instead."""
         super().__init__(*arguments)
         self._drafted = drafted
         self._overheads = overheads
