@@ -6,7 +6,7 @@ from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.simulator.cluster import SimulatedCluster, Span
 from cluster.simulator.figures import Figures
-from cluster.simulator.overheads import NOTHING
+from cluster.simulator.overheads import NOTHING, Programs
 from cluster.simulator.traffic import ClosedTraffic, Lengths, Traffic
 
 PROMPTS, ANSWERS = Lengths(16, 48), Lengths(32, 96)
@@ -22,9 +22,14 @@ def streams(number: int, seconds: float, seed: int = 0) -> ClosedTraffic:
 
 
 def ran(
-    traffic: Traffic, *settings: str, num_blocks: int = 100_000, span: Span | None = None, seed: int = 0
+    traffic: Traffic,
+    *settings: str,
+    num_blocks: int = 100_000,
+    span: Span | None = None,
+    seed: int = 0,
+    programs: Programs = NOTHING,
 ) -> SimulatedCluster:
-    cluster = SimulatedCluster(config_of(*settings), traffic, num_blocks, span or Span(10.0, 60.0), seed, NOTHING)
+    cluster = SimulatedCluster(config_of(*settings), traffic, num_blocks, span or Span(10.0, 60.0), seed, programs)
     cluster.run()
     return cluster
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.simulator.cluster import Span
+from cluster.simulator.drafts import HAND_OVER_SECONDS
+from cluster.simulator.overheads import NOTHING
 from cluster.simulator.traffic import ClosedTraffic, Lengths
-from tests.cluster.simulator.clusters import ran
+from tests.cluster.simulator.clusters import ran, streams
 
 # A 190M target and its draft on two cores without matrix units: 55 tokens of prompts take the 50 ms that a step has.
 COSTS = (
@@ -35,3 +39,10 @@ def test_the_controller_leaves_them_out(acceptance: float, prompts: Lengths) -> 
     ]
     assert tokens_per_second(prompts, accepted) >= 0.98 * max(fixed)
     assert fixed == sorted(fixed, reverse=True)  # or there would be nothing to leave out
+
+
+def test_it_does_so_where_short_prompts_have_little_time_in_a_step() -> None:
+    settings = ("simulation.acceptance=0.9", "target.max_prefill_ms=15")
+    span, programs = Span(30.0, SECONDS, is_cut=True), replace(NOTHING, hand_over=HAND_OVER_SECONDS)
+    figures = ran(streams(32, SECONDS), *COSTS, *settings, span=span, programs=programs).figures()
+    assert figures.mean_k < 0.1  # 2.6 were every prompt computed in its step
