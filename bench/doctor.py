@@ -1,9 +1,9 @@
 """Does the doctor name what a cluster suffers from, and what it costs? `python -m bench.doctor --pair DIR`.
 
 Five sicknesses, each at two strengths, are given to a cluster of the pair that `bench.models` makes. Of each the
-doctor, with the report of the healthy cluster as its baseline, says what is wrong and what the cluster would give
-without it. Before and after, it and the same cluster in health answer the same prompts in turn, which shows what it did
-cost.
+doctor, with the report of the healthy cluster as its baseline, reports what is wrong and, where that can be predicted,
+what the cluster would give without it. Before and after, it and the same cluster in health answer the same prompts in
+turn, which shows what it did cost.
 """
 
 from __future__ import annotations
@@ -115,10 +115,11 @@ class Outcome:
 
     @property
     def predicted(self) -> float | None:
+        """The loss of the first finding; None: nothing was found, or its loss cannot be predicted."""
         return self.report.findings[0].loss if self.report.findings else None
 
     def row(self) -> str:
-        predicted = "" if self.predicted is None else f"{self.predicted:.2f}"
+        predicted = "none" if self.predicted is None else f"{self.predicted:.2f}"
         off = "" if self.predicted is None else f"{100 * (self.predicted / self.loss - 1.0):+.0f} %"
         others = ", ".join(finding.name for finding in self.report.findings[1:])
         fall = self.report.waterfall

@@ -1,8 +1,8 @@
 """What is wrong with a cluster's speculation, what it costs, and what to change.
 
 Each rule is one of the published failure modes. What a mended cluster would give is reckoned with one number put right:
-the acceptance, or the time, of the best draft that the same publication has, a network within one host, a
-cache that holds all sequences, or threads that fit their cores.
+the acceptance, or the time, of the best draft that the same publication has, a network within one host, or a
+cache that holds all sequences. The cost of oversubscribed threads is not predicted: no measured number shows it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.diagnosis.measurements import Examination
+from cluster.diagnosis.measurements import Examination, WorkerThreads
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 
@@ -26,10 +26,7 @@ GOOD_COST_RATIO = 0.8 / 15
 _LEAST_LOSS = 0.05  # that is told of: less is within what two measurements of one cluster differ by
 _SHARE_OF_A_STEP = 0.05  # what a round trip may take of one without being looked at
 _FULL_SHARE = 0.9  # of the streams that are in steps; others begin or end, or wait to be admitted
-_LEAST_TRIED = 20  # steps, of which something can be told
 _REFUSED_SHARE = 0.05  # of the steps, in which a sequence was refused
-
-THREADS_OVERSUBSCRIBED = "threads oversubscribed"
 
 Rate = Callable[[Speed], float]
 """Tokens a second of a cluster that is so."""
@@ -42,23 +39,25 @@ class Finding:
     name: str
     what: str  # was seen
     remedy: str
-    tokens_per_second: float | None  # that a mended cluster would give; None: that cannot be told
+    tokens_per_second: float | None  # predicted for the mended cluster; None: cannot be predicted
     loss: float | None = None  # 1 - rate now / rate mended
 
 
 def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list[Finding]:
-    """What costs the cluster at least a twentieth of what it could give, the dearest first.
+    """Returns what costs at least 5 % of the predicted rate: first what has no prediction, then by falling loss.
 
     `earlier_survival`: of the draft when it was new, where that is known; a mended one is taken to be no worse.
     """
+    threads = list(_threads(found.threads))
     if not found.has_drafts:
         return [
+            *threads,
             Finding(
                 "no drafts",
                 "requests that asked for draft tokens were decoded plainly",
                 "see that draft workers run and are linked, and that speculation is on (`outrider speculation`)",
                 None,
-            )
+            ),
         ]
     now = found.auto.counts.tokens_per_second
     told = [
@@ -66,7 +65,7 @@ def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list
         for finding in _suspected(found, tuple(earlier_survival))
         if (rate := finding.tokens_per_second) is None or now < (1.0 - _LEAST_LOSS) * rate
     ]
-    return sorted(told, key=lambda finding: -1.0 if finding.loss is None else -finding.loss)
+    return [*threads, *sorted(told, key=lambda finding: -1.0 if finding.loss is None else -finding.loss)]
 
 
 def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
@@ -80,22 +79,26 @@ def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Itera
     def rate(mended: Speed) -> float:
         return scale * mended.best_rate()
 
-    yield from _threads(found, now, rate)
     yield from _cache(found, now, rate)
     yield from _acceptance(now, rate, earlier_survival)
-    yield from _draft_time(now, rate)
-    yield from _network(now, rate)
+    # Threads that wait for a core lengthen draft steps and replies, as a slow draft or network would.
+    if not any(threads.are_oversubscribed for threads in found.threads):
+        yield from _draft_time(now, rate)
+        yield from _network(now, rate)
 
 
-def _threads(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
-    fitting, as_it_is = found.with_fitting_threads
-    if fitting.count >= _LEAST_TRIED and fitting.seconds < as_it_is.seconds:
+def _threads(workers: Sequence[WorkerThreads]) -> Iterator[Finding]:
+    """One finding for all workers that compute with more threads than cores."""
+    oversubscribed = [worker for worker in workers if worker.are_oversubscribed]
+    if oversubscribed:
+        seen = (f"{one.worker}: {one.num_threads} threads compute on {one.num_cores} cores" for one in oversubscribed)
+        settings = dict.fromkeys(f"{one.pool}.threads" for one in oversubscribed)
         yield Finding(
-            THREADS_OVERSUBSCRIBED,
-            f"more threads compute than there are cores: a step takes {1e3 * as_it_is.mean_seconds:.1f} ms, with one "
-            f"thread a core {1e3 * fitting.mean_seconds:.1f}",
-            "set target.threads to null (one a core), and give each worker cores of its own",
-            rate(replace(now, step_factor=fitting.seconds / as_it_is.seconds)),
+            "threads oversubscribed",
+            "; ".join(seen),
+            f"set {' and '.join(settings)} to null (one thread for each core), then run the doctor again: until then "
+            "the times of drafts and network cannot be judged",
+            None,
         )
 
 

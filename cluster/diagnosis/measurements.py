@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 MAX_DEPTH = 16  # that is looked at
 _ALIKE = 1.25  # numbers of rows
@@ -31,14 +31,6 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """Steps of one kind, of the targets that have more threads than cores."""
-
-    steps: Steps = Steps()  # all of them
-    fitting: Steps = Steps()  # those of them that had one thread a core
-
-
-@dataclass(frozen=True, slots=True)
 class Counts:
     """What grew in `seconds` of a load; times of steps are sums over all targets."""
 
@@ -52,7 +44,6 @@ class Counts:
     decode: Steps = Steps()
     prefill: Steps = Steps()
     draft: Steps = Steps()
-    tried: Mapping[str, Tried] = field(default_factory=dict)  # of verify, decode and prefill
     wait_seconds: float = 0.0  # of steps, for proposals
     busy_seconds: float = 0.0  # that there was work: steps, waits for proposals, and what is between
     num_preemptions: float = 0.0
@@ -104,21 +95,6 @@ class Counts:
         """That prompts add to steps, for each token that is committed; a step without any takes `step_seconds`."""
         added = max(0.0, self.prefill.seconds - self.prefill.count * step_seconds)
         return added / self.num_tokens if self.num_tokens else 0.0
-
-    @property
-    def with_fitting_threads(self) -> tuple[Steps, Steps]:
-        """What steps take if none has more threads than cores, and what as many of the same kinds take as it is.
-
-        Both for as many as had: of targets that have no more, the share that falls on them is the same in both.
-        """
-        steps = {"verify": self.verify, "decode": self.decode, "prefill": self.prefill}
-        fitting = as_it_is = Steps()
-        for kind, tried in self.tried.items():
-            share = tried.fitting.count / max(tried.steps.count, 1e-9)
-            of_others = share * (steps[kind].seconds - tried.steps.seconds)
-            fitting += Steps(tried.fitting.count, tried.fitting.seconds + of_others)
-            as_it_is += Steps(tried.fitting.count, share * steps[kind].seconds)
-        return fitting, as_it_is
 
     @property
     def rows(self) -> float:
@@ -184,6 +160,20 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerThreads:
+    """The compute threads of a worker, and the cores that it may use."""
+
+    pool: str  # target or draft
+    worker: str  # its pool and address
+    num_threads: int
+    num_cores: int  # 0: unknown
+
+    @property
+    def are_oversubscribed(self) -> bool:
+        return self.num_threads > self.num_cores > 0
+
+
+@dataclass(frozen=True, slots=True)
 class Examination:
     """All that was measured of a cluster."""
 
@@ -193,12 +183,7 @@ class Examination:
     auto: Measured
     temperatures: Sequence[Measured]  # one depth at several temperatures
     max_depth: int = MAX_DEPTH  # that requests may ask for
-
-    @property
-    def with_fitting_threads(self) -> tuple[Steps, Steps]:
-        """As of `Counts`, over the loads of as many streams."""
-        pairs = [one.counts.with_fitting_threads for one in (self.plain, *self.fixed, self.auto)]
-        return sum((fitting for fitting, _ in pairs), Steps()), sum((as_it_is for _, as_it_is in pairs), Steps())
+    threads: Sequence[WorkerThreads] = ()  # of all workers
 
     @property
     def is_cache_full(self) -> bool:

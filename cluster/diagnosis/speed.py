@@ -37,7 +37,6 @@ class Speed:
     prompt_seconds: float  # for each token of an answer
     plain_prompt_seconds: float  # without drafts
     max_depth: int
-    step_factor: float = 1.0  # of steps, those of prompts too
 
     @classmethod
     def of(cls, found: Examination) -> Speed:
@@ -90,7 +89,7 @@ class Speed:
     def step_seconds(self, depth: int) -> float:
         part_of = self._steps_a_token(depth)
         num_sequences = self.num_streams * part_of / (part_of + self.missed_steps)
-        return self.step_factor * self.steps.at(num_sequences * (1 + depth))
+        return self.steps.at(num_sequences * (1 + depth))
 
     def _steps_a_token(self, depth: int) -> float:
         """Which its sequence is part of."""
@@ -103,7 +102,7 @@ class Speed:
         )
         seconds = self.step_seconds(depth) + self.wait_seconds(depth) + rest
         num_steps = (self._steps_a_token(depth) + self.missed_steps) / self.num_streams
-        return 1.0 / (num_steps * seconds + self.step_factor * prompts)
+        return 1.0 / (num_steps * seconds + prompts)
 
     def best_depth(self) -> int:
         return max(range(self.max_depth + 1), key=self.rate)

@@ -34,7 +34,6 @@ from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.profile import profile_steps
 from cluster.targets.scoring import Scoring
-from cluster.targets.thread_trial import ThreadTrial
 from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,6 @@ class StepLoop(Target):
         self._num_committed_tokens = 0
         self._num_failed_steps = 0
         self._num_failed_in_row = 0
-        self._thread_trial: ThreadTrial | None = None  # of an engine with more threads than cores
         self._thread: threading.Thread | None = None
 
     # What an engine adds; called from the step loop's thread.
@@ -180,8 +178,6 @@ class StepLoop(Target):
         yield from self._queue_time.readings()
         yield from self._scheduler.readings()
         yield from self._blocks.readings()
-        if self._thread_trial is not None:  # before all steps, of which they are some
-            yield from self._thread_trial.readings()
         for kind, step_time in self._step_times.items():
             yield from step_time.readings("outrider_step", "Steps of the engine", kind=kind)
         yield from self._coordinator.readings()
@@ -234,8 +230,6 @@ class StepLoop(Target):
                 for scheduled in step
                 if scheduled.num_new_tokens > 1
             ]
-            if self._thread_trial is not None:
-                self._thread_trial.begin()
             try:
                 choices = self._choose(step)
             except RuntimeError as error:  # what PyTorch raises of its devices: no memory, a kernel that failed
@@ -276,8 +270,6 @@ class StepLoop(Target):
         """Counts a step that took `seconds`, of which `num_rows` rows yielded a choice."""
         kind = _kind(step)
         self._step_times[kind].add(seconds)
-        if self._thread_trial is not None:
-            self._thread_trial.add(kind, seconds)
         num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
         self._scheduler.pace.observe(num_step_rows, prompts, seconds)
         return StepTiming(

@@ -25,7 +25,6 @@ from cluster.targets.base import GenerationRequest, TargetModel
 from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
-from cluster.targets.thread_trial import ThreadTrial
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +52,6 @@ class TorchTarget(StepLoop):
         num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         if runner.model.device.type == "cpu" and num_threads > num_cores:
             logger.warning("%d threads compute on %d cores: set target.threads to null", num_threads, num_cores)
-            if runner.model.is_invariant:  # PyTorch's operators round by the number of threads
-                self._thread_trial = ThreadTrial(self._step_times, num_threads, num_cores, torch.set_num_threads)
 
     def submit(self, request: GenerationRequest) -> None:
         if self._rejection is not None and request.constraints != UNCONSTRAINED:

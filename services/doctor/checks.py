@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
-from cluster.diagnosis.findings import THREADS_OVERSUBSCRIBED, Finding
+from cluster.diagnosis.findings import Finding
 from services.running_cluster.workers import ClusterFacts, WorkerFacts
 
 _CLOCK_SECONDS = 1.0  # apart, from which on traces and certificates suffer
 
 
 def with_programs(costly: Sequence[Finding], facts: ClusterFacts) -> list[Finding]:
-    """`costly`, and then what can be told without a request, whose cost is not known; nothing twice."""
+    """Adds to `costly` what the programs' descriptions show. Its cost is not known, so it comes last."""
     told = [*_links(facts), *_fingerprints(facts), *_versions(facts), *_clocks(facts.workers), *_isas(facts.workers)]
-    crowded = {finding.name: finding for finding in costly}.get(THREADS_OVERSUBSCRIBED)
-    if crowded is None:
-        told += _threads(facts.workers)
-    else:  # steps of targets were timed: what that says of them is said with its cost
-        who = "; ".join(what for _, what, _ in _threads(facts.targets))
-        named = replace(crowded, what=f"{crowded.what}; {who}") if who else crowded
-        costly = [named if finding is crowded else finding for finding in costly]
-        told += _threads(facts.drafts)
     return [*costly, *(Finding(name, what, remedy, None) for name, what, remedy in told)]
 
 
@@ -72,15 +63,4 @@ def _isas(workers: Iterable[WorkerFacts]) -> Told:
                 "lower instruction set",
                 f"{worker.name} has {machine.instruction_set}, its processor {machine.best_instruction_set}",
                 "unset OUTRIDER_CPU_ISA there",
-            )
-
-
-def _threads(workers: Iterable[WorkerFacts]) -> Told:
-    for worker in workers:
-        machine = worker.machine
-        if machine.num_threads > len(machine.cpus) > 0:
-            yield (
-                "more threads than cores",
-                f"{worker.name} computes with {machine.num_threads} threads on {len(machine.cpus)} cores",
-                f"set {worker.pool}.threads to null",
             )

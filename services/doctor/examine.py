@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.diagnosis.measurements import Examination, Workload
+from cluster.diagnosis.measurements import Examination, WorkerThreads, Workload
 from cluster.errors import ConfigurationError
 from services.running_cluster.load import LoadMaker, Numbers
 
@@ -75,4 +75,8 @@ def examine(maker: LoadMaker, plan: Plan, did_one: Callable[[], object] = lambda
         auto=found[Workload(streams, first, None)],
         temperatures=[found[Workload(streams, temperature, told)] for temperature in plan.temperatures],
         max_depth=plan.max_depth,
+        threads=[
+            WorkerThreads(worker.pool, worker.name, worker.machine.num_threads, len(worker.machine.cpus))
+            for worker in maker.facts.workers
+        ],
     )

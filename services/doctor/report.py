@@ -21,7 +21,7 @@ _BAR_WIDTH = 30
 class Report:
     facts: ClusterFacts
     found: Examination
-    findings: Sequence[Finding]  # the dearest first; those whose cost is not known at the end
+    findings: Sequence[Finding]  # in the order in which they are to be mended
     waterfall: Waterfall | None  # None: there were no drafts
 
     def text(self) -> str:
@@ -90,9 +90,9 @@ class Report:
     def _findings(self) -> list[str]:
         if not self.findings:
             return ["Nothing is wrong."]
-        rows = ["What is wrong, the dearest first:"]
+        rows = ["What is wrong, in the order in which to mend it:"]
         for number, finding in enumerate(self.findings, 1):
-            cost = "what it costs cannot be told"
+            cost = "its cost cannot be predicted"
             if finding.loss is not None and finding.tokens_per_second is not None:
                 cost = f"costs {100 * finding.loss:.0f} %: mended, about {finding.tokens_per_second:.0f} tokens/s"
             rows += [f"  {number}. {finding.name} ({cost})", f"     {finding.what}", f"     remedy: {finding.remedy}"]

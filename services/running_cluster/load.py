@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.diagnosis.measurements import Counts, Measured, Steps, Tried, Workload
+from cluster.diagnosis.measurements import Counts, Measured, Steps, Workload
 from cluster.errors import ConfigurationError
 from services.http_call import call
 from services.running_cluster.access import Access
@@ -164,7 +164,6 @@ class LoadMaker:
             decode=steps("decode"),
             prefill=steps("prefill"),
             draft=steps("draft"),
-            tried={kind: Tried(steps(f"tried {kind}"), steps(f"fitting {kind}")) for kind in _KINDS},
             wait_seconds=share * grown["wait"],
             busy_seconds=share * grown["busy"],
             num_preemptions=share * grown["preemptions"],
@@ -176,15 +175,9 @@ class LoadMaker:
 
 def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> Numbers:
     found: Numbers = defaultdict(float, {name: total(targets, metric) for name, metric in _COUNTED.items()})
-    try_fewer_threads = [page for page in targets if page.by_label("outrider_fitting_steps_total", "kind")]
     for kind in _KINDS:
-        for of, pages, steps in (
-            ("", targets, "outrider_step"),
-            ("tried ", try_fewer_threads, "outrider_step"),
-            ("fitting ", try_fewer_threads, "outrider_fitting_step"),
-        ):
-            found[f"{of}{kind}"] = total(pages, f"{steps}s_total", kind=kind)
-            found[f"{of}{kind} seconds"] = total(pages, f"{steps}_seconds_total", kind=kind)
+        found[kind] = total(targets, "outrider_steps_total", kind=kind)
+        found[f"{kind} seconds"] = total(targets, "outrider_step_seconds_total", kind=kind)
     for reason in ("full", "no_credit"):
         found["refusals"] += total(targets, "outrider_sequences_refused_total", reason=reason)
     drafting = [*targets, *drafts]

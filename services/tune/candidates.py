@@ -28,7 +28,7 @@ class Candidate:
 
 
 def candidates(config: Config, findings: Sequence[Finding], search_layers: SearchLayers) -> Iterator[Candidate]:
-    """For each of `findings` what `config` could be changed to, the dearest first; each candidate once."""
+    """Yields the settings that may mend each of `findings`, in their order; each candidate once."""
     seen: set[tuple[str, ...]] = set()
     for finding in findings:
         for settings in _REMEDIES.get(finding.name, _none)(config, search_layers):
@@ -97,7 +97,6 @@ def _nearer_draft(config: Config, search_layers: SearchLayers) -> Settings:
 
 _REMEDIES: Mapping[str, _Remedy] = {
     "threads oversubscribed": _threads,
-    "more threads than cores": _threads,
     "KV cache exhausted": _cache_of("target"),
     "KV cache of the draft exhausted": _cache_of("draft"),
     "low acceptance": _another_draft,

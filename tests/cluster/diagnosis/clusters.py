@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.diagnosis.measurements import Counts, Examination, Measured, Steps, Tried, Workload
+from cluster.diagnosis.measurements import Counts, Examination, Measured, Steps, WorkerThreads, Workload
 
 _SECONDS = 10.0
-_TRIED = 0.1  # of the steps, with one thread a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class FormulaCluster:
     num_streams: int = 4
     num_running: int = 4  # of the streams; others wait for blocks
     num_preemptions: int = 0
-    fitting_factor: float | None = None  # of a step that has one thread a core; None: all have
+    num_threads: int = 2  # of the target, on 2 cores
 
     def measured(self, depth: int, *, is_auto: bool = False, temperature: float = 0.0, streams: int = 0) -> Measured:
         survival = tuple(self.acceptance**place for place in range(1, depth + 1))
@@ -39,10 +38,6 @@ class FormulaCluster:
         num_steps = busy_seconds / (step + wait + self.bookkeeping_seconds)
         rounds = num_steps * running if depth else 0.0
         steps = Steps(num_steps, num_steps * step)
-        tried = {}
-        if self.fitting_factor is not None:
-            number = _TRIED * num_steps
-            tried["verify" if depth else "decode"] = Tried(steps, Steps(number, number * self.fitting_factor * step))
         counts = Counts(
             seconds=_SECONDS,
             num_tokens=num_steps * running * tokens,
@@ -53,7 +48,6 @@ class FormulaCluster:
             verify=steps if depth else Steps(),
             decode=Steps() if depth else steps,
             draft=Steps(num_steps * depth, num_steps * drafting),
-            tried=tried,
             wait_seconds=num_steps * wait,
             busy_seconds=busy_seconds,
             num_preemptions=self.num_preemptions,
@@ -78,4 +72,8 @@ class FormulaCluster:
             alone=self.measured(5, streams=1),
             auto=self.measured(self.best_depth, is_auto=True),
             temperatures=[self.measured(5)],
+            threads=[
+                WorkerThreads("target", "target a:1", self.num_threads, 2),
+                WorkerThreads("draft", "draft a:2", 2, 2),
+            ],
         )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.diagnosis.findings import GOOD_ACCEPTANCE, GOOD_COST_RATIO, findings
-from cluster.diagnosis.measurements import Counts, Measured, Steps, TimeCurve, Tried
+from cluster.diagnosis.measurements import Measured, Steps, TimeCurve, WorkerThreads
 from cluster.diagnosis.speed import Speed
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from tests.cluster.diagnosis.clusters import FormulaCluster
@@ -18,7 +18,10 @@ SICK = {
     "KV cache exhausted": [
         replace(HEALTHY, num_streams=8, num_running=running, num_preemptions=3) for running in (2, 5)
     ],
-    "threads oversubscribed": [replace(HEALTHY, fitting_factor=factor) for factor in (0.7, 0.3)],
+    "threads oversubscribed": [
+        replace(HEALTHY, num_threads=4),
+        replace(HEALTHY, num_threads=8, decode_seconds=0.040, draft_seconds=0.020, round_trip_seconds=0.120),
+    ],
 }
 MENDED = {
     "low acceptance": {"acceptance": GOOD_ACCEPTANCE},
@@ -74,33 +77,24 @@ def test_a_draft_that_was_better_is_taken_to_become_so_again() -> None:
     assert [as_bad_as_ever] == findings(sick.examine())
 
 
-def test_too_many_threads_cost_what_steps_with_one_a_core_take_less() -> None:
-    for sick in SICK["threads oversubscribed"]:
-        (finding,) = findings(sick.examine())
-        fitting = replace(HEALTHY, decode_seconds=HEALTHY.decode_seconds * (sick.fitting_factor or 0.0))
-        assert finding.tokens_per_second == pytest.approx(fitting.tokens_per_second, rel=0.02)
+def test_oversubscribed_threads_are_one_finding_without_a_prediction() -> None:
+    threads = [
+        WorkerThreads("target", "target a:1", 8, 2),
+        WorkerThreads("target", "target a:2", 2, 2),
+        WorkerThreads("target", "target a:3", 8, 0),  # its cores are unknown
+        WorkerThreads("draft", "draft a:4", 4, 1),
+    ]
+    (finding,) = findings(replace(HEALTHY.examine(), threads=threads))
+    assert finding.what == "target a:1: 8 threads compute on 2 cores; draft a:4: 4 threads compute on 1 cores"
+    assert finding.remedy.startswith("set target.threads and draft.threads to null")
+    assert (finding.tokens_per_second, finding.loss) == (None, None)
 
 
-def test_threads_that_cost_nothing_are_no_finding() -> None:
-    assert findings(replace(HEALTHY, fitting_factor=1.02).examine()) == []
-
-
-def test_steps_with_fitting_threads_are_held_against_as_many_of_their_kinds() -> None:
-    verify = Tried(Steps(90, 0.9), Steps(2, 0.01))
-    prefill = Tried(Steps(10, 1.0), Steps(3, 0.15))
-    counts = Counts(verify=verify.steps, prefill=prefill.steps, tried={"verify": verify, "prefill": prefill})
-    assert counts.with_fitting_threads == (Steps(5, pytest.approx(0.16)), Steps(5, pytest.approx(0.32)))
-
-
-@pytest.mark.parametrize(("own", "fitting", "factor"), [(0.010, 0.010, 1.0), (0.040, 0.024, 36 / 52)])
-def test_of_several_targets_those_with_fitting_threads_stay_as_they_are(
-    own: float, fitting: float, factor: float
-) -> None:
-    """One has steps of `own` seconds, which fitting threads would make `fitting`; another, with as many, of 12 ms."""
-    tried = Tried(Steps(100, 100 * own), Steps(12, 12 * fitting))
-    counts = Counts(decode=tried.steps + Steps(100, 1.2), tried={"decode": tried})
-    mended, as_it_is = counts.with_fitting_threads
-    assert mended.seconds / as_it_is.seconds == pytest.approx(factor)
+def test_oversubscribed_threads_come_before_a_loss_that_is_predicted() -> None:
+    (poor_draft,) = findings(SICK["low acceptance"][1].examine())
+    found = findings(replace(SICK["low acceptance"][1], num_threads=8).examine())
+    assert found[0].name == "threads oversubscribed"
+    assert found[1:] == [poor_draft]
 
 
 def test_prompts_are_reckoned_to_take_less_beside_a_quick_draft() -> None:
@@ -159,6 +153,8 @@ def test_where_nothing_is_drafted_that_is_what_is_wrong() -> None:
     plain = [replace(one, counts=HEALTHY.measured(0).counts) for one in (*examination.fixed, examination.alone)]
     examination = replace(examination, fixed=plain[:-1], alone=plain[-1], auto=plain[0])
     assert [(finding.name, finding.loss) for finding in findings(examination)] == [("no drafts", None)]
+    crowded = replace(examination, threads=[WorkerThreads("target", "target a:1", 8, 2)])
+    assert [finding.name for finding in findings(crowded)] == ["threads oversubscribed", "no drafts"]
 
 
 def test_drafts_that_never_come_in_time_are_reckoned_to_give_nothing() -> None:

@@ -4,7 +4,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from cluster.diagnosis.measurements import Workload
+from cluster.diagnosis.measurements import WorkerThreads, Workload
 from services.doctor.examine import Plan, examine
 from services.running_cluster.load import LoadMaker, Numbers
 from tests.services.doctor.test_checks import facts
@@ -30,6 +30,15 @@ def test_each_repeat_puts_the_cluster_under_all_loads_with_prompts_of_its_own() 
     assert [asked[2:] for asked in maker.asked] == [(0, 2)] * len(loads) + [(1, 2)] * len(loads)
     assert found.plain.counts.num_tokens == 8.0  # of both
     assert [one.workload.num_speculative_tokens for one in found.fixed] == [2, 5, 10]
+
+
+def test_threads_and_cores_are_those_that_each_worker_describes() -> None:
+    plan = Plan(num_streams=4, temperatures=(0.0,), max_depth=16, seconds=3.0, repeats=1)
+    found = examine(RecordingMaker(facts(8, of_draft=3), ["x"], 8), plan)
+    assert found.threads == [
+        WorkerThreads("target", "target 127.0.0.1:0", 8, 2),
+        WorkerThreads("draft", "draft 127.0.0.1:9", 3, 2),
+    ]
 
 
 def test_the_controllers_runs_are_three_and_apart() -> None:

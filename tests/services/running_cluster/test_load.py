@@ -28,13 +28,11 @@ class Program(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.asked[self.path] += 1
-        # Each time that the page is read there were 50 steps more of 20 ms, 6 of them with fitting threads, of 10 ms.
+        # Each time that the page is read there are 50 more decode steps of 20 ms.
         Program.num_steps += 50
         steps = f'steps_total{{kind="decode"}} {Program.num_steps}\n'
         seconds = f'step_seconds_total{{kind="decode"}} {Program.num_steps * 0.02}\n'
-        fitting = f'fitting_steps_total{{kind="decode"}} {Program.num_steps * 0.12}\n'
-        fitting_seconds = f'fitting_step_seconds_total{{kind="decode"}} {Program.num_steps * 0.12 * 0.01}\n'
-        told = "".join(f"outrider_{line}" for line in (steps, seconds, fitting, fitting_seconds))
+        told = f"outrider_{steps}outrider_{seconds}"
         self.answer(f"vllm:num_requests_waiting 2\nvllm:generation_tokens_total 7\n{told}".encode())
 
     def do_POST(self) -> None:
@@ -86,14 +84,14 @@ def test_pages_are_asked_no_more_than_is_needed(depth: int | None, most: int, pa
     assert maker.measured(workload, grown).counts.mean_waiting == pytest.approx(2.0)
 
 
-def test_steps_with_fitting_threads_are_counted_by_kind(pages: dict[str, str]) -> None:
+def test_steps_are_counted_by_kind(pages: dict[str, str]) -> None:
     facts = ClusterFacts(pages["target"], "m", "", (worker("target", pages["target"]),), ())
     maker = LoadMaker(facts, ["x"], 8, check=unchanged)
     workload = Workload(1, 0.0, 0)
     counts = maker.measured(workload, maker.run(workload, 0.5)).counts
-    fitting, as_it_is = counts.with_fitting_threads
-    assert fitting.count == as_it_is.count == pytest.approx(0.12 * counts.decode.count)
-    assert (fitting.mean_seconds, as_it_is.mean_seconds) == (pytest.approx(0.01), pytest.approx(0.02))
+    assert counts.decode.count >= 50
+    assert counts.decode.mean_seconds == pytest.approx(0.02)
+    assert counts.verify.count == counts.prefill.count == 0
 
 
 def test_each_part_begins_with_prompts_of_its_own(pages: dict[str, str]) -> None:
