@@ -8,6 +8,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+from tests.waiting import WAIT_S
+
 
 class BackgroundLoop:
     """An event loop in a thread of its own."""
@@ -23,7 +25,7 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.start(coroutine).result(timeout=20)
+        return self.start(coroutine).result(timeout=WAIT_S)
 
     def let_end(self, future: concurrent.futures.Future[Any]) -> None:
         """Waits for `future` only when all is over: a server takes two tenths of a second to shut down."""
@@ -31,7 +33,7 @@ class BackgroundLoop:
 
     def stop(self) -> None:
         for future in self._ending:
-            future.result(timeout=10)
+            future.result(timeout=WAIT_S)
         self.run(self._cancel_the_rest())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 
-WAIT_S = 30.0  # for what must happen
+WAIT_S = 120.0  # deadline for what must happen, far beyond what it takes where other work slows the machine down
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0, pause_s: float = 0.05) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S, pause_s: float = 0.05) -> bool:
     """Whether `condition` becomes true within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -182,9 +182,9 @@ def test_tokens_that_complete_nothing_cost_no_more_the_more_there_are(tokenizer,
     if spelling != "🦊":
         token_id = tokenizer._tokenizer.token_to_id(spelling)
     detokenizer = IncrementalDetokenizer(tokenizer)
-    began_at = time.perf_counter()
+    began_at = time.process_time()
     pieces = [detokenizer.push([token_id]) for _ in range(20_000)]
-    assert time.perf_counter() - began_at < 4
+    assert time.process_time() - began_at < 4
     assert "".join(pieces) + detokenizer.flush() == tokenizer.decode([token_id] * 20_000)
 
 

@@ -16,11 +16,11 @@ import httpx
 from services.launch.child import Child
 from services.launch.local import LocalCluster
 from tests.system.client import assert_nothing_in_use
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 _STEADY = {"prompt": "def main(", "max_tokens": 48, "seed": 7, "ignore_eos": True, "return_token_ids": True}
-_STEADY_SECONDS = 30.0
-_END_SECONDS = 20.0
+_STEADY_SECONDS = WAIT_S
+_END_SECONDS = WAIT_S
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import socket
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -11,15 +13,17 @@ from bench.workload import read_counters
 from services.launch.local import LocalCluster
 from tests.system.client import assert_nothing_in_use
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
-from tests.waiting import eventually
+from tests.waiting import eventually, wait_until
 
 LONG_PROMPT = [300 + i % 50 for i in range(2000)]
+CHUNK = 2
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[LocalCluster]:
     """One sequence at a time, and prompts in small chunks."""
-    with LocalCluster(cluster_config("target.max_num_seqs=1", "target.max_num_batched_tokens=8")) as cluster:
+    chunks = f"target.max_num_batched_tokens={CHUNK}"
+    with LocalCluster(cluster_config("target.max_num_seqs=1", chunks)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         yield cluster
 
@@ -28,19 +32,22 @@ def reading(cluster: LocalCluster, name: str) -> float:
     return read_counters(cluster.targets[0].metrics_url)[name]
 
 
-def leave(client: httpx.Client, prompt: list[int]) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8}, timeout=0.2)
+def leave(cluster: LocalCluster, prompt: list[int], when: Callable[[], bool]) -> None:
+    """Sends a request, and closes its connection as soon as `when` is true."""
+    body = json.dumps({"prompt": prompt, "max_tokens": 8}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", cluster.config.router.port)) as connection:
+        connection.sendall(f"{head}\r\n\r\n".encode() + body)
+        wait_until(when)
 
 
 def test_in_prefill(narrow: LocalCluster) -> None:
     committed = reading(narrow, "outrider_committed_tokens_total")
     prefilled = reading(narrow, "outrider_steps_total:prefill")
-    with httpx.Client(base_url=narrow.url) as client:
-        leave(client, LONG_PROMPT)
+    leave(narrow, LONG_PROMPT, lambda: reading(narrow, "outrider_steps_total:prefill") > prefilled)
     assert_nothing_in_use(narrow)
     num_chunks = reading(narrow, "outrider_steps_total:prefill") - prefilled
-    assert 0 < num_chunks < len(LONG_PROMPT) // 8
+    assert 0 < num_chunks < len(LONG_PROMPT) // CHUNK
     assert reading(narrow, "outrider_committed_tokens_total") == committed
 
 
@@ -52,7 +59,7 @@ def test_while_waiting(narrow: LocalCluster) -> None:
     ):
         lines = reply.iter_lines()  # which ends the stream when it is thrown away
         next(lines)
-        leave(client, LONG_PROMPT)
+        leave(narrow, LONG_PROMPT, lambda: reading(narrow, "vllm:num_requests_waiting") == 1)
         assert eventually(lambda: reading(narrow, "vllm:num_requests_waiting") == 0)
         assert reading(narrow, "vllm:num_requests_running") == 1
     assert_nothing_in_use(narrow)

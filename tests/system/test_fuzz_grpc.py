@@ -13,7 +13,7 @@ def test_bad_grpc_changes_nothing_for_others(capfd: pytest.CaptureFixture[str]) 
     figures, _ = run(SECONDS, 2026)
     assert not figures.failures, "\n".join(figures.failures[:10])
     assert figures.did.total() > 20
-    assert figures.num_steady > 3
+    assert figures.num_steady > 0
     log = capfd.readouterr().err
     # Not any traceback: gRPC logs one of its own where a peer goes while a message to it is under way.
     for broken in ("raised by servicer method", "loop ended", "never retrieved", "could not be"):

@@ -12,7 +12,7 @@ from cluster.engine.cpu_kernels import has_kernels
 from services.launch.local import LocalCluster
 from tests.system.cases import sampled_cases
 from tests.system.client import complete_all
-from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators are refused with numerics invariant")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not has_kernels(), reason="PyTorch's operators a
 @pytest.fixture(scope="module", params=["shared", "own"])
 def in_process(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     settings = ["draft.placement=in-process", f"draft.in_process_threads={request.param}", "target.numerics=invariant"]
-    with LocalCluster(cluster_config(*settings)) as running:
+    with LocalCluster(cluster_config(PATIENT, *settings)) as running:
         running.wait_ready(READY_TIMEOUT_SECONDS)
         yield running
 

@@ -11,7 +11,7 @@ from cluster.simulation.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from tests.waiting import eventually
 
-FAR_MS = 15
+FAR_MS = 200  # so far that a near worker answers sooner even where other work delays it
 NUM_STREAMS = 4
 SETTINGS = (
     *SIMULATED,
@@ -20,6 +20,8 @@ SETTINGS = (
     "simulation.target_step_ms=[[1, 20]]",
     "target.max_model_len=100000",
     "placement.zone=a",
+    "speculation.controller=fixed",  # drafts for all, whether or not that pays by the times that are measured here
+    "speculation.draft_timeout_ms=60000",
 )
 RIGHT, WRONG = ("a", "a", "b", "b"), ("b", "b", "a", "a")
 
@@ -34,13 +36,13 @@ def test_the_near_ones_draft_whatever_labels_say_and_the_far_ones_while_they_are
             return sum(numbers[:2]), sum(numbers[2:])
 
         names = [cluster.submit(50_000) for _ in range(NUM_STREAMS)]
-        assert eventually(lambda: near_and_far() == (NUM_STREAMS, 0), 30.0)
+        assert eventually(lambda: near_and_far() == (NUM_STREAMS, 0))
         for near in (0, 1):
             cluster.cut_off(near)
-        assert eventually(lambda: near_and_far() == (0, NUM_STREAMS), 30.0)
+        assert eventually(lambda: near_and_far() == (0, NUM_STREAMS))
         for near in (0, 1):
             cluster.bring_back(near)
-        assert eventually(lambda: near_and_far() == (NUM_STREAMS, 0), 30.0)
+        assert eventually(lambda: near_and_far() == (NUM_STREAMS, 0))
         for name in names:
             cluster.target.abort(name)
         for name in names:

@@ -20,7 +20,7 @@ from services.launch.local import LocalCluster, free_ports
 from tests.certificates import Certs
 from tests.system.cases import sampled_cases
 from tests.system.client import complete, complete_all
-from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 from tests.waiting import wait_until
 
 KEY = "sk-alice-0123456789abcdef"
@@ -42,6 +42,7 @@ def secured(certs: Certs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     (folder / "keys").write_text(f"alice:{KEY}\n")
     (folder / "scraper").write_text(f"{SCRAPER}\n")
     config = cluster_config(
+        PATIENT,
         *tls_settings(certs),
         "target.tls_server_name=outrider-target",
         "draft.tls_server_name=outrider-draft",
@@ -150,4 +151,4 @@ def test_a_worker_answers_kubernetes_probes_beside(certs: Certs) -> None:
                 describe(types_pb2.DescribeRequest(), timeout=5)
     finally:
         process.terminate()
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=120) == 0

@@ -15,7 +15,7 @@ from bench.workload import read_counters
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster, Worker, free_ports
 from tests.collector import Collector, ReceivedSpan, collecting
-from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 from tests.waiting import eventually
 
 CALLER = "00f067aa0ba902b7"
@@ -27,6 +27,7 @@ SIMULATED = (
     "simulation.draft_step_ms=[[1, 0.5]]",
     "simulation.acceptance=0.8",
     "speculation.controller=fixed",
+    PATIENT,
     "router.port=0",
 )
 
@@ -162,9 +163,9 @@ def test_a_client_that_leaves(simulated: LocalCluster, collector: Collector) -> 
 
 def test_a_client_that_leaves_before_its_answer(simulated: LocalCluster, collector: Collector) -> None:
     trace_id, headers = new_trace()
-    body = {"prompt": "a b c", "max_tokens": 2000}
+    body = {"prompt": "a b c", "max_tokens": 2000, "num_speculative_tokens": 0}  # takes 10 s
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=0.5)
+        httpx.post(f"{simulated.url}/v1/completions", json=body, headers=headers, timeout=3.0)
     check_left(collector.wait_for(trace_id, 6))
 
 
@@ -202,7 +203,7 @@ def test_a_request_without_a_trace_begins_one(simulated: LocalCluster, collector
 
 
 def test_the_torch_engine(collector: Collector) -> None:
-    settings = ("draft.replicas=1", "speculation.controller=fixed", f"tracing.endpoint={collector.url}")
+    settings = ("draft.replicas=1", "speculation.controller=fixed", PATIENT, f"tracing.endpoint={collector.url}")
     with LocalCluster(cluster_config(*settings)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         trace_id, headers = new_trace()

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,8 +108,8 @@ def test_a_killed_launcher_leaves_no_process_and_the_next_one_no_folder(tmp_path
         httpx.post(f"{url[1]}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
         assert len(pids_of(tmp_path)) == 5  # with the process that compiles grammars
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
-        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=10)
+        process.wait(60)
+        assert eventually(lambda: pids_of(tmp_path) == [])
     assert len(list(tmp_path.glob("outrider-serve-*"))) == 1
     with served(tmp_path, "--port", "0", "--draft.placement", "pool"):
         assert len(list(tmp_path.glob("outrider-serve-*"))) == 1  # its own
@@ -126,7 +125,5 @@ def test_a_grammar_that_is_being_compiled_goes_with_its_target(tmp_path: Path) -
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url[1]}/v1/completions", json=body, timeout=4, trust_env=False)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
-        began_at = time.monotonic()
-        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=10)
-        assert time.monotonic() - began_at < 3
+        process.wait(60)
+        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=30)  # by itself it would go on for hours

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from cluster.coordination.link import DraftLink
-
-NOTICED_S = 5.0
+from tests.waiting import WAIT_S
 
 WORKER = """
 import asyncio, grpc
@@ -51,7 +50,7 @@ def worker() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(NOTICED_S):
+    async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110  # a link tells an engine's thread, not this loop
             await asyncio.sleep(0.01)
 

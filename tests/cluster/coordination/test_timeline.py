@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from bench.in_process import SIMULATED, SimulatedCluster
 from cluster.config_file import load_config
 from cluster.coordination.timeline import AnswerSpan, Follower, News, Spans, StepSpan, Timeline
+from tests.waiting import WAIT_S
 
 
 def test_a_reader_gets_what_came_since_it_last_read() -> None:
@@ -50,11 +49,11 @@ def test_steps_and_answers_are_as_long_as_the_engines_make_them() -> None:
         *times,
         "speculation.controller=fixed",
         "speculation.max_run_ahead=0",
-        "speculation.draft_timeout_ms=10000",
+        "speculation.draft_timeout_ms=60000",
     )
     with SimulatedCluster(load_config(None, [*SIMULATED, *settings])) as running:
         name = running.submit(60, num_speculative_tokens=3, prompt_len=8)
-        running.wait([name], timeout=60)
+        running.wait([name], timeout=WAIT_S)
         timeline = running.target.timeline
     assert timeline is not None
     (_, steps), (_, answers) = timeline.steps.since(0), timeline.answers.since(0)
@@ -72,4 +71,4 @@ def test_steps_and_answers_are_as_long_as_the_engines_make_them() -> None:
     for span in proposing:
         assert span.seconds >= span.held_seconds >= 0.0
         assert span.batch == 1
-    assert min(span.step_seconds for span in proposing) == pytest.approx(0.002, rel=1.0)
+    assert min(span.step_seconds for span in proposing) >= 0.002

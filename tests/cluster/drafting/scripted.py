@@ -11,8 +11,8 @@ from cluster.drafting.worker import DraftWorker
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Advance, Open, Proposal, SpeculateReply, SpeculateRequest
+from tests.waiting import WAIT_S
 
-WAIT_S = 10.0  # for what must happen
 K, WINDOW = 3, 8
 
 

@@ -18,6 +18,7 @@ from cluster.config_file import load_config
 from cluster.errors import ConfigurationError
 from cluster.placement import endpoints
 from cluster.placement.endpoints import advertised_address, follow, follow_addresses, parse_list
+from tests.waiting import WAIT_S
 
 A, B, C = "10.0.0.1:7000", "10.0.0.2:7000", "[fd00::3]:7000"
 
@@ -48,7 +49,7 @@ class Names:
 
 
 async def following(lists: AsyncIterator[Sequence[str]]) -> Sequence[str]:
-    return list(await asyncio.wait_for(anext(lists), timeout=10))
+    return list(await asyncio.wait_for(anext(lists), timeout=WAIT_S))
 
 
 def test_labels_of_a_place_may_follow_an_address():

@@ -81,8 +81,8 @@ class LoopbackTarget:
         **settings: Any,
     ) -> None:
         """`pool`: takes the place of one that is linked to `addresses`."""
-        # A step of a busy test machine may take long: drafts are waited for, so that they are really verified.
-        speculation = SpeculationConfig(**({"draft_timeout_ms": 10_000} | settings))
+        # Drafts may take seconds on a busy machine: steps wait for them, so that they are verified.
+        speculation = SpeculationConfig(**({"draft_timeout_ms": 60_000} | settings))
         self.runner = runner
         self.target = TorchTarget(
             "tiny",

@@ -203,7 +203,7 @@ class TestTrees:
     def test_of_a_drafter_give_the_same_tokens(
         self,
         are_random: bool,
-        k: int,
+        k: int | None,
         new_target: Callable[..., LoopbackTarget],
         same_draft: LoopbackDraft,
         other_draft: LoopbackDraft,
@@ -214,9 +214,10 @@ class TestTrees:
             if are_random:
                 target.target._coordinator.planner.trees = RandomShapes()
             assert target.generate(requests) == list(expected.values())
-            drafted, accepted = acceptance(target, requests)
-            assert drafted > 0
-            assert accepted > 0 or draft is other_draft
+            if k is not None:  # else the controller decides by measured times, and may be right to draft nothing
+                drafted, accepted = acceptance(target, requests)
+                assert drafted > 0
+                assert accepted > 0 or draft is other_draft
             wait_until(lambda draft=draft: draft.drafter.num_used_blocks == 0)
 
     @pytest.mark.parametrize("k", [1, 6, 16])

@@ -47,7 +47,7 @@ def test_nothing_put_by_another_thread_is_lost_or_given_twice() -> None:
         thread.join()
         return taken
 
-    assert asyncio.run(asyncio.wait_for(run(), timeout=30)) == list(range(num_messages))
+    assert asyncio.run(asyncio.wait_for(run(), timeout=WAIT_S)) == list(range(num_messages))
 
 
 def test_nothing_stays_open_of_one_that_was_closed() -> None:

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from services.launch.delay_proxy import RETRANSMISSION_SECONDS, DelayProxy
+from tests.waiting import WAIT_S
 
 
 async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -32,13 +33,12 @@ async def round_trips(count: int, *, round_trip_seconds: float, loss: float = 0.
 
 
 def test_a_round_trip_takes_as_long_as_configured():
-    seconds = asyncio.run(round_trips(20, round_trip_seconds=0.02))
-    assert min(seconds) >= 0.02
-    assert min(seconds) < 0.03
+    seconds = asyncio.run(round_trips(5, round_trip_seconds=0.4))
+    assert 0.4 <= min(seconds) < 0.8
 
 
 def test_nothing_is_added_without_a_delay():
-    assert min(asyncio.run(round_trips(20, round_trip_seconds=0.0))) < 0.005
+    assert min(asyncio.run(round_trips(20, round_trip_seconds=0.0))) < 0.1
 
 
 def test_a_lost_chunk_comes_a_retransmission_later():
@@ -78,7 +78,7 @@ def test_when_one_end_goes_the_other_is_told(is_far_end):
         far = await connected.get()
         leaving, staying = (far, near) if is_far_end else (near, far)
         leaving[1].close()
-        assert await asyncio.wait_for(staying[0].read(), timeout=5) == b""
+        assert await asyncio.wait_for(staying[0].read(), timeout=WAIT_S) == b""
         staying[1].close()
         await proxy.stop()
         server.close()

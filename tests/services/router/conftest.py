@@ -313,7 +313,7 @@ def running_router(
     connections = Connections.of(config.router, app.state.metrics)
     server = HttpServer(app, connections, lifespan="on", timeout_graceful_shutdown=1)
     serving = background.start(server.serve(sockets=[listener]))
-    wait_until(lambda: server.started or serving.done(), timeout_s=5)
+    wait_until(lambda: server.started or serving.done())
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     # verify=False: reading the certificates, which nothing here needs, takes longer than most tests.
     with httpx.Client(base_url=url, timeout=10, verify=False) as client:

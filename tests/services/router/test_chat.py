@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from tests.waiting import WAIT_S
+
 from .conftest import MAX_MODEL_LEN
 
 MESSAGES = [
@@ -116,11 +118,11 @@ def test_leaving_cancels_the_call(router, target):
     with router.client.stream("POST", "/v1/chat/completions", content=body, headers=headers) as response:
         pieces = response.iter_raw()  # forgetting it would close the stream
         assert next(pieces)
-    assert target.cancelled.wait(2)
+    assert target.cancelled.wait(WAIT_S)
     target.cancelled.clear()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(router.url + "/v1/chat/completions", json={"messages": MESSAGES}, timeout=0.3)
-    assert target.cancelled.wait(2)
+        httpx.post(router.url + "/v1/chat/completions", json={"messages": MESSAGES}, timeout=2)
+    assert target.cancelled.wait(WAIT_S)
 
 
 def test_the_official_client(router, tokenizer):

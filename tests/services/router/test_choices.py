@@ -90,15 +90,15 @@ def test_leaving_cancels_every_call(router, target, stream):
         with router.client.stream("POST", "/v1/completions", json=payload) as response:
             pieces = response.iter_raw()  # forgetting it would close the stream
             assert next(pieces)
-            wait_until(lambda: len(target.requests) == 8, timeout_s=5)
+            wait_until(lambda: len(target.requests) == 8)
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(router.url + "/v1/completions", json=payload, timeout=0.3)
-    wait_until(lambda: target.num_cancelled == 8, timeout_s=1)
+            httpx.post(router.url + "/v1/completions", json=payload, timeout=2)
+    wait_until(lambda: target.num_cancelled == 8)
 
 
 def test_one_failure_fails_the_request_and_cancels_the_others(router, target):
-    target.delay_s = 0.05  # by then all have begun
+    target.delay_s = 0.2  # by then all have begun
     target.hang_after = 1
     target.failing_choice = 2
     target.failure = (grpc.StatusCode.INTERNAL, "secret")
@@ -106,11 +106,11 @@ def test_one_failure_fails_the_request_and_cancels_the_others(router, target):
     response = router.complete(prompt=[70], n=4, max_tokens=4)
     assert response.status_code == 500
     assert "secret" not in response.text
-    wait_until(lambda: target.num_cancelled == 3, timeout_s=1)
+    wait_until(lambda: target.num_cancelled == 3)
     events = router.stream(prompt=[70], n=4, max_tokens=4)
     assert events[-1]["error"]["type"] == "internal_error"
     assert "[DONE]" not in events
-    wait_until(lambda: target.num_cancelled == 6, timeout_s=1)
+    wait_until(lambda: target.num_cancelled == 6)
     target.failing_choice = -1
     target.hang_after = None
     assert router.complete(prompt=[70], n=4).status_code == 200

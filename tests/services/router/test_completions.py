@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 
+from tests.waiting import WAIT_S
+
 from .conftest import wait_for_health
 
 
@@ -140,7 +142,7 @@ def test_leaving_a_stream_cancels_the_call(router, target):
     with router.client.stream("POST", "/v1/completions", json={"prompt": [70], "stream": True}) as response:
         pieces = response.iter_raw()  # forgetting it would close the stream
         assert next(pieces)
-    assert target.cancelled.wait(2)
+    assert target.cancelled.wait(WAIT_S)
     assert_counted(router, "499")
 
 
@@ -149,8 +151,8 @@ def test_leaving_before_the_answer_cancels_the_call(router, target):
     for stream in (False, True):
         target.cancelled.clear()
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(router.url + "/v1/completions", json={"prompt": [70], "stream": stream}, timeout=0.3)
-        assert target.cancelled.wait(2)
+            httpx.post(router.url + "/v1/completions", json={"prompt": [70], "stream": stream}, timeout=2)
+        assert target.cancelled.wait(WAIT_S)
     assert_counted(router, "499", 2)
 
 
@@ -216,7 +218,7 @@ def test_beyond_the_limit_in_flight_requests_are_refused_unread(new_router, targ
         assert refused.headers["retry-after"]
         assert refused.json()["error"]["type"] == "overloaded_error"
         assert len(target.requests) == 1
-    assert target.cancelled.wait(2)
+    assert target.cancelled.wait(WAIT_S)
     target.hang_after = None
     assert router.complete(prompt="fox").status_code == 200
     assert metric(router, "vllm:num_requests_running") == 0

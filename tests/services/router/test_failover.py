@@ -22,7 +22,7 @@ def moved(router) -> dict[str, float]:
 
 def settle(background) -> None:
     """Lets replies that were sent arrive."""
-    background.run(asyncio.sleep(0.1))
+    background.run(asyncio.sleep(1.0))
 
 
 def running(targets):

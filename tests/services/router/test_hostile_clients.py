@@ -21,7 +21,7 @@ from services.router.http_protocol import MAX_HEADER_BYTES, MAX_HEADERS
 from services.router.json_values import parse_json
 from tests.background_loop import BackgroundLoop
 from tests.certificates import Certs
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 from .conftest import Router, ScriptedTarget
 from .test_router_program import program
@@ -42,7 +42,7 @@ def head(length: int | None = len(BODY), *headers: bytes, path: str = PATH) -> b
 
 def connect(router: Router) -> socket.socket:
     host, _, port = router.url.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
 
 def everything(connection: socket.socket) -> bytes:
@@ -273,7 +273,7 @@ def test_who_leaves_ends_the_requests_that_were_sent_ahead(router: Router, targe
     with connect(router) as connection:
         connection.sendall((head(len(streamed)) + streamed) * 2)
         connection.recv(65_536)
-    wait_until(lambda: reading(router, "vllm:num_requests_running") == 0, timeout_s=5)
+    wait_until(lambda: reading(router, "vllm:num_requests_running") == 0)
     assert target.num_cancelled == 1
 
 
@@ -350,23 +350,23 @@ def test_who_does_not_read_holds_nothing(new_router: NewRouter, target: Scripted
     body = json.dumps(LARGE | {"stream": stream}).encode()
     with not_reading(router) as connection:
         connection.sendall(head(len(body)) + body)
-        wait_until(lambda: num_closed(router, "write_timeout") == 1, timeout_s=30)
+        wait_until(lambda: num_closed(router, "write_timeout") == 1)
         wait_until(lambda: reading(router, "vllm:num_requests_running") == 0)
         wait_until(lambda: reading(router, "outrider_http_connections ") == 1)
 
 
 def test_a_slow_reader_is_served(new_router: NewRouter, target: ScriptedTarget) -> None:
     target.tokens_per_reply = 10
-    router = new_router([target.address], write_timeout_seconds=0.4)
+    router = new_router([target.address], write_timeout_seconds=2.0)
     body = json.dumps(LARGE).encode()
     with not_reading(router) as connection:
         connection.sendall(head(len(body), b"connection: close") + body)
         began_at, received = time.monotonic(), b""
         while piece := connection.recv(8192):
             received += piece
-            time.sleep(0.005)
+            time.sleep(0.02)
     assert received.endswith(b"}")
-    assert time.monotonic() - began_at > 1  # some times the deadline
+    assert time.monotonic() - began_at > 3  # some times the deadline
     assert num_closed(router, "write_timeout") == 0
 
 
@@ -383,15 +383,15 @@ def test_handshakes_are_counted_and_have_a_deadline(model_folder: Path, target: 
         router = Router(str(client.base_url), client, "")
         port = client.base_url.port
         assert port is not None
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)) for _ in range(2)]
-        beyond = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)) for _ in range(2)]
+        beyond = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S))
         assert everything(beyond) == b""
         assert num_closed(router, "address_full") == 1
         assert [everything(connection) for connection in silent] == [b"", b""]
         assert num_closed(router, "handshake") == 2
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        with context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=10)) as connection:
+        with context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)) as connection:
             connection.sendall(GET[:-2])
             assert everything(connection).startswith(b"HTTP/1.1 408 ")
         wait_until(lambda: reading(router, "outrider_http_connections ") == 1)
@@ -401,12 +401,12 @@ def test_half_a_body_keeps_no_router_from_ending(model_folder: Path, target: Scr
     with program(model_folder, target, drain_seconds=0) as (process, client):
         port = client.base_url.port
         assert port is not None
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
             connection.sendall(head() + BODY[:5])
             wait_until(lambda: reading(Router("", client, ""), "outrider_http_connections ") == 2)
             process.terminate()
             assert everything(connection).startswith(b"HTTP/1.1 503 ")
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0
     assert "Traceback" not in stderr
 
@@ -416,7 +416,7 @@ def test_operators_have_deadlines_too(model_folder: Path, target: ScriptedTarget
     settings: dict[str, Any] = {"admin_listen": f"127.0.0.1:{port}", "header_timeout_seconds": 0.3}
     with (
         program(model_folder, target, **settings),
-        socket.create_connection(("127.0.0.1", port), timeout=10) as connection,
+        socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection,
     ):
         connection.sendall(GET[:-2])
         assert everything(connection).startswith(b"HTTP/1.1 408 ")
@@ -449,13 +449,13 @@ BODIES: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", BODIES)
 def test_no_body_holds_up_the_event_loop(background: BackgroundLoop, shared: Router, name: str) -> None:
     path, content = BODIES[name]
-    lateness = [0.0]
+    lateness = [0.0]  # in processor time of this process, which other work of the machine does not lengthen
 
     async def watch() -> None:
         while True:
-            began_at = time.monotonic()
+            began_at = time.process_time()
             await asyncio.sleep(0.001)
-            lateness.append(time.monotonic() - began_at)
+            lateness.append(time.process_time() - began_at)
 
     watching = background.start(watch())
     answered = shared.client.post(path, content=content, headers={"content-type": "application/json"})

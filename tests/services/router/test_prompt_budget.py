@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from services.router.prompt_budget import StartWindow
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 from .conftest import Router, ScriptedTarget
 
@@ -42,7 +42,7 @@ def test_requests_beyond_the_budget_wait_for_others_to_end(
         with contextlib.suppress(httpx.ReadTimeout):
             router.client.post("/v1/completions", json={"prompt": [70] * 4}, timeout=0.3)  # this one fits
     target.hang_after = None
-    wait_until(lambda: router.complete(prompt=[70] * 10, max_tokens=1).status_code == 200, timeout_s=5)
+    wait_until(lambda: router.complete(prompt=[70] * 10, max_tokens=1).status_code == 200)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -56,7 +56,7 @@ def test_whatever_a_request_comes_to_its_prompts_are_given_back(
     target.fail_after, target.failure = 1, (grpc.StatusCode.INTERNAL, "secret")
     router.complete(prompt=prompt, stream=stream)
     target.fail_after = None
-    wait_until(lambda: router.complete(prompt=prompt, max_tokens=1).status_code == 200, timeout_s=5)
+    wait_until(lambda: router.complete(prompt=prompt, max_tokens=1).status_code == 200)
 
 
 def test_choices_begin_as_those_before_have_their_first_token(
@@ -65,9 +65,9 @@ def test_choices_begin_as_those_before_have_their_first_token(
     target.hang_after = 0
     payload = {"prompt": [[70, 71], [80, 81]], "n": 3, "max_tokens": 4, "return_token_ids": True}
     with pytest.raises(httpx.ReadTimeout):
-        router.client.post("/v1/completions", json=payload, timeout=0.5)
+        router.client.post("/v1/completions", json=payload, timeout=2)
     assert [request.choice_index for request in target.requests] == [0, 1, 2]
-    wait_until(lambda: target.num_cancelled == 3, timeout_s=5)
+    wait_until(lambda: target.num_cancelled == 3)
     target.requests.clear()
     target.hang_after = None
     choices = router.complete(**payload).json()["choices"]
@@ -80,7 +80,7 @@ def test_choices_begin_as_those_before_have_their_first_token(
 def test_a_prompt_beyond_the_window_goes_alone(small_window: None, router: Router, target: ScriptedTarget) -> None:
     target.hang_after = 0
     with pytest.raises(httpx.ReadTimeout):
-        router.client.post("/v1/completions", json={"prompt": [70] * 9, "n": 2}, timeout=0.5)
+        router.client.post("/v1/completions", json={"prompt": [70] * 9, "n": 2}, timeout=2)
     assert len(target.requests) == 1
 
 
@@ -110,7 +110,7 @@ def test_once_an_answer_has_begun_a_full_target_is_waited_for(
     target.failure = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(router.complete, prompt=[70, 71], n=6, max_tokens=2)
-        wait_until(lambda: sum(request.choice_index == 4 for request in target.requests) > 1, timeout_s=5)
+        wait_until(lambda: sum(request.choice_index == 4 for request in target.requests) > 1)
         assert not asked.done()
         target.fail_after = None
         assert asked.result().status_code == 200
@@ -137,9 +137,9 @@ def test_whoever_leaves_the_window_lets_others_in() -> None:
         for _ in range(20):
             await asyncio.sleep(0.005)
             random_numbers.choice(tasks).cancel()
-        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), WAIT_S)
         assert 0 < most <= 10
-        async with asyncio.timeout(1), window.place(10):
+        async with asyncio.timeout(WAIT_S), window.place(10):
             pass
 
     asyncio.run(run())

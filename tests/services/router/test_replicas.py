@@ -83,7 +83,7 @@ def test_streams_wait_for_the_restart_of_a_target_that_dies_amid_them(background
     threads = [threading.Thread(target=stream) for _ in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(target.requests) == 4, timeout_s=5)
+    wait_until(lambda: len(target.requests) == 4)
     background.run(asyncio.sleep(0.1))
     background.run(target.stop())
     target.hang_after = None

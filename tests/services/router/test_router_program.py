@@ -23,7 +23,7 @@ from cluster.wire.version import WIRE_VERSION
 from services.launch.local import free_ports
 from services.router.app import create_app, served_model_id
 from services.router.main import run
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 from .conftest import MAX_MODEL_LEN
 
@@ -92,10 +92,10 @@ def test_a_target_may_come_late_go_and_come_back(background, new_router, target)
     for _ in range(2):
         assert not healthy()
         background.run(target.start())
-        wait_until(healthy, timeout_s=5)
+        wait_until(healthy)
         assert router.complete(prompt="fox").status_code == 200
         background.run(target.stop())
-        wait_until(lambda: not healthy(), timeout_s=5)
+        wait_until(lambda: not healthy())
 
 
 def test_a_target_with_another_tokenizer_is_not_used(new_router, target, tokenizer):
@@ -174,7 +174,7 @@ def program(
             lines.append(process.stderr.readline())
             assert lines[-1], "".join(lines)
         with httpx.Client(base_url=found.group(), trust_env=False, verify=verify or False) as client:
-            wait_until(lambda: client.get("/health").status_code == 200, timeout_s=5)
+            wait_until(lambda: client.get("/health").status_code == 200)
             yield process, client
     finally:
         process.kill()
@@ -189,7 +189,7 @@ def test_the_program_needs_no_torch_and_drains_on_sigterm(model_folder, target):
             next(pieces)
             os.kill(process.pid, signal.SIGTERM)
             assert "".join(pieces).endswith("data: [DONE]\n\n")
-        stdout, stderr = process.communicate(timeout=10)
+        stdout, stderr = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, stderr
     assert stdout.strip() == "[] 0"
     assert "Traceback" not in stderr
@@ -206,7 +206,7 @@ def test_what_still_runs_when_draining_is_over_is_told_so(model_folder, target):
             os.kill(process.pid, signal.SIGTERM)
             (last,) = [piece for piece in "".join(pieces).split("\n\n") if piece]
         answer = whole.result()
-        _, stderr = process.communicate(timeout=10)
+        _, stderr = process.communicate(timeout=WAIT_S)
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "unavailable_error"
     assert answer.status_code == 503
     assert answer.headers["retry-after"]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from services.router.stop import StopMatcher, StopStrings
-from tests.waiting import wait_until
+from tests.waiting import WAIT_S, wait_until
 
 
 def run(pieces, *strings: str, in_output: bool = False) -> list[str]:
@@ -129,7 +129,7 @@ def test_the_generation_is_cancelled_at_a_stop_string(router, target, tokenizer)
     target.hang_after = len(tokenizer.encode("the quick "))
     body = router.complete(prompt=PROMPT, max_tokens=50, stop="quick").json()
     assert body["choices"][0]["text"] == "the "
-    assert target.cancelled.wait(2)
+    assert target.cancelled.wait(WAIT_S)
 
 
 def test_an_unfinished_character_at_the_end_can_be_a_stop_string(router):
@@ -143,4 +143,4 @@ def test_each_choice_stops_for_itself(router, target, tokenizer):
     body = router.complete(prompt=prompt, n=len(prompt), max_tokens=3 * len(prompt), stop=".").json()
     expected = [tokenizer.decode(prompt[first:] + prompt).partition(".")[0] for first in range(len(prompt))]
     assert [choice["text"] for choice in body["choices"]] == expected
-    wait_until(lambda: target.num_cancelled == len(prompt), timeout_s=5)
+    wait_until(lambda: target.num_cancelled == len(prompt))

@@ -32,7 +32,7 @@ from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.replicas import Replica
 from services.target.calls import Calls, RouterStream
 from services.target.servicer import TargetServicer
-from tests.waiting import turns, until
+from tests.waiting import WAIT_S, turns, until
 
 SAMPLING = encode_sampling(SamplingParams())
 LENGTH = target_pb2.FINISH_REASON_LENGTH
@@ -124,7 +124,7 @@ def with_served(test):
             served = Served()
             await served.server.start()
             try:
-                await asyncio.wait_for(test(served), timeout=20)
+                await asyncio.wait_for(test(served), timeout=WAIT_S)
             finally:
                 await served.channel.close()
                 await served.server.stop(None)

@@ -19,7 +19,7 @@ from tests.services.router.conftest import (  # noqa: F401
     model_folder,
     new_model,
 )
-from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 
 NPM_PACKAGE = "openai@7.57.0"
 
@@ -45,7 +45,9 @@ def instruct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def instruct_cluster(instruct_folder: Path) -> Iterator[LocalCluster]:
     """As `make demo` serves it."""
     models = (f"target.model={instruct_folder}", "draft.model=outrider-draft-smollm2-135m")
-    config = cluster_config(*models, "target.dtype=bfloat16", "draft.dtype=bfloat16", "target.max_model_len=2048")
+    config = cluster_config(
+        PATIENT, *models, "target.dtype=bfloat16", "draft.dtype=bfloat16", "target.max_model_len=2048"
+    )
     with LocalCluster(config) as running:
         running.wait_ready(READY_TIMEOUT_SECONDS)
         yield running

@@ -19,7 +19,7 @@ from tests.system.conftest import READY_TIMEOUT_SECONDS
 from tests.waiting import eventually
 
 CONFIG = Path(__file__).parents[3] / "configs" / "ray-local.yaml"
-END_SECONDS = 60
+END_SECONDS = 120
 SIMULATED = ("--set", "target.engine=simulated", "--set", "draft.drafter=simulated")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.system.conftest import PATIENT
 from tests.system.ray.launched import END_SECONDS, SIMULATED, Launcher, answer, end_and_check, launched
 from tests.waiting import eventually
 
@@ -25,7 +26,7 @@ def draft_programs(launcher: Launcher) -> list[psutil.Process]:
 
 
 def test_they_draft_are_started_again_and_leave_nothing_behind(folder: Path) -> None:
-    with launched(folder, *SIMULATED, "--set", "draft.placement=sidecar") as launcher:
+    with launched(folder, *SIMULATED, "--set", "draft.placement=sidecar", "--set", PATIENT) as launcher:
         launcher.wait_ready()
         plain, drafted = answer(launcher, 0), answer(launcher, 4)
         assert drafted[0] == plain[0]

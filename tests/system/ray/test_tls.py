@@ -41,8 +41,8 @@ def test_a_cluster_with_certificates_and_keys(folder: Path, tmp_path: Path) -> N
                 (entry,) = client.get(f"{url}/health").json()["targets"]
                 return dict(entry)
 
-            assert target()["problem"] is None
-            assert eventually(lambda: target()["num_draft_links"] == 1)  # the router asks once a second
+            # The router asks once a second, and may miss an answer of a busy machine.
+            assert eventually(lambda: (target()["problem"], target()["num_draft_links"]) == (None, 1))
             direct = client.post(f"{url}/v1/completions", json=BODY)
             proxied = client.post(f"http://127.0.0.1:{proxy_port}/v1/completions", json=BODY)
             assert direct.json()["choices"] == proxied.json()["choices"]

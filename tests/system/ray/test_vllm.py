@@ -13,18 +13,16 @@ SETTINGS = {
     "target.dtype": "float32",
     "target.kv_cache_bytes": str(32 * 2**20),
     "target.max_model_len": "1024",
+    # Three processes may share two cores: drafts are neither given up as late nor given up as too dear.
+    "speculation.controller": "fixed",
+    "speculation.draft_timeout_ms": "60000",
 }
-NUM_ANSWERS = 4  # where three processes share two cores, the proposals for one may all be late
 
 
 def test_it_is_drafted_for_from_the_pool_and_leaves_nothing_behind(folder: Path) -> None:
     with launched(folder, *[a for name, value in SETTINGS.items() for a in ("--set", f"{name}={value}")]) as launcher:
         launcher.wait_ready()
-        token_ids, num_accepted = answer(launcher, 0)
-        assert num_accepted == 0
-        for _ in range(NUM_ANSWERS):
-            drafted, accepted = answer(launcher, 4)
-            assert drafted == token_ids
-            num_accepted += accepted
-        assert num_accepted > 0
+        plain, drafted = answer(launcher, 0), answer(launcher, 4)
+        assert drafted[0] == plain[0]
+        assert (plain[1], drafted[1] > 0) == (0, True)
         end_and_check(launcher, folder)

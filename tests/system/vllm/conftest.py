@@ -17,6 +17,7 @@ from tests.system.vllm.programs import Programs, two_targets
 
 NUM_PROMPTS = 40
 SETTINGS = {
+    "speculation.draft_timeout_ms": 5000,  # on a busy machine drafts are often late by the default of 50
     "target.engine": "vllm",
     "target.engine_args": "{enforce_eager: true}",
     "target.max_num_seqs": 8,

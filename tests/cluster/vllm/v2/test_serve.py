@@ -148,15 +148,16 @@ def test_drafts_are_accepted_and_let_go(server: Server, draft: Draft, answers: l
     wait_until(lambda: read_counters(draft.metrics_url)["outrider_draft_sequences"] == 0)
 
 
-def test_same_answers_when_the_draft_is_killed_midway(server: Server, draft: Draft, answers: list[list[str]]) -> None:
+def test_same_answers_when_the_draft_is_killed_midway(server: Server, draft: Draft) -> None:
+    expected = server.answers(max_tokens=200)  # long: some have to be under way when the draft is killed
     drafted = server.counters()["vllm:spec_decode_num_draft_tokens_total"]
     with ThreadPoolExecutor(1) as thread:
-        again = thread.submit(server.answers)
+        again = thread.submit(server.answers, max_tokens=200)
         wait_until(lambda: server.counters()["vllm:spec_decode_num_draft_tokens_total"] > drafted)
         draft.kill()
         assert not again.done()
-        assert again.result() == answers
-    assert server.counters()["outrider_draft_links_up"] == 0
+        assert again.result() == expected
+    wait_until(lambda: server.counters()["outrider_draft_links_up"] == 0)
 
 
 def test_same_answers_without_the_pool(server: Server, draft: Draft, answers: list[list[str]]) -> None:
@@ -168,7 +169,7 @@ def test_same_answers_without_the_pool(server: Server, draft: Draft, answers: li
 
 def test_speculates_again_when_the_draft_is_back(server: Server, draft: Draft, answers: list[list[str]]) -> None:
     draft.start()
-    assert eventually(lambda: server.counters()["outrider_draft_links_up"] == 1, 60)
+    assert eventually(lambda: server.counters()["outrider_draft_links_up"] == 1)
     drafted = server.counters()["vllm:spec_decode_num_draft_tokens_total"]
     assert server.answers() == answers
     assert server.counters()["vllm:spec_decode_num_draft_tokens_total"] > drafted

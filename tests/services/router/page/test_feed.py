@@ -13,6 +13,7 @@ from cluster.errors import OverloadedError
 from cluster.wire.replies import RoundCounts
 from services.router.page import feed as module
 from services.router.page.feed import MAX_STEPS, MAX_VIEWERS, Feed
+from tests.waiting import WAIT_S
 
 HELLO = {"model": "m"}
 
@@ -30,7 +31,7 @@ async def next_of(viewer: AsyncGenerator[bytes, None], name: str) -> Any:
 
 
 def run(test) -> None:
-    asyncio.run(asyncio.wait_for(test, timeout=20))
+    asyncio.run(asyncio.wait_for(test, timeout=WAIT_S))
 
 
 def test_viewers_are_told_of_steps_and_workers() -> None:
