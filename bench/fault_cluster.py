@@ -20,7 +20,7 @@ from services.launch.child import Child, end_all
 
 Kind = Literal["target", "draft", "router"]
 KINDS: tuple[Kind, ...] = ("target", "draft", "router")
-READY_SECONDS = 120.0
+READY_SECONDS = 600.0
 _END_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 

@@ -35,7 +35,7 @@ from services.launch.ray.membership import FOLDERS
 from services.launch.ray.registry import end_registry, find_view
 from services.launch.ray.scaling import scale
 
-READY_SECONDS = 120.0
+READY_SECONDS = 600.0
 _POLL_SECONDS = 0.1
 _MEMORY = 80 * 2**20  # of a node's object store, the least that Ray takes: nothing goes through it
 _DRAIN_DEADLINE_SECONDS = 60

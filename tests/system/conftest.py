@@ -15,7 +15,7 @@ from cluster.config_file import load_config
 from cluster.model_folder import resolve_model_folder
 from services.launch.local import LocalCluster
 
-READY_TIMEOUT_SECONDS = 120
+READY_TIMEOUT_SECONDS = 600
 # By default drafts that take over 50 ms are late, as they often do on a busy machine. For tests that expect drafts.
 PATIENT = "speculation.draft_timeout_ms=60000"
 

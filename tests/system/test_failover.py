@@ -17,6 +17,7 @@ from bench.workload import read_counters
 from services.launch.local import LocalCluster, Worker
 from tests.system.client import assert_nothing_in_use, eventually
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.waiting import WAIT_S
 
 # With every kind of state that has to go with a request. Long enough to be in the middle of it when the fault comes.
 REQUESTS: list[dict[str, Any]] = [
@@ -67,7 +68,7 @@ def ask_all(cluster: LocalCluster, has_begun: threading.Event) -> list[list[str]
                 texts[choice.index] += choice.text
             if is_first:
                 is_first = False
-                begun.wait(timeout=60)
+                begun.wait(timeout=WAIT_S)
         return texts
 
     with ThreadPoolExecutor(len(REQUESTS)) as threads:
@@ -97,7 +98,7 @@ def test_a_client_gets_the_same_text(
     has_begun = threading.Event()
 
     def strike() -> None:
-        assert has_begun.wait(60)
+        assert has_begun.wait(WAIT_S)
         # The answers of one may be complete by now: a grammar takes a while before its request begins.
         busiest = max(two_targets.targets, key=num_used_blocks)
         victims.append(busiest.pid)
@@ -124,7 +125,7 @@ def test_with_one_target_a_request_waits_for_its_restart() -> None:
         has_begun, is_over = threading.Event(), threading.Event()
 
         def strike_and_watch() -> None:
-            assert has_begun.wait(60)
+            assert has_begun.wait(WAIT_S)
             os.kill(cluster.targets[0].pid, signal.SIGKILL)
             while not is_over.wait(0.1):
                 cluster.watch()

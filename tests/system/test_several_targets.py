@@ -18,7 +18,7 @@ from bench.workload import read_counters
 from services.launch.local import LocalCluster
 from tests.system.client import Case, assert_nothing_in_use, complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 NUM_STREAMS = 6
 NUM_MIXED_REQUESTS = 500
@@ -65,7 +65,7 @@ def test_a_dead_targets_requests_go_on_elsewhere_with_the_same_tokens(two_of_eac
     cases = [
         Case((400, 20, 7, seed), seed, 600, {"temperature": 1.0, "ignore_eos": True}) for seed in range(NUM_STREAMS)
     ]
-    all_started = threading.Barrier(NUM_STREAMS + 1, timeout=60)
+    all_started = threading.Barrier(NUM_STREAMS + 1, timeout=WAIT_S)
 
     def follow(case: Case) -> list[int]:
         """The tokens that came."""

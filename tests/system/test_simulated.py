@@ -6,6 +6,7 @@ import httpx
 
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster
+from tests.system.conftest import READY_TIMEOUT_SECONDS
 
 SETTINGS = (
     "target.engine=simulated",
@@ -19,7 +20,7 @@ SETTINGS = (
 
 def test_it_serves_and_speculates_through_the_delay() -> None:
     with LocalCluster(load_config(None, SETTINGS)) as cluster:
-        cluster.wait_ready(timeout=60)
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
 
         def generate(k: int | str) -> str:
             body = {"prompt": "x", "seed": 5, "max_tokens": 60, "num_speculative_tokens": k}
@@ -36,7 +37,7 @@ def test_it_serves_and_speculates_through_the_delay() -> None:
 def test_drafts_beside_targets_are_for_these_alone() -> None:
     settings = (*SETTINGS, "target.replicas=2", "draft.replicas=2", "draft.placement=sidecar")
     with LocalCluster(load_config(None, settings)) as cluster:
-        cluster.wait_ready(timeout=60)
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
         assert len(cluster.drafts) == 4
         drafts = [_drafts_of(target.metrics_url) for target in cluster.targets]
     assert [len(own) for own in drafts] == [2, 2]

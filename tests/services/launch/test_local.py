@@ -10,6 +10,7 @@ import pytest
 
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster, free_ports
+from tests.system.conftest import READY_TIMEOUT_SECONDS
 from tests.waiting import wait_until
 
 
@@ -76,4 +77,4 @@ def test_a_program_whose_port_was_taken_in_between_is_started_again() -> None:
 
         wait_until(is_another)
         squatter.close()
-        cluster.wait_ready(60)
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)

@@ -16,7 +16,7 @@ from services.launch.child import Child
 from services.launch.local import free_ports
 from tests.waiting import eventually
 
-READY_S = 180.0
+READY_S = 600.0
 _PAUSE_S = 0.2
 
 

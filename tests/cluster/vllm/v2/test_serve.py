@@ -29,7 +29,7 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "presence_penalty": 0.3, "logit_bias": {"30": 2.0}},
     {"temperature": 1.0, "extra_body": {"min_p": 0.05, "repetition_penalty": 1.1}},
 )
-_START_SECONDS = 180
+_START_SECONDS = 600
 _STOP_SECONDS = 30
 
 

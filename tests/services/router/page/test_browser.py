@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from cluster.config_file import load_config
 from cluster.speculation.theory import RoundCosts, best_num_speculative_tokens, expected_tokens, speedup
 from services.launch.local import LocalCluster
+from tests.system.conftest import READY_TIMEOUT_SECONDS
 
 SETTINGS = (
     "target.engine=simulated",
@@ -75,7 +76,7 @@ class Load:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(load_config(None, SETTINGS)) as running:
-        running.wait_ready(timeout=60)
+        running.wait_ready(READY_TIMEOUT_SECONDS)
         yield running
 
 
@@ -144,7 +145,7 @@ def test_it_shows_a_cluster_at_work(browser: Browser, cluster: LocalCluster, sch
 def test_a_question_of_the_configuration_is_put_to_a_model_that_converses(browser: Browser) -> None:
     question = "What is a pangram?"
     with LocalCluster(load_config(None, [*SETTINGS, f"router.page_question={question}"])) as cluster:
-        cluster.wait_ready(timeout=60)
+        cluster.wait_ready(READY_TIMEOUT_SECONDS)
         with Visit(browser, cluster.url) as visit:
             expect(visit.page.locator("#prompt-text")).to_have_value(question)
             expect(visit.page.locator("#prompt-kind")).to_have_value("chat")
@@ -211,7 +212,7 @@ def test_a_router_with_keys_asks_for_one(browser: Browser, tmp_path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"me:{key}\n")
     with LocalCluster(load_config(None, [*SETTINGS, f"router.api_keys_file={keys}"])) as running:
-        running.wait_ready(timeout=60)
+        running.wait_ready(READY_TIMEOUT_SECONDS)
         visit = Visit(browser, running.url)
         expect(visit.page.locator("#key-form")).to_be_visible()
         visit.page.fill("#key", key)
