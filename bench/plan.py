@@ -21,7 +21,7 @@ from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, spread, withou
 from bench.workload import Run, held_out_prompts, run_window
 from cluster.config_file import load_config
 from cluster.planning.planner import Load, plan
-from cluster.speculation.theory import expected_tokens
+from cluster.speculation.speed import expected_tokens
 from services.launch.local import LocalCluster
 from services.plan.measure import measured_options
 

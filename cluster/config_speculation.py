@@ -69,6 +69,10 @@ class SpeculationConfig(Section):
         return self
 
     @property
+    def draft_timeout_seconds(self) -> float:
+        return self.draft_timeout_ms / 1e3
+
+    @property
     def tunes_draft_temperature(self) -> bool:
         """Not where the target must know the distribution that the draft sampled from."""
         return self.tune_draft_temperature and self.acceptance != "rejection"

@@ -129,6 +129,7 @@ class LinkBalancer:
             link.ejected_until = now + min(_EJECT_SECONDS * 2**link.num_ejections, _MAX_EJECT_SECONDS)
             link.num_ejections += 1
             link.costs = LinkCosts(self._max_batch)  # what it took before says nothing of what it will take then
+            link.observed.clear()
             self.num_ejections += 1
             ejected.append(link)
         return ejected
@@ -183,7 +184,6 @@ class LinkBalancer:
 
     def _send(self, link: ActiveLink, to: ActiveLink, number: int, now: float) -> list[SpeculativeSequence]:
         movable = [s for s in link.sequences.values() if self._settled_at.get(s, 0.0) <= now]
-        movable.sort(key=lambda sequence: not sequence.is_shadow)  # while nothing else is drafted for they show most
         for sequence in movable[:number]:
             self._settled_at[sequence] = now + _SETTLE_SECONDS
             self._going[sequence] = to

@@ -4,7 +4,7 @@ The engine's thread calls, once a step:
 
     drafts = coordinator.begin(decoding, joining)     # what to verify, by sequence, once the proposals are here
     ...                                               # the step: the sequences' token_ids grow
-    coordinator.end(rounds, timing)                   # tells the drafters at once; the rest is put off
+    coordinator.end(rounds, timing)                   # notifies the drafters at once; the rest is put off
 
 and `close` for a sequence that has ended. A sequence without drafts decodes plainly. Nothing here can change a token:
 drafts are only ever compared with the target's choices.
@@ -17,7 +17,7 @@ from the step, plans and counting, is done at the start of the next `begin`, whi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -35,7 +35,6 @@ from cluster.coordination.worth import Worth
 from cluster.engine.limits import StepLimits
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
-from cluster.speculation.prompts import learn_step
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply
 
@@ -47,17 +46,21 @@ class StepTiming:
     num_rows: int  # that yielded a choice
     seconds: float
     is_pure: bool = True  # nothing else was computed beside, such as a chunk of a prompt
-    num_prompts: int = 0  # of which a chunk was
+    num_prompts: int = 0  # prompts with a chunk in it
     num_prompt_tokens: int = 0  # in these chunks
-    left_prompts: bool = False  # there were more, or more of these, than the step had room for
+    left_prompts: bool = False  # more prompt tokens were waiting than the step had room for
     longest_context: int = 0  # the most tokens that a chunk has before it
 
 
 @dataclass(frozen=True, slots=True)
 class _EndedStep:
+    """A step that nothing was learned from yet."""
+
     rounds: Sequence[Round]
     timing: StepTiming | None
-    ended_at: float
+    seconds: float  # from the end of the step before it, or from its beginning where there was none
+    waited_seconds: float
+    is_as_planned: bool  # all of its sequences went on, and it was not the plain step among drafted ones
 
 
 class Coordinator:
@@ -71,10 +74,10 @@ class Coordinator:
         limits: StepLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        timeout_seconds = config.draft_timeout_ms / 1e3
+        timeout_seconds = config.draft_timeout_seconds
         self.stats = CoordinatorStats()
         self.timeline = Timeline()
-        self.planner = DepthPlanner(config, limits.max_num_batched_tokens, clock)
+        self.planner = DepthPlanner(config, limits.max_num_batched_tokens)
         self._pool = pool
         self._vocab_size = vocab_size
         self._clock = clock
@@ -91,13 +94,14 @@ class Coordinator:
             drafts_in_turn=pool.drafts_in_turn,
         )
         self._begun: Sequence[SpeculativeSequence] = ()
+        self._began_at = 0.0
         self._waited_seconds = 0.0  # for proposals, before this step
-        self._ended: list[_EndedStep] = []  # steps that nothing was learned from yet
+        self._ended: list[_EndedStep] = []
 
     def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
         """Steps of so many rows were tried, and took so many seconds."""
         for num_rows, seconds in times:
-            self.planner.step_seconds.observe(num_rows, seconds)
+            self.planner.steps.curve.observe(num_rows, seconds)
 
     def begin(
         self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence] = ()
@@ -105,14 +109,16 @@ class Coordinator:
         """What the next step verifies after the committed tokens of each of `decoding`, whose next token it chooses.
 
         `joining` will soon be among these; they are opened on draft workers, and depths are chosen for all. Waits for
-        proposals, at most the draft timeout each. Those of `decoding` that have no entry had better be left out of the
-        step: the others are worth more than the wait for them.
+        proposals, at most the draft timeout each; a sequence whose proposal is not worth the wait decodes plainly.
 
-        A sequence that the engine preempts stays open: what was proposed for it still fits when it runs again, and
-        nobody waits for it meanwhile.
+        A sequence that the engine preempts stays open: what was proposed for it still fits when it runs again, and no
+        step waits for it until then.
         """
         started_at = time.thread_time()
-        self._learn()
+        begun, self._begun = self._begun, ()
+        if not (decoding and begun):  # else it began when the step before it ended
+            self._began_at = self._clock()
+        self.stats.depths.update([sequence.depth for sequence in begun])
         self._take_events()
         for sequence in chain(joining, decoding):
             self._openings.add(sequence)
@@ -124,17 +130,14 @@ class Coordinator:
         waited_before = self.stats.wait_seconds
         self.stats.other_seconds += put_off_until - started_at
         self._take_events()
-        held_back: Collection[SpeculativeSequence] = ()
-        if not self.planner.leaves_drafts_out:
-            held_back = frozenset(self._waits.wait(decoding))
-        if self.planner.verifies_shadows and self._pool.drafts_in_turn:
-            self._waits.wait_for_shadows(decoding)
+        if not self.planner.is_plain_step:
+            self._waits.wait(decoding)
         if decoding:  # the first step of an answer, and with it its first token, does not wait for a drafter
             self._pool.lend_turn()
             self._take_events()
         self._waited_seconds = self.stats.wait_seconds - waited_before
-        self._begun = [s for s in decoding if s not in held_back] if held_back else decoding
-        drafts = self._drafts(self._begun)
+        self._begun = decoding
+        drafts = self._drafts(decoding)
         drafting_seconds = self._pool.drafting_seconds - drafting_before
         self.stats.critical_seconds += time.thread_time() - put_off_until - drafting_seconds
         return drafts
@@ -153,15 +156,18 @@ class Coordinator:
         for ended in rounds:
             sequence = ended.sequence
             if sequence.link is not None:
-                num_drafts, shape = planner.wanted(sequence, now)
+                planner.probed(sequence, has_drafts=bool(ended.drafts.token_ids))
+                num_drafts, shape = planner.wanted(sequence)
                 sequence.advance(num_drafts, shape, now)
         if joining:
             for sequence in joining:
                 self._openings.add(sequence)
             self._openings.assign()
         self._send()
-        if rounds or timing is not None:  # else nothing ran, of which there is nothing to learn
-            self._ended.append(_EndedStep(rounds, timing, now))
+        if rounds or timing is not None:  # else nothing ran
+            is_as_planned = len(rounds) == len(self._begun) and not planner.is_plain_step
+            seconds, self._began_at = now - self._began_at, now
+            self._ended.append(_EndedStep(rounds, timing, seconds, self._waited_seconds, is_as_planned))
         if timing is not None:
             self.timeline.steps.add(
                 StepSpan(
@@ -171,7 +177,7 @@ class Coordinator:
         self.stats.critical_seconds += time.thread_time() - started_at
 
     def close(self, sequence: SpeculativeSequence) -> None:
-        """`sequence` has ended; its drafter is told with the next message."""
+        """`sequence` has ended; its drafter is notified with the next message."""
         self._openings.remove(sequence)
 
     def demand(self) -> DraftDemand | None:
@@ -185,32 +191,28 @@ class Coordinator:
         yield from self._gains.readings()
 
     def _learn(self) -> None:
-        """From the steps that have ended, and their drafts."""
-        self.stats.depths.update([sequence.depth for sequence in self._begun])
-        begun, self._begun = self._begun, ()
+        """Learns from the steps since the last plan, and from their drafts."""
         ended, self._ended = self._ended, []
+        planner = self.planner
+        for link in self._balancer.active.values():
+            link.learn()
         for step in ended:
-            is_pure = step.timing is None or step.timing.is_pure
-            is_whole = len(step.rounds) == len(begun)
-            self.planner.observe_rounds(step.rounds, step.ended_at, is_pure=is_pure, is_whole=is_whole)
-            if step.timing is None:
-                continue
+            planner.observe(step.rounds)
             timing = step.timing
-            learn_step(
-                self.planner.step_seconds,
-                timing.num_rows,
-                timing.num_prompt_tokens,
-                timing.longest_context,
-                timing.seconds,
-            )
+            if timing is None:
+                continue
             num_committed = sum([len(ended.chosen) for ended in step.rounds])
-            self.planner.prompts.observe(
-                timing.num_prompt_tokens, timing.num_prompts, num_committed, left_some=timing.left_prompts
-            )
+            if step.is_as_planned and step.rounds and timing.is_pure:
+                planner.observe_speed(step.rounds, step.seconds)
+            # With all that the loop does between two steps: drafts spare it, as they spare steps.
+            seconds = max(timing.seconds, step.seconds - step.waited_seconds)
+            planner.steps.observe_rows(timing.num_rows, timing.num_prompt_tokens, timing.longest_context, seconds)
+            planner.steps.observe_prompts(timing.num_prompt_tokens, num_committed, left_some=timing.left_prompts)
 
     def _plan(self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence]) -> None:
         num_rows = len(decoding) + len(joining)
         if self.planner.begin_step(num_rows):
+            self._learn()
             now = self._clock()
             planned = [s for s in chain(decoding, joining) if self._openings.may_be_drafted_for(s, now)]
             best = self._balancer.best(planned[0].params.temperature, now) if planned else None
@@ -235,7 +237,7 @@ class Coordinator:
     def _why_plain(self, sequence: SpeculativeSequence) -> str:
         if sequence.num_speculative_tokens == 0:
             return "asked"
-        if self.planner.leaves_drafts_out:
+        if self.planner.is_plain_step:
             return "probe"
         if sequence.depth == 0:
             return "does_not_pay"

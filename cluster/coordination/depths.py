@@ -1,111 +1,136 @@
-"""Decides each sequence's depth, and keeps what the decision rests on up to date."""
+"""Decides each sequence's depth, and keeps the measurements for it up to date."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from cluster.config_speculation import SpeculationConfig
-from cluster.coordination.plan_schedule import PlanSchedule
-from cluster.coordination.probing import Probing
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
-from cluster.coordination.shadows import SHADOW_DEPTH, Shadows
-from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
-from cluster.speculation.calibration import Promise
-from cluster.speculation.costs import LearnedCurve
+from cluster.speculation.acceptance_model import FloatArray, PositionRates, SequenceAcceptance
 from cluster.speculation.depth import Candidate, NextStep, make_controller
 from cluster.speculation.drafts import is_chain
-from cluster.speculation.goodput import FloatArray, StepCosts
-from cluster.speculation.prompts import PromptLoad, StepSeconds
-from cluster.speculation.tree import RoundTime, Shape, num_levels
+from cluster.speculation.realised_gain import RealisedGain
+from cluster.speculation.speed import Speed, tokens_per_round
+from cluster.speculation.step_times import StepTimes
+from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import Template, TreePolicy
+
+_PLAN_STEPS = 16  # between two plans: a plan takes as long as the bookkeeping of some steps, and depths change slowly
+_PLAIN_STEPS = 128  # between two plain steps while there are drafts: at a gain of 2.5 one costs 0.5 % of the tokens
+_PROBE_DEPTH = 3  # draft tokens of a probe: enough to see acceptance fall with the position
+_PROBE_SHARE = 0.005  # of the tokens, what probes may cost
+_PROBE_MEMORY = 24.0  # tests per position that are remembered while only probes add some: the rest is out of date
 
 
 class DepthPlanner:
-    """The controller with its inputs. Belongs to the engine's thread."""
+    """The controller with its inputs. Belongs to the engine's thread.
 
-    def __init__(self, config: SpeculationConfig, max_rows: int, clock: Callable[[], float]) -> None:
-        self.step_seconds = LearnedCurve(max_rows)  # of the target, over the rows of the step
-        self.prompts = PromptLoad()
-        self._seconds = StepSeconds(self.step_seconds, self.prompts, max_rows)
-        self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens, clock)
+    Now and then a step is of the kind that is not the rule, so that both stay measured: a plain step while there are
+    drafts (`is_plain_step`), and while there are none a *probe*, one real short round of one sequence.
+    """
+
+    def __init__(self, config: SpeculationConfig, max_rows: int) -> None:
+        self.steps = StepTimes(max_rows)
+        self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens)
+        self.realised = RealisedGain()
         self.opening_depth = config.num_speculative_tokens  # of a new sequence
+        self.num_planned_rows = 0  # sequences of the step that was last planned for
+        self.has_drafts = True  # by the last plan
+        self.is_plain_step = False  # this step leaves drafts out
+        self.probe: SpeculativeSequence | None = None
         self._opening_template: Template | None = None
-        self._opening_tokens: float | None = (
-            None  # that its rounds are expected to commit; None: nothing was planned yet
-        )
+        self._opening_tokens: float | None = None  # expected of a new sequence's rounds; None before the first plan
+        self._predicted = 0.0  # tokens per second of one sequence, by the last plan; 0: not predicted
         self._config = config
-        self._clock = clock
-        self._max_depth = config.max_speculative_tokens
-        self._controller = make_controller(config, self._seconds)
-        self.needs = self._controller.needs
-        self.shadows = Shadows(clock)
-        self.probing = Probing(clock, is_wanted=self.needs.probing)
+        self.max_depth = config.max_speculative_tokens
+        self._controller = make_controller(config, self.steps)
+        self.measures = self._controller.measures
         self._rates: dict[tuple[str, float], PositionRates] = {}  # by draft model and temperature
-        self._schedule = PlanSchedule(clock)
+        self._num_plans = 0  # since a draft model or a temperature was new
+        self._steps_to_plan = 0.0
+        self._steps_to_plain, self._steps_to_probe = _PLAIN_STEPS, 0
+        self._num_probes = 0
+
+    # Sequences.
 
     def join(self, sequence: SpeculativeSequence) -> None:
-        """`sequence` takes part from now on."""
-        self.prompts.joined()
+        """`sequence` may be drafted for from now on."""
+        self.steps.joined()
         asked = sequence.num_speculative_tokens
         acceptance = SequenceAcceptance(self.rates("", sequence.params.temperature))
-        sequence.joined(acceptance, self._config.window(asked or self._max_depth))
+        sequence.joined(acceptance, self._config.window(asked or self.max_depth))
         if asked is None:
-            expected = self._opening_tokens or 1.0 + sum(acceptance.survival()[: self.opening_depth])
+            expected = self._opening_tokens or tokens_per_round(acceptance.survival()[: self.opening_depth])
             sequence.planned(self.opening_depth, self._opening_template, expected)
-            self._schedule.joined()
+            # A sequence that joins a few is planned for at once: what was chosen for others is not its own.
+            self._steps_to_plan -= _PLAN_STEPS / max(1, self.num_planned_rows)
         else:
-            depth = min(asked, self._max_depth)
-            sequence.planned(depth, None, 1.0 + sum(acceptance.survival()[:depth]))
-
-    def rates(self, model: str, temperature: float) -> PositionRates:
-        """How often drafts of `model` are accepted at such a temperature, as learned from all sequences."""
-        kind = model, round(4 * temperature) / 4
-        known = self._rates.get(kind)
-        if known is None:
-            known = self._rates[kind] = PositionRates(self._max_depth)
-            self._schedule.begin_anew()
-        return known
-
-    def survival(self, model: str, temperature: float) -> FloatArray:
-        """How likely a draft of `model` at depth 1, 2, ... is committed."""
-        return np.asarray(np.cumprod(self.rates(model, temperature).rates), np.float64)
-
-    def drafted_by(self, sequence: SpeculativeSequence, model: str) -> None:
-        """`sequence`, which has joined, is or would be drafted for by `model`: another model begins anew with it."""
-        shared = self.rates(model, sequence.params.temperature)
-        assert sequence.acceptance is not None
-        if sequence.acceptance.shared is not shared:
-            sequence.acceptance.take_in()
-            sequence.drafted_by(SequenceAcceptance(shared))
-
-    def step_costs(self, num_rows: int) -> StepCosts:
-        return StepCosts(self._seconds, max(1, num_rows), self._config.draft_timeout_ms / 1e3)
-
-    @property
-    def num_planned_rows(self) -> int:
-        """Sequences of the step that was last planned for."""
-        return self._schedule.num_planned_rows
+            depth = min(asked, self.max_depth)
+            sequence.planned(depth, None, tokens_per_round(acceptance.survival()[:depth]))
 
     def leave(self, sequence: SpeculativeSequence) -> None:
         if sequence.acceptance is not None:  # one that never joined makes no room
-            self.prompts.ended()
-        self.shadows.dismiss(sequence)
+            self.steps.ended()
+            # Its rounds since the last plan are not learned from. Well-drafted answers end within a few deep rounds,
+            # which would make deep drafts look better than they are for the rest: recorded answers at T = 0 were 1, 3
+            # and 1 % slower with them, at 1, 4 and 16 streams.
+            # While little is known they are: with very short answers there would be no others.
+            if sequence.acceptance.shared.num_tests > _PROBE_MEMORY:
+                sequence.left()
+        if sequence is self.probe:
+            self.probe = None
+
+    def rates(self, model: str, temperature: float) -> PositionRates:
+        """Acceptance of drafts of `model` at about this temperature, learned from all sequences."""
+        kind = model, round(4 * temperature) / 4
+        if kind not in self._rates:
+            self._rates[kind] = PositionRates(self.max_depth)
+            self._num_plans = 0
+        return self._rates[kind]
+
+    def survival(self, model: str, temperature: float) -> FloatArray:
+        """The probability that a draft of `model` at depth 1, 2, ... is committed."""
+        return np.asarray(np.cumprod(self.rates(model, temperature).rates), np.float64)
+
+    def drafted_by(self, sequence: SpeculativeSequence, model: str) -> None:
+        """`sequence`, which has joined, is or would be drafted for by `model`: with another model it starts again."""
+        shared = self.rates(model, sequence.params.temperature)
+        assert sequence.acceptance is not None
+        if sequence.acceptance.shared is not shared:
+            sequence.drafted_by(SequenceAcceptance(shared))
+
+    def speed(self, num_rows: int) -> Speed:
+        """Predicts the speed of `num_rows` sequences that are all drafted for alike."""
+        return Speed(self.steps, max(1, num_rows), self._config.draft_timeout_seconds)
+
+    # Plans.
 
     def begin_step(self, num_rows: int) -> bool:
         """The next step has `num_rows` sequences. Returns whether depths are due for a plan."""
-        self.probing.begin_step(awaits_shadow=bool(self.shadows))
-        return self._schedule.is_due(num_rows)
+        self._steps_to_probe -= 1
+        if self.has_drafts:
+            self._steps_to_plain -= 1
+        else:
+            self.realised.forget()
+        self.is_plain_step = self.measures and self.has_drafts and self._steps_to_plain <= 0
+        if self.is_plain_step:
+            self._steps_to_plain = _PLAIN_STEPS
+        self._steps_to_plan -= 1
+        return self._steps_to_plan <= 0 or not num_rows <= 2 * self.num_planned_rows <= 4 * num_rows
 
     def plan(self, decoding: Sequence[SpeculativeSequence], best: ActiveLink | None, num_rows: int) -> None:
         """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
 
         Those that have no link yet are taken to be drafted for on `best`; None: no link is up.
         """
-        if not decoding or (self.needs.measurements and not self.step_seconds.is_known):
+        if not decoding or (self.measures and not self.steps.is_known):
+            self._predicted = 0.0
             return
-        self._schedule.planned(num_rows)
+        # The first rounds teach most: plans follow each other closely at first.
+        self._num_plans += 1
+        self._steps_to_plan, self.num_planned_rows = min(_PLAN_STEPS, 1 + self._num_plans // 2), num_rows
         candidates = []
         for sequence in decoding:
             link = sequence.link or best
@@ -113,11 +138,9 @@ class DepthPlanner:
                 self.drafted_by(sequence, link.model)
             assert sequence.acceptance is not None
             costs = None if link is None else link.costs
-            candidates.append(Candidate(sequence.acceptance, self._max_depth, costs, sequence.num_speculative_tokens))
-        step = NextStep(candidates, num_rows, self.trees.templates(), self.probing.min_gain)
+            candidates.append(Candidate(sequence.acceptance, self.max_depth, costs, sequence.num_speculative_tokens))
+        step = NextStep(candidates, num_rows, self.trees.templates(), 1.0 / self.realised.share)
         choice = self._controller.choose(step)
-        has_drafts = any(choice.num_drafts)
-        self.probing.planned(has_drafts=has_drafts)
         chosen = []
         for sequence, depth, tokens in zip(decoding, choice.num_drafts, choice.expected_tokens, strict=True):
             is_free = sequence.num_speculative_tokens is None
@@ -127,71 +150,81 @@ class DepthPlanner:
         if chosen:
             self.opening_depth, self._opening_tokens = sorted(chosen)[len(chosen) // 2]
             self._opening_template = choice.template
-        if has_drafts:
-            self.shadows.dismiss_all()
-        elif self.needs.probing:
-            self.shadows.appoint(decoding)
+        self.has_drafts = any(choice.num_drafts)
+        has_links = any(candidate.costs is not None for candidate in candidates)
+        self._predicted = choice.tokens_per_second / num_rows if has_links else 0.0
+        if self.has_drafts:
+            self.probe = None
+        else:
+            self._begin_probe(decoding)
 
-    def wanted(self, sequence: SpeculativeSequence, now: float) -> tuple[int, Shape | None]:
-        """How many draft tokens to ask for now, 0 to leave the drafter in peace, and of which tree; None: a chain."""
-        if sequence.is_shadow:
-            return self.shadows.wanted(sequence, now), None
+    # Probes.
+
+    def _begin_probe(self, decoding: Sequence[SpeculativeSequence]) -> None:
+        """Begins a probe if one is due, and goes on with one whose round is not over."""
+        if self.probe is not None and self.probe.link is None:
+            self.probe = None  # no draft worker had room for it since the last plan: another one is tried
+        if self.probe is None and self.measures and self._steps_to_probe <= 0:
+            free = [sequence for sequence in decoding if sequence.num_speculative_tokens is None]
+            if free:
+                self.probe = free[self._num_probes % len(free)]
+                self._num_probes += 1
+        if self.probe is not None:
+            self.probe.planned(min(_PROBE_DEPTH, self.max_depth), None)
+            assert self.probe.acceptance is not None
+            self.probe.acceptance.shared.remember(_PROBE_MEMORY)
+
+    def probed(self, sequence: SpeculativeSequence, *, has_drafts: bool) -> None:
+        """`sequence` had a round; if it is the probe's, it ends unless its first proposal is still to come."""
+        if sequence is not self.probe or not (has_drafts or (sequence.is_late and sequence.has_answered)):
+            return
+        sequence.planned(0, None)
+        self.probe = None
+        plain = self.steps.curve.seconds(self.num_planned_rows)
+        more_rows = self.steps.curve.seconds(self.num_planned_rows + _PROBE_DEPTH) - plain
+        wait = plain
+        if sequence.link is not None and sequence.link.costs.is_known:
+            wait = min(sequence.link.costs.proposal_seconds(_PROBE_DEPTH, 1), self._config.draft_timeout_seconds)
+        self._steps_to_probe = int((more_rows + wait) / plain / _PROBE_SHARE)
+
+    # Rounds.
+
+    def wanted(self, sequence: SpeculativeSequence) -> tuple[int, Shape | None]:
+        """Draft tokens to ask for now, 0 to ask for none, and the shape of their tree; None: a chain."""
         depth = sequence.depth
         if depth >= sequence.max_len - len(sequence.token_ids):
             depth = sequence.useful_depth
-        is_free = sequence.num_speculative_tokens is None and self.needs.measurements
+        is_free = sequence.num_speculative_tokens is None and self.measures
         if is_free and sequence.link is not None and not sequence.link.has_proposed:
-            depth = min(depth, 1)  # says what drafts cost, and costs least where they are dear
+            depth = min(depth, 1)  # shows what drafts cost, and costs least where they are dear
         return depth, self.shape(sequence, depth) if self.trees.may_branch else None
 
     def shape(self, sequence: SpeculativeSequence, num_drafts: int) -> Shape | None:
-        """Of the tree to ask for with `num_drafts` tokens; None: a chain."""
-        if sequence.num_speculative_tokens is None and self.needs.measurements:
+        """The shape of the tree to ask for with `num_drafts` tokens; None: a chain."""
+        if sequence.num_speculative_tokens is None and self.measures:
             shape = () if sequence.template is None else sequence.template.parents[:num_drafts]
             return None if is_chain(shape) else shape
         return self.trees.shape(num_drafts, lambda: self._round_time(sequence, num_drafts))
 
-    def planned_levels(self, sequence: SpeculativeSequence) -> int:
-        """How many draft tokens in a row the round of `sequence` has by the plan."""
-        shape = None if sequence.template is None else sequence.template.parents[: sequence.depth]
-        return sequence.depth if shape is None else num_levels(shape, sequence.depth)
-
     def _round_time(self, sequence: SpeculativeSequence, num_drafts: int) -> RoundTime:
-        """Trees of as many nodes are compared: they have as many rows, and a level's are hardly felt beside the
-        weights that it reads."""
+        """Trees of equally many nodes are compared: they have the same rows, and a level's rows are hardly felt next to
+        the weights that it reads."""
         assert sequence.link is not None
         costs = sequence.link.costs
-        verify = self.step_seconds.seconds(1 + num_drafts) if self.step_seconds.is_known else 1.0
+        verify = self.steps.curve.seconds(1 + num_drafts) if self.steps.is_known else 1.0
         level = costs.proposal_seconds(2, 1) - costs.proposal_seconds(1, 1)
         return RoundTime(lambda _: level, lambda _: verify, costs.round_trip_seconds)
 
-    @property
-    def leaves_drafts_out(self) -> bool:
-        """Whether this step is the plain one among those with drafts."""
-        return self.probing.is_probing and not self.shadows
-
-    @property
-    def verifies_shadows(self) -> bool:
-        """Whether this step is, or may be, the one with drafts among plain ones."""
-        return self.probing.is_probing and bool(self.shadows)
-
     def verified_depth(self, sequence: SpeculativeSequence) -> int:
-        """How many of the draft tokens of `sequence` that are there this step verifies."""
-        if sequence.is_shadow:
-            return SHADOW_DEPTH if self.probing.is_probing else 0
-        return 0 if self.leaves_drafts_out else sequence.depth
+        """How many of the draft tokens of `sequence` that have come this step verifies."""
+        return 0 if self.is_plain_step else sequence.depth
 
-    def observe_rounds(self, rounds: Sequence[Round], ended_at: float, *, is_pure: bool, is_whole: bool) -> None:
-        """A step verified and committed these, some perhaps without drafts; `is_pure` without a prefill beside,
-        `is_whole` when they are all that it had."""
-        # A probe is none of what was planned; one that waits for a shadow's drafts has not come to it yet.
-        is_probe = self.leaves_drafts_out or any(r.sequence.is_shadow and r.drafts.token_ids for r in rounds)
-        is_as_planned = rounds and is_pure and is_whole and not is_probe and self.needs.measurements
-        promise = self._promise(rounds) if is_as_planned else None
-        num_tokens, has_trees = 0, self.trees.may_branch
-        outcomes = []
+    # Learning.
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        """Learns acceptance from the rounds of a step, some perhaps without drafts."""
+        outcomes, has_trees = [], self.trees.may_branch
         for sequence, drafts, chosen in rounds:
-            num_tokens += len(chosen)
             if not drafts.token_ids or sequence.acceptance is None:
                 continue
             if has_trees:
@@ -203,25 +236,16 @@ class DepthPlanner:
             sequence.acceptance.observe(num_drafts, num_accepted)
             outcomes.append((num_drafts, num_accepted))
         self._controller.observe(outcomes)
-        self.probing.end_step(promise, num_tokens, ended_at)
-        if self.shadows and self.shadows.judge(rounds):
-            self.probing.done()
 
-    def _promise(self, rounds: Sequence[Round]) -> Promise | None:
-        """What a step of the sequences of `rounds` is to bring by the plan; None while too little is known."""
-        drafted = [r.sequence for r in rounds if r.sequence.link is not None and r.sequence.depth > 0]
-        if not self.step_seconds.is_known or not all(s.link is not None and s.link.costs.is_known for s in drafted):
-            return None
-        num_rows = len(rounds) + sum(sequence.depth for sequence in drafted)
-        num_tokens = len(rounds) + sum(sequence.expected_tokens - 1.0 for sequence in drafted)
-        seconds = self.step_seconds.seconds(num_rows) + self.expected_wait(drafted)
-        return Promise(bool(drafted), num_tokens, seconds)
-
-    def expected_wait(self, drafted: Sequence[SpeculativeSequence]) -> float:
-        """Seconds for which a step waits for the proposals of `drafted`, which have links, by the plan."""
-        links: dict[ActiveLink, tuple[int, int]] = {}  # depth and batch
-        for sequence in drafted:
-            assert sequence.link is not None
-            depth, batch = links.get(sequence.link, (0, 0))
-            links[sequence.link] = max(depth, self.planned_levels(sequence)), batch + 1
-        return max((link.costs.expected_wait(*asked) for link, asked in links.items()), default=0.0)
+    def observe_speed(self, rounds: Sequence[Round], seconds: float) -> None:
+        """Learns from a whole step as planned, without prompts, that took `seconds`, its wait included."""
+        if not (self.has_drafts and self.steps.is_known):
+            return
+        num_tokens = sum([len(ended.chosen) for ended in rounds])
+        per_sequence = seconds * len(rounds)
+        self.realised.observe_gain(num_tokens / per_sequence * self.steps.curve.seconds(len(rounds)))
+        if self._predicted > 0.0:
+            expected = len(rounds) + sum(
+                [(s.expected_tokens - 1.0) * len(drafts) / s.depth for s, drafts, _ in rounds if s.depth]
+            )
+            self.realised.observe_share(expected / per_sequence / self._predicted)

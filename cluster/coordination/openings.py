@@ -71,7 +71,7 @@ class Openings:
         if not self._waiting or not self._balancer.active:
             return
         now = self._clock()
-        for sequence in [s for s in self._waiting if s.may_open_at <= now and (s.useful_depth > 0 or s.is_shadow)]:
+        for sequence in [s for s in self._waiting if s.may_open_at <= now and s.useful_depth > 0]:
             num_tokens = len(sequence.token_ids) + self._config.window(sequence.depth)
             link = self._balancer.choose(sequence, num_tokens, now)
             if link is None:
@@ -136,7 +136,7 @@ class Openings:
         # A number that was used before could still be spoken of by a reply that is on its way.
         self._planner.drafted_by(sequence, link.model)
         sequence.opened(link, next(self._wire_ids))
-        num_drafts, shape = self._planner.wanted(sequence, now)
+        num_drafts, shape = self._planner.wanted(sequence)
         link.request.opens[sequence.wire_id] = self._opening(sequence, num_drafts, shape)
         sequence.asked(num_drafts, shape, now)
 

@@ -48,7 +48,6 @@ class SpeculativeSequence:
     depth: int = 0  # draft tokens wanted in the next round
     template: Template | None = None  # from which a tree of so many is cut; None: a chain, or what its number asks for
     expected_tokens: float = 1.0  # what a round of that depth commits on the average
-    is_shadow: bool = False  # drafted for while nothing is speculated on, to see what would be confirmed
 
     # Where it is drafted for.
     link: ActiveLink | None = None
@@ -88,8 +87,9 @@ class SpeculativeSequence:
     def planned(self, depth: int, template: Template | None, expected_tokens: float = 1.0) -> None:
         self.depth, self.template, self.expected_tokens = depth, template, expected_tokens
 
-    def shadowed(self, *, is_shadow: bool) -> None:
-        self.is_shadow = is_shadow
+    def left(self) -> None:
+        """It has ended: nothing more is learned from its rounds."""
+        self.acceptance = None
 
     # Where it is drafted for.
 
@@ -142,8 +142,7 @@ class SpeculativeSequence:
             assert self.link is not None
             wire_id, known = self.wire_id, self.num_acknowledged
             self.link.request.advances[wire_id] = Advance(wire_id, known, self.token_ids[known:], num_drafts, shape)
-            if not self.is_shadow:
-                self.link.owes(self.num_levels)
+            self.link.owes(self.num_levels)
 
     def answered(self, proposal: Proposal, now: float, stats: CoordinatorStats) -> None:
         """Takes `proposal` in, as far as it is of use after the tokens committed since its base."""
@@ -161,7 +160,7 @@ class SpeculativeSequence:
         if base == num_tokens:  # nearly always
             self.proposal, self.awaited_since, self.is_late = proposal, None, False
             return
-        if self.is_shadow or self.what_fits(proposal) is not None:
+        if self.what_fits(proposal) is not None:
             self.proposal = proposal
         else:
             stats.num_stale_proposals += 1
@@ -171,10 +170,6 @@ class SpeculativeSequence:
     def gave_up(self) -> None:
         """A step waits no longer for its proposal, nor will the next."""
         self.is_late = True
-
-    def judged(self) -> None:
-        """Its proposal, a shadow's, has been compared with what was decoded."""
-        self.proposal = None
 
     def drafts(self, depth: int) -> Drafts:
         """What of the last proposal follows the committed tokens, `depth` tokens at most."""
@@ -206,8 +201,9 @@ class ActiveLink:
     has_proposed: bool = False  # drafts of anything
     credit: int | None = None  # tokens of new sequences there is room for, as far as is known
     late_since: float | None = None  # when a proposal was late, and nothing has come since
-    num_owed: int = 0  # proposals that were asked for and no step has had yet, shadows' and first ones apart
+    num_owed: int = 0  # proposals that were asked for and no step has had yet, without the first ones
     depth_owed: int = 0  # of the deepest of them
+    observed: list[tuple[float, DraftStep]] = field(default_factory=list)  # replies that `costs` has not learned from
     num_ejections: int = 0
     ejected_until: float = 0.0
     tried_at: int = 0  # the number of its last trial
@@ -250,7 +246,15 @@ class ActiveLink:
         if reply.timing is not None:
             timing = reply.timing
             step = DraftStep(timing.step_seconds, timing.batch, timing.rows or timing.batch, timing.is_first)
-            self.costs.observe_reply(answer_seconds - timing.held_seconds, step)
+            self.observed.append((answer_seconds - timing.held_seconds, step))
+            if not self.costs.is_known:
+                self.learn()
+
+    def learn(self) -> None:
+        """Learns what proposals take from the replies since the last call."""
+        for overhead_seconds, step in self.observed:
+            self.costs.observe_reply(overhead_seconds, step)
+        self.observed.clear()
 
 
 class Round(NamedTuple):

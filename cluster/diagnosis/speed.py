@@ -6,7 +6,7 @@
 For each token of an answer its sequence is part of r steps: of rounds, where s_j is how often a draft at depth j is
 committed, but for a share p of the tokens that are decoded without drafts, as an answer's first are. It is no part of m
 more, while its prompt is computed, so that n sequences are in a step; and `prompts` is what a prompt adds to steps. It
-is the formula of `cluster.speculation.theory` with measured parts.
+is the formula of `cluster.speculation.speed` with measured parts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cluster.diagnosis.measurements import MAX_DEPTH, Examination, Steps, TimeCurve
+from cluster.speculation.speed import tokens_per_round
 
 _MAX_WAIT_SHARE = 2.0  # above it something else was waited for
 _NOTHING = (0.0, Steps(1.0, 0.0))  # is drafted at depth 0
@@ -76,7 +77,7 @@ class Speed:
         return float(known[-1] * last ** (depth - len(known)))
 
     def tokens_per_round(self, depth: int) -> float:
-        return 1.0 + sum(self.survival_at(place) for place in range(1, depth + 1))
+        return tokens_per_round(self.survival_at(place) for place in range(1, depth + 1))
 
     def acceptance(self, depth: int) -> float:
         """Of the draft tokens of rounds so deep whose predecessors were all accepted."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.diagnosis.measurements import Counts, Measured
-from cluster.speculation.theory import RoundCosts, speedup
+from cluster.speculation.speed import RoundCosts, speedup, tokens_per_round
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seco
         return speedup(acceptance, k, RoundCosts(draft_seconds, decode, net))
 
     def of_round(tokens: float, draft_seconds: float, step: float, rest: float = 0.0, plain_rest: float = 0.0) -> float:
-        return tokens * (decode + plain_rest) / (k * draft_seconds + step + net + rest)
+        return RoundCosts(draft_seconds, step, net, decode, rest, plain_rest).speedup(tokens, k)
 
     measured_draft = with_drafts.draft.mean_seconds
-    tokens = 1.0 + sum(with_drafts.survival[:k])
+    tokens = tokens_per_round(with_drafts.survival[:k])
     bookkeeping = _bookkeeping(with_drafts, k * measured_draft + net)
     plain_bookkeeping = _bookkeeping(without, 0.0)
     promised = formula(thought.equal_acceptance, thought.draft_seconds)

@@ -154,16 +154,15 @@ class Scheduler(Generic[SequenceT]):
             if len(self.waiting) != num_left:
                 raise ValueError("a sequence to remove neither runs nor waits")
 
-    def schedule(self, drafts_of: Callable[[SequenceT], Drafts | None]) -> list[ScheduledSequence[SequenceT]]:
+    def schedule(self, drafts_of: Callable[[SequenceT], Drafts]) -> list[ScheduledSequence[SequenceT]]:
         """The next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
 
-        `drafts_of` gives the drafts that are there for a sequence, or None for one that takes no part in this step.
+        `drafts_of` gives the drafts that have come for a sequence.
         While prompts wait, drafts get at most half of what the budget leaves, so that a busy step cannot starve
         prefill. Prompts get what `pace` says, those of a higher priority first.
         """
         may_grow = self._make_room()
-        offers = [(s, drafts_of(s)) for s in self.running if not s.is_prefilling]
-        decoding = [(sequence, drafts) for sequence, drafts in offers if drafts is not None]
+        decoding = [(sequence, drafts_of(sequence)) for sequence in self.running if not sequence.is_prefilling]
         prefilling = [s for s in self.running if s.is_prefilling]
         budget = self._limits.max_num_batched_tokens - len(decoding)
         draft_budget = budget // 2 if prefilling else budget

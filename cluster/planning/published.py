@@ -17,7 +17,7 @@ from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GPUS, GpuGroup
 from cluster.planning.kernels import linears
 from cluster.planning.steps import IDEAL, Roofline
-from cluster.speculation.theory import expected_tokens
+from cluster.speculation.speed import expected_tokens, round_seconds
 
 _A100, _H100, _A10G = GPUS["A100-80"], GPUS["H100"], GPUS["A10G"]
 _TARGET = PlannedModel.parse("70B")
@@ -87,13 +87,12 @@ def floor(row: PublishedRow) -> Floor:
         draft_seconds = Roofline(row.draft, row.draft_gpus, IDEAL).read_seconds(linears(row.draft, 1))
     tokens = expected_tokens(row.acceptance_rate, k)
     verify_seconds = target.read_seconds(verified)
-    round_seconds = max(verify_seconds, k * draft_seconds)
-    if row.draft_gpus == row.target:  # on the same GPUs nothing overlaps
-        round_seconds = verify_seconds + k * draft_seconds
+    overlaps = row.draft_gpus != row.target  # on the same GPUs nothing overlaps
+    seconds = round_seconds(k * draft_seconds, verify_seconds, overlaps=overlaps)
     return Floor(
         tokens,
         1e3 * draft_seconds,
-        1e3 * round_seconds / tokens,
+        1e3 * seconds / tokens,
         tokens / target.compute_seconds(verified),
     )
 

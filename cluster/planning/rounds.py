@@ -1,11 +1,11 @@
 """What a round takes.
 
-    E(a, k)    tokens a round, bonus included (`cluster.speculation.theory`)
+    E(a, k)    tokens a round, bonus included (`cluster.speculation.speed`)
     round      k * t_draft(S) + round trip + t_verify(S * (k + 1)) for all S sequences; t_verify(S) alone where k = 0
 
 What overlaps is not counted. Run-ahead saves little where many sequences are in step, as a round waits for the last of
-them; that two cohorts alternate, which the coordinator does where it pays (`cluster.coordination.waiting`), was tried
-in the formula and promised more than simulated clusters gave (docs/DECISIONS.md).
+them. Two cohorts that alternate, so that one is verified while the other is drafted for, were tried in the formula and
+predicted more than simulated clusters reached (docs/DECISIONS.md); the coordinator does not form them.
 
 A draft device is busy for k * t_draft of a round, so it feeds
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from cluster.planning.kernels import Segments, burst_step
 from cluster.planning.steps import Steps
-from cluster.speculation.theory import expected_tokens
+from cluster.speculation.speed import expected_tokens, round_seconds
 
 MAX_DEPTH = 16
 
@@ -49,7 +49,7 @@ class Round:
     @property
     def seconds(self) -> float:
         """From a sequence's commitment to its next."""
-        return self.draft_seconds + self.round_trip_seconds + self.verify_seconds
+        return round_seconds(self.draft_seconds, self.verify_seconds, self.round_trip_seconds)
 
     @property
     def seconds_per_token(self) -> float:

@@ -1,84 +1,90 @@
-"""What share of drafts a target will confirm, learned from what it confirmed.
+"""Predicts which share of the drafts a target will accept, from what it accepted before.
 
-A sequence's own history is short, so it only scales what all sequences of its kind show: acceptance by position
-(deeper drafts are confirmed less often), over a window that forgets.
+A sequence's own history is short, so it only scales the rates of all sequences of its kind: acceptance by position
+(deeper drafts are accepted less often), over a sliding window of rounds.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-_INITIAL_RATE = 0.7
-_INITIAL_WEIGHT = 4.0  # tests that the position before, or the initial rate, stands for
-_WINDOW = 200.0  # tests of a position that are remembered, about
-_SEQUENCE_WEIGHT = 8.0  # tests that the shared rates stand for in a sequence's own
-_SEQUENCE_WINDOW = 48.0
-_MAX_RATE = 0.995
-_MAX_ROUNDS_TO_RENEW = 64
+_INITIAL_RATE = 0.7  # acceptance assumed of the first position: that of the bundled pair
+_INITIAL_WEIGHT = 4.0  # tests that an assumed rate counts for
+_WINDOW = 200.0  # tests per position that are remembered: their rate is then known within 0.03
+_SEQUENCE_WEIGHT = 8.0  # tests that the shared rates count for in a sequence's own
+_SEQUENCE_WINDOW = 96.0  # tests that a sequence remembers: some twenty rounds, as texts change their difficulty
+_MAX_RATE = 0.995  # no draft is certain, however short the history
 
 
 class PositionRates:
-    """How often the draft at position j of a proposal is confirmed when all before it were.
+    """How often the draft at position j of a proposal is accepted when all drafts before it were.
 
-    Rounds are collected as they come and made into rates after some dozen: many sequences have a round in every step.
+    Observed rounds are taken in when `rates` is read.
     """
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
-        self._tested = [0.0] * max_depth
-        self._accepted = [0.0] * max_depth
-        self._rounds: list[tuple[int, int]] = []  # (drafts, accepted), since the rates were made
-        self._num_rounds_to_renew = 1
-        self._num_rounds_ever = 0
+        self.expected: list[float] = []  # accepted drafts, by the number of tested drafts, when `rates` was last read
         self._rates: list[float] = []
-        self.expected: list[float] = []  # confirmed drafts, by how many were tested
-        self._renew()
+        # The first position begins with what is assumed, which then fades like tests do.
+        self._tested = [_INITIAL_WEIGHT, *[0.0] * max_depth][:max_depth]
+        self._accepted = [_INITIAL_WEIGHT * _INITIAL_RATE, *[0.0] * max_depth][:max_depth]
+        # Rounds since the last renewal, by the number of tested and of accepted drafts.
+        self._rounds_tested = [0] * (max_depth + 1)
+        self._rounds_accepted = [0] * (max_depth + 1)
+        self._make_rates()
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts a round: the target accepted the first `num_accepted` of `num_drafts` drafts and rejected the next."""
+        self._rounds_tested[num_accepted + (num_accepted < num_drafts)] += 1
+        self._rounds_accepted[num_accepted] += 1
+
+    @property
+    def num_tests(self) -> float:
+        """Tests of the first position that are remembered, with the weight of the assumed rate."""
+        return self._tested[0] if self._tested else 0.0
+
+    def remember(self, most_tests: float) -> None:
+        """Lets the tests of each position count as at most `most_tests`, at the same rate."""
+        for position, tested in enumerate(self._tested):
+            if tested > most_tests:
+                self._accepted[position] *= most_tests / tested
+                self._tested[position] = most_tests
 
     @property
     def rates(self) -> list[float]:
-        """One for each position; a position that was hardly tested is taken to be as good as the one before."""
-        if self._rounds:
-            self._renew()
+        """By position; a position with few tests is taken to be like the one before it."""
+        if any(self._rounds_tested):
+            self._take_in()
         return self._rates
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Of `num_drafts` drafts the first `num_accepted` were confirmed, and the next was not, if there was one."""
-        self.observe_rounds([(num_drafts, num_accepted)])
+    def _take_in(self) -> None:
+        tested = accepted = 0
+        for position in reversed(range(self.max_depth)):
+            tested += self._rounds_tested[position + 1]
+            accepted += self._rounds_accepted[position + 1]
+            self._tested[position] += tested
+            self._accepted[position] += accepted
+        self._rounds_tested = [0] * (self.max_depth + 1)
+        self._rounds_accepted = [0] * (self.max_depth + 1)
+        self.remember(_WINDOW)
+        self._make_rates()
 
-    def observe_rounds(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """Several, each as in `observe`."""
-        self._rounds += rounds
-        if len(self._rounds) >= self._num_rounds_to_renew:
-            self._renew()
-
-    def _renew(self) -> None:
-        """Takes in the rounds since the last time, those with the same outcome at once."""
-        tested, accepted = self._tested, self._accepted
-        for (num_drafts, num_accepted), count in Counter(self._rounds).items():
-            self._num_rounds_ever += count
-            for position in range(min(num_accepted + 1, num_drafts, len(tested))):
-                tested[position] += count
-                if position < num_accepted:
-                    accepted[position] += count
-                if tested[position] > _WINDOW:
-                    keep = _WINDOW / tested[position]
-                    tested[position] *= keep
-                    accepted[position] *= keep
-        self._rounds.clear()
-        self._num_rounds_to_renew = min(_MAX_ROUNDS_TO_RENEW, 1 + self._num_rounds_ever // 4)
-        before, self._rates = _INITIAL_RATE, []
-        for seen, confirmed in zip(tested, accepted, strict=True):
-            before = (confirmed + _INITIAL_WEIGHT * before) / (seen + _INITIAL_WEIGHT)
-            self._rates.append(before)
+    def _make_rates(self) -> None:
+        self._rates = []
+        for position, (tested, accepted) in enumerate(zip(self._tested, self._accepted, strict=True)):
+            if position > 0:
+                tested += _INITIAL_WEIGHT
+                accepted += _INITIAL_WEIGHT * self._rates[-1]
+            self._rates.append(accepted / tested)
         self.expected = [0.0, *itertools.accumulate(self._rates)]
 
 
@@ -87,53 +93,36 @@ class SequenceAcceptance:
     """One sequence's acceptance, in proportion to `shared`."""
 
     shared: PositionRates
-    # Of its own drafts, over a window; the weight of the shared rates is apart and does not fade.
+    # Sums over the sequence's own drafts, over a sliding window; the weight of the shared rates is added to both.
     _accepted: float = 0.0
     _expected: float = 0.0
-    _rounds: list[tuple[int, int]] = field(default_factory=list)  # (drafts, accepted), not yet among those
 
     @property
     def factor(self) -> float:
-        """Confirmed drafts over those that the shared rates would have let one expect."""
-        self.take_in()
+        """Accepted drafts over those that the shared rates predicted."""
         return (_SEQUENCE_WEIGHT + self._accepted) / (_SEQUENCE_WEIGHT + self._expected)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Keeps one round until someone asks: there is one in every step, and a question in 16."""
-        max_depth = self.shared.max_depth
-        if num_drafts > max_depth:
-            num_drafts, num_accepted = max_depth, min(num_accepted, max_depth)
-        if num_drafts:
-            self._rounds.append((num_drafts, num_accepted))
-
-    def take_in(self) -> None:
-        """Learns from the rounds that were kept; so do the shared rates."""
-        if not self._rounds:
-            return
-        tested = [num_accepted + (num_accepted < num_drafts) for num_drafts, num_accepted in self._rounds]
-        keep, expected = math.exp(-sum(tested) / _SEQUENCE_WINDOW), self.shared.expected
-        self._accepted = keep * self._accepted + sum([num_accepted for _, num_accepted in self._rounds])
-        self._expected = keep * self._expected + sum([expected[number] for number in tested])
-        self.shared.observe_rounds(self._rounds)
-        self._rounds.clear()
+        """Counts a round, for this sequence and for the shared rates."""
+        shared = self.shared
+        num_drafts = min(num_drafts, shared.max_depth)
+        num_accepted = min(num_accepted, num_drafts)
+        num_tested = num_accepted + (num_accepted < num_drafts)
+        shared.observe(num_drafts, num_accepted)
+        keep = math.exp(-num_tested / _SEQUENCE_WINDOW)
+        self._accepted = keep * self._accepted + num_accepted
+        self._expected = keep * self._expected + shared.expected[num_tested]
 
     def survival(self) -> list[float]:
-        """For each depth, the probability that a draft so deep is committed; never rises."""
-        survival: list[float] = survivals([self])[0].tolist()
+        """For each depth, the probability that a draft at it is accepted; never rises."""
+        survival: list[float] = np.cumprod(own_rates([self])[0]).tolist()
         return survival
 
 
-def survivals(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
-    """The survival of each, [sequences, depths]."""
-    return np.asarray(np.cumprod(own_rates(sequences), axis=1))
-
-
 def own_rates(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
-    """The rates of each by position, [sequences, depths]."""
-    for sequence in sequences:
-        sequence.take_in()  # of all, before the shared rates are looked at
+    """Each sequence's acceptance by position, [sequences, depths]; takes in the rounds observed so far."""
     shared = list({id(sequence.shared): sequence.shared for sequence in sequences}.values())
-    row_of = {id(rates): row for row, rates in enumerate(shared)}
+    row_of = {id(kind): row for row, kind in enumerate(shared)}
     rates = np.array([kind.rates for kind in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]
     factors = np.array([sequence.factor for sequence in sequences])
     scaled: FloatArray = np.minimum(rates * factors[:, None], _MAX_RATE)

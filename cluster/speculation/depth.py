@@ -1,7 +1,7 @@
 """How much to speculate: how many draft tokens each sequence gets in the next round, and of what tree.
 
-A controller is asked once in some steps, for all sequences together, because they share the step's time. A new one is a
-class with `needs`, `choose` and `observe`, and a line in `make_controller`.
+A controller is asked every few steps, for all sequences together, because they share the step's time. A new one is a
+class with `measures`, `choose` and `observe`, and a line in `make_controller`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.config_speculation import SpeculationConfig
-from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance, own_rates, survivals
+from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance, own_rates
 from cluster.speculation.costs import LinkCosts
-from cluster.speculation.prompts import StepSeconds
+from cluster.speculation.step_times import StepTimes
 from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a controller must be given to choose well."""
-
-    # Each sequence's acceptance and the times of steps: they are learned, and before some step's time is known it is
-    # not asked. Where they are, a step also weighs whether a wait for proposals pays.
-    measurements: bool = False
-    probing: bool = False  # steps of the kind that is not the rule, and shadows while nothing is speculated on
 
 
 @dataclass(slots=True)
@@ -39,7 +29,7 @@ class Candidate:
 
     acceptance: SequenceAcceptance
     max_depth: int
-    costs: LinkCosts | None  # of the link it is drafted for on; None: waits are left out
+    costs: LinkCosts | None  # of the link that drafts for it; None: waits are left out
     fixed_depth: int | None = None  # what its request asked for
 
 
@@ -50,31 +40,7 @@ class NextStep:
     candidates: Sequence[Candidate]
     num_rows: int  # of the step without drafts
     templates: Sequence[Template] = ()  # drafts may be trees that are cut from one of these
-    min_gain: float = 1.0  # what speculation must promise, in proportion to none
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Candidates of which none asked for a depth of its own, as arrays of one entry each."""
-
-    rates: FloatArray  # [candidates, depths], acceptance by position
-    max_depths: IntArray
-    links: IntArray  # places in `costs`; -1: waits are left out
-    costs: Sequence[LinkCosts]
-
-    @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> Columns:
-        places: dict[int, int] = {}
-        costs: list[LinkCosts] = []
-        links = []
-        for candidate in candidates:
-            own = candidate.costs
-            if own is not None and id(own) not in places:
-                places[id(own)] = len(costs)
-                costs.append(own)
-            links.append(-1 if own is None else places[id(own)])
-        max_depths = np.array([candidate.max_depth for candidate in candidates], np.int64)
-        return cls(own_rates([c.acceptance for c in candidates]), max_depths, np.array(links, np.int64), costs)
+    min_gain: float = 1.0  # predicted tokens per second with drafts over those without, from which on drafts are chosen
 
 
 @dataclass(slots=True)
@@ -83,34 +49,26 @@ class Choice:
 
     num_drafts: list[int]
     expected_tokens: list[float]  # that a round of each commits
-    template: Template | None = None  # from which trees of those numbers of nodes are cut; None: chains
-    rate: float = 0.0  # tokens a second that this promises in steps without prompts
-
-
-@dataclass(frozen=True, slots=True)
-class ColumnChoice:
-    """What the candidates get, as `Choice` has it."""
-
-    num_drafts: IntArray
-    expected_tokens: FloatArray
-    template: Template | None = None
-    rate: float = 0.0
+    template: Template | None = None  # from which trees of these numbers of nodes are cut; None: chains
+    tokens_per_second: float = 0.0  # predicted, of a step without prompts; 0: not predicted
 
 
 class DepthController(Protocol):
-    needs: Needs
+    # The controller uses measured acceptance and step times, so it is not asked before a step's time is known; and
+    # now and then a step is of the kind that it does not choose, to keep both kinds measured.
+    measures: bool
 
     def choose(self, step: NextStep) -> Choice:
         """Draft tokens for each candidate."""
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """The rounds of one step: (drafts, accepted) of each that had drafts."""
+        """Learns from the rounds of one step: (drafts, accepted) of each that had drafts."""
 
 
 class FixedController:
     """Always `num_speculative_tokens`."""
 
-    needs = Needs()
+    measures = False
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self._num_speculative_tokens = num_speculative_tokens
@@ -119,18 +77,18 @@ class FixedController:
         return _same_for_all(self._num_speculative_tokens, step.candidates)
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """Nothing changes its mind."""
+        """Learns nothing."""
 
 
 class ThresholdController:
-    """One depth for all, moved by the mean acceptance of the last rounds.
+    """One depth for all, moved by the mean acceptance of the last rounds (the published controller).
 
-    Over 0.9 it grows by one, over 0.8 it stays, over 0.6 it shrinks by one (while it is over 3), and else by two.
-    The window of 100 rounds begins anew after every change, so that a depth is judged by its own rounds.
+    Above 0.9 it grows by one, above 0.8 it stays, above 0.6 it shrinks by one (while it is above 3), and else by two.
+    The window of 100 rounds starts again after every change, so that a depth is judged by its own rounds.
     """
 
-    needs = Needs()
-    _WINDOW = 100
+    measures = False
+    _WINDOW = 100  # rounds
     _MIN_ROUNDS = 10
 
     def __init__(self, num_speculative_tokens: int, maximum: int) -> None:
@@ -165,107 +123,131 @@ class ThresholdController:
 
 
 class GoodputController:
-    """Expected committed tokens over the time of the step, for the step as a whole.
+    """Maximises expected committed tokens over the time of the step, for the step as a whole.
 
-    A draft token is worth the probability that it is committed and costs what it adds to the step: rows to verify,
-    and time to wait for it. Tokens are taken by their worth, the best first, as far as the ratio of all worth to all
-    time grows. The wait depends on the deepest sequence of a link, so this is done under several limits of depth.
-    Of a tree the tokens are its nodes and their depth is their level: broader costs rows, deeper costs time to wait.
+    A draft token is worth the probability that it is committed, and costs what it adds to the step: rows to verify,
+    and time to wait for it. Tokens are taken best first, while the ratio of committed tokens to time grows. The wait
+    depends on the deepest sequence of a link, so this is done under several limits of depth. In a tree the tokens are
+    its nodes and their depth is their level: breadth costs rows, depth costs time to wait.
     """
 
-    needs = Needs(measurements=True, probing=True)
+    measures = True
 
-    def __init__(self, steps: StepSeconds, max_wait_seconds: float) -> None:
+    def __init__(self, steps: StepTimes, max_wait_seconds: float) -> None:
         self._steps = steps
         self._max_wait_seconds = max_wait_seconds
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """It learns from each sequence's acceptance."""
+        """Learns nothing here: acceptance is in the candidates."""
 
     def choose(self, step: NextStep) -> Choice:
         candidates = step.candidates
         num_drafts = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
-        expected = [1.0 + sum(c.acceptance.survival()[:n]) for c, n in zip(candidates, num_drafts, strict=True)]
+        expected = [
+            1.0 + sum(c.acceptance.survival()[:n]) if n else 1.0 for c, n in zip(candidates, num_drafts, strict=True)
+        ]
         choice = Choice(num_drafts, expected)
         free = [i for i, c in enumerate(candidates) if c.fixed_depth is None and c.max_depth > 0]
         if not free:
             return choice
-        columns = Columns.of([candidates[i] for i in free])
-        num_other_rows = step.num_rows + sum(num_drafts)
-        max_drafts = self._steps.room_for_drafts(step.num_rows) - sum(num_drafts)
-        best = self._choose(columns, num_other_rows, max_drafts, step.min_gain, None)
-        least_rate = LEAST_GAIN * best.rate
+        taken = sum(num_drafts)
+        fixed_tokens = step.num_rows + sum(expected) - len(candidates)
+        search = _Search(self._steps, [candidates[i] for i in free], step.num_rows + taken, fixed_tokens)
+        search.max_drafts = self._steps.room_for_drafts(step.num_rows) - taken
+        search.max_wait_seconds = self._max_wait_seconds
+        best = search.best(None, step.min_gain)
+        least_rate = LEAST_GAIN * best.tokens_per_second
         for template in step.templates:
-            trees = self._choose(columns, num_other_rows, max_drafts, step.min_gain, template)
-            if trees.rate >= max(least_rate, best.rate):
+            trees = search.best(template, step.min_gain)
+            if trees.tokens_per_second >= max(least_rate, best.tokens_per_second):
                 best = trees
-        for index, number, tokens in zip(free, best.num_drafts.tolist(), best.expected_tokens.tolist(), strict=True):
+        for index, number, tokens in zip(free, best.num_drafts, best.expected_tokens, strict=True):
             num_drafts[index], expected[index] = number, tokens
-        choice.template, choice.rate = best.template, best.rate
+        choice.template, choice.tokens_per_second = best.template, best.tokens_per_second
         return choice
 
-    def _choose(
-        self, columns: Columns, num_rows: int, max_drafts: int, min_gain: float, template: Template | None
-    ) -> ColumnChoice:
-        num_candidates = len(columns.rates)
-        worth = np.cumprod(columns.rates, axis=1) if template is None else template.survivals(columns.rates)
+
+class _Search:
+    """The best numbers of drafts of candidates that did not ask for one."""
+
+    def __init__(self, steps: StepTimes, candidates: Sequence[Candidate], num_rows: int, num_tokens: float) -> None:
+        """`num_rows` and `num_tokens`, which they commit, are those of the step without drafts for `candidates`."""
+        self.max_drafts = 0
+        self.max_wait_seconds = 0.0
+        self._steps = steps
+        self._num_rows = num_rows
+        self._num_tokens = num_tokens
+        self._rates = own_rates([candidate.acceptance for candidate in candidates])  # [candidates, depths]
+        self._max_depths = np.array([candidate.max_depth for candidate in candidates], np.int64)
+        self._costs = list({id(c.costs): c.costs for c in candidates if c.costs is not None}.values())
+        place_of = {id(costs): place for place, costs in enumerate(self._costs)}
+        self._links = np.array([place_of.get(id(c.costs), -1) for c in candidates], np.int64)
+
+    def best(self, template: Template | None, min_gain: float) -> Choice:
+        """The numbers of drafts in chains, or in trees that are cut from `template`; none where they do not promise
+        `min_gain` times the tokens per second of no drafts."""
+        num_candidates = len(self._rates)
+        worth = np.cumprod(self._rates, axis=1) if template is None else template.survivals(self._rates)
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
-        allowed = place <= columns.max_depths[:, None]
+        allowed = place <= self._max_depths[:, None]
         # Stable, and worth never rises along a row: a sequence's tokens come in the order of their places.
         order = np.argsort(np.where(allowed, -worth, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
         worth, place = worth.ravel()[order], place.ravel()[order]
         sequence_of = order // allowed.shape[1]
         depth_of = place if template is None else template.levels[place - 1]
-        link_of = columns.links[sequence_of]
         deepest = int(depth_of.max(initial=0))
-        limits = np.array([*(limit for limit in DEPTH_LIMITS if limit < deepest and template is None), deepest])[
-            :, None
-        ]
-        taken = depth_of <= limits  # [limits, tokens], and so is everything from here on
+        limits = np.array([*(limit for limit in DEPTH_LIMITS if limit < deepest and template is None), deepest])
+        taken = depth_of <= limits[:, None]  # [limits, tokens], as are all arrays from here on
         num_taken = np.cumsum(taken, axis=1)
+        wait = self._wait_seconds(taken, depth_of, place, self._links[sequence_of])
+        tokens = self._num_tokens + np.cumsum(np.where(taken, worth, 0.0), axis=1)
+        rates = tokens / self._steps.seconds(self._num_rows + num_taken, tokens, wait)
+        fits = (wait <= self.max_wait_seconds) & (num_taken <= self.max_drafts)
+        rates = np.where(fits, rates, 0.0)
+        limit, last = np.unravel_index(rates.argmax(), rates.shape)
+        if rates[limit, last] <= min_gain * self._plain_rate():
+            plain = self._num_tokens / self._steps.curve.seconds(self._num_rows)
+            return Choice([0] * num_candidates, [1.0] * num_candidates, None, plain)
+        seconds = self._steps.curve.seconds(self._num_rows + int(num_taken[limit, last])) + float(wait[limit, last])
+        is_best = taken[limit, : last + 1]
+        best = sequence_of[: last + 1][is_best]
+        own_tokens = 1.0 + np.bincount(best, worth[: last + 1][is_best], num_candidates)
+        num_drafts = np.bincount(best, minlength=num_candidates)
+        return Choice(num_drafts.tolist(), own_tokens.tolist(), template, float(tokens[limit, last]) / seconds)
+
+    def _plain_rate(self) -> float:
+        rows, tokens = np.array([self._num_rows]), np.array([self._num_tokens])
+        return float((tokens / self._steps.seconds(rows, tokens, 0.0))[0])
+
+    def _wait_seconds(
+        self, taken: npt.NDArray[np.bool_], depth_of: IntArray, place: IntArray, link_of: IntArray
+    ) -> FloatArray:
+        """The wait of a step for all tokens up to each one, [limits, tokens]: that of its slowest link."""
         wait = np.zeros(taken.shape)
-        for link, link_costs in enumerate(columns.costs):
+        for link, costs in enumerate(self._costs):
             own = np.flatnonzero(link_of == link)
-            if not own.size or not link_costs.is_known:
+            if not own.size or not costs.is_known:
                 continue
             on_link = taken[:, own]
             reached = np.maximum.accumulate(np.where(on_link, depth_of[own], 0), axis=1)
             batch = np.cumsum(on_link & (place[own] == 1), axis=1)
-            wait[:, own] = link_costs.wait_seconds(reached, batch)
-        wait = np.maximum.accumulate(wait, axis=1)  # no link's wait grows shorter with another token
-        tokens = num_rows + np.cumsum(np.where(taken, worth, 0.0), axis=1)
-        with_waits = self._steps.at(num_rows + num_taken, tokens) + self._steps.num_steps(tokens) * wait
-        token_rates = tokens / with_waits
-        fits = (wait <= self._max_wait_seconds) & (num_taken <= max_drafts)
-        token_rates = np.where(fits, token_rates, 0.0)
-        limit, last = np.unravel_index(token_rates.argmax(), token_rates.shape)
-        plain_seconds = float(self._steps.at(np.array([num_rows]), np.array([float(num_rows)]))[0])
-        if token_rates[limit, last] <= min_gain * num_rows / plain_seconds:
-            rate = num_rows / self._steps.verify.seconds(num_rows)
-            return ColumnChoice(np.zeros(num_candidates, np.int64), np.ones(num_candidates), None, rate)
-        seconds = self._steps.verify.seconds(num_rows + int(num_taken[limit, last])) + float(wait[limit, last])
-        is_best = taken[limit, : last + 1]
-        best = sequence_of[: last + 1][is_best]
-        own_tokens = np.bincount(best, worth[: last + 1][is_best], num_candidates)
-        return ColumnChoice(
-            np.bincount(best, minlength=num_candidates),
-            np.asarray(1.0 + own_tokens, np.float64),
-            template,
-            float(tokens[limit, last]) / seconds,
-        )
+            wait[:, own] = costs.wait_seconds(reached, batch)
+        longest: FloatArray = np.maximum.accumulate(wait, axis=1)  # no link's wait shrinks with another token
+        return longest
 
 
 def _same_for_all(num_drafts: int, candidates: Sequence[Candidate]) -> Choice:
     depths = [min(num_drafts if c.fixed_depth is None else c.fixed_depth, c.max_depth) for c in candidates]
-    survival = survivals([candidate.acceptance for candidate in candidates]) if candidates else ()
-    expected = [1.0 + float(own[:depth].sum()) for own, depth in zip(survival, depths, strict=True)]
-    return Choice(depths, expected)
+    if not candidates:
+        return Choice([], [])
+    survival = np.cumprod(own_rates([candidate.acceptance for candidate in candidates]), axis=1)
+    return Choice(depths, [1.0 + float(own[:depth].sum()) for own, depth in zip(survival, depths, strict=True)])
 
 
-def make_controller(config: SpeculationConfig, steps: StepSeconds) -> DepthController:
-    """The controller that `config` names; `steps` are what `goodput` reckons with."""
+def make_controller(config: SpeculationConfig, steps: StepTimes) -> DepthController:
+    """The controller that `config` names; `goodput` predicts with `steps`."""
     if config.controller == "fixed":
         return FixedController(config.num_speculative_tokens)
     if config.controller == "threshold":
         return ThresholdController(config.num_speculative_tokens, config.max_speculative_tokens)
-    return GoodputController(steps, config.draft_timeout_ms / 1e3)
+    return GoodputController(steps, config.draft_timeout_seconds)

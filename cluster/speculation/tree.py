@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.speculation.drafts import depths_of
+from cluster.speculation.speed import round_seconds
 
 Shape = tuple[int, ...]
 """The parents of a tree's nodes, as in Drafts. Siblings are in the order of their ranks."""
@@ -105,7 +106,7 @@ def token_rate(shape: Sequence[int], acceptance: AcceptanceTable, time: RoundTim
     """E over the time of a round."""
     depths = [0, *depths_of(shape)]
     num_rows = Counter(depths[parent + 1] for parent in set(shape))  # of each step of the draft
-    seconds = time.round_trip + _draft_time(num_rows.values(), time) + time.verify(1 + len(shape))
+    seconds = round_seconds(_draft_time(num_rows.values(), time), time.verify(1 + len(shape)), time.round_trip)
     return expected_tokens(shape, acceptance) / seconds
 
 
@@ -128,7 +129,7 @@ def best_shape(acceptance: AcceptanceTable, num_nodes: Iterable[int], time: Roun
             if parent not in whole[: size - 1]:
                 num_rows[depths[parent + 1]] += 1
             if size in budgets:
-                rate = tokens / (_draft_time(num_rows, time) + time.round_trip + time.verify(1 + size))
+                rate = tokens / round_seconds(_draft_time(num_rows, time), time.verify(1 + size), time.round_trip)
                 if rate >= best_rate:
                     best, best_rate = whole[:size], rate
     return best

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ LEAST_GAIN = 1.03  # over the chain: what is measured is not known to the last p
 
 _NUM_DEPTHS = 8  # whose acceptance is told apart
 _DECAY = 0.998  # of what was counted, a round: about the last 500 rounds count
-_RENEW_SECONDS = 2.0
+_RENEW_ROUNDS = 128  # between two searches for the best trees
 # What is taken for true at first, and counts as much as 4 rounds: acceptance of the best child, and of the child of
 # each later rank when none before it was the choice. Those figures are of the bundled pair.
 _FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
@@ -64,16 +63,15 @@ class TreePolicy:
     With width 1 there are only chains, and nothing is measured. What it answers changes every few seconds at most.
     """
 
-    def __init__(self, width: int, max_nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, width: int, max_nodes: int) -> None:
         self._width = width
         self._max_nodes = max_nodes
-        self._clock = clock
         rates = np.array([_FIRST_RANK] + [_LATER_RANKS] * (width - 1))
         self._num_tried = np.full((_NUM_DEPTHS, width), _PRIOR_ROUNDS)
         self._num_hits = _PRIOR_ROUNDS * np.tile(rates, (_NUM_DEPTHS, 1))
         self._shapes: dict[int, Shape | None] = {}
         self._templates: list[Template] = []
-        self._renew_at = 0.0
+        self._rounds_to_renew = 0
 
     @property
     def may_branch(self) -> bool:
@@ -101,9 +99,8 @@ class TreePolicy:
         return self._templates
 
     def _renew(self) -> None:
-        now = self._clock()
-        if now >= self._renew_at:
-            self._renew_at = now + _RENEW_SECONDS
+        if self._rounds_to_renew <= 0:
+            self._rounds_to_renew = _RENEW_ROUNDS
             self._shapes.clear()
             self._templates = []
 
@@ -121,6 +118,7 @@ class TreePolicy:
         """
         if not drafts or not self.may_branch:
             return
+        self._rounds_to_renew -= 1
         self._num_tried *= _DECAY
         self._num_hits *= _DECAY
         parents = chain(len(drafts)) if drafts.parents is None else drafts.parents

@@ -139,7 +139,7 @@ class InProcessPool(LinkPool):
             self._do(link.worker.step)
             # The target commits a token a step too: a draft token a turn would never be as many as are wanted.
             # Longer than a step waits for drafts it is not, though: many may have much to catch up with.
-            deadline = self._keeper.now() + self._speculation.draft_timeout_ms / 1e3
+            deadline = self._keeper.now() + self._speculation.draft_timeout_seconds
             while self._link is link and link.worker.is_drafting and self._keeper.now() < deadline:
                 self._do(link.worker.step)
 

@@ -219,7 +219,7 @@ class StepLoop(Target):
     def _step(self, publish: Publish) -> None:
         decoding = [g.speculative for g in self._scheduler.running if not g.is_prefilling]
         drafts = self._coordinator.begin(decoding, self._joining())
-        step = self._scheduler.schedule(lambda generation: _allowed(generation, drafts.get(generation.speculative)))
+        step = self._scheduler.schedule(lambda generation: _allowed(generation, drafts[generation.speculative]))
         rounds: list[Round] = []
         outputs: list[GenerationOutput] = []
         timing = None
@@ -372,9 +372,9 @@ class StepLoop(Target):
             self._forget(generation)
 
 
-def _allowed(generation: Generation, drafts: Drafts | None) -> Drafts | None:
+def _allowed(generation: Generation, drafts: Drafts) -> Drafts:
     """What the constraints of `generation` leave of `drafts`."""
-    if drafts is None or generation.constraint is None:
+    if generation.constraint is None:
         return drafts
     return generation.constraint.cut(drafts)
 

@@ -15,7 +15,7 @@ from cluster.config import Config
 from cluster.engine.batch import Segment
 from cluster.engine.loader import LoadedModel
 from cluster.engine.runner import ModelRunner, load_weights
-from cluster.speculation.theory import RoundCosts, best_num_speculative_tokens, speedup
+from cluster.speculation.speed import RoundCosts, best_num_speculative_tokens, speedup
 from cluster.tokenization import Tokenizer
 
 _NUM_TOKENS = 192  # of each text

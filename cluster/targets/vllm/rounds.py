@@ -117,7 +117,6 @@ class CoordinatedRounds:
         return {
             request_id: drafts[sequence].token_ids if sequence is not None else ()
             for request_id, sequence in found.items()
-            if sequence is None or sequence in drafts
         }
 
     @_contained

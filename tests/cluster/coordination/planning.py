@@ -6,12 +6,9 @@ from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
-from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.costs import DraftStep, LinkCosts
 from cluster.speculation.drafts import Drafts
 from cluster.speculation.tree import Shape
-from cluster.wire.messages import Proposal
-from tests.clock import Clock
 
 from .scripted import new_sequence
 
@@ -23,8 +20,7 @@ class Engine:
     """A planner, the sequences it plans for, and how long their steps take."""
 
     def __init__(self, num_sequences: int = 2, **config: object) -> None:
-        self.clock = Clock(100.0)
-        self.planner = DepthPlanner(SpeculationConfig.model_validate(config), 256, self.clock)
+        self.planner = DepthPlanner(SpeculationConfig.model_validate(config), 256)
         self.costs = LinkCosts(64)
         self.costs.observe_reply(0.0005, DraftStep(0.0003, 1, 1))
         self.sequences = [new_sequence(None) for _ in range(num_sequences)]
@@ -34,7 +30,7 @@ class Engine:
     def rows_cost(self, seconds_a_row: float, repeats: int = 60) -> None:
         for _ in range(repeats):
             for rows in ROWS:
-                self.planner.step_seconds.observe(rows, 0.020 + seconds_a_row * rows)
+                self.planner.steps.curve.observe(rows, 0.020 + seconds_a_row * rows)
 
     def accepts(self, num_accepted: int, rounds: int = 60) -> None:
         """Of four drafts a round."""
@@ -42,22 +38,21 @@ class Engine:
             self.observe([verified(sequence, 4, num_accepted) for sequence in self.sequences])
 
     def observe(self, rounds: list[Round]) -> None:
-        self.planner.observe_rounds(rounds, self.clock.now, is_pure=True, is_whole=True)
+        self.planner.observe(rounds)
 
     def wanted(self, sequence: SpeculativeSequence, *, has_proposed: bool = True) -> int:
         """How many draft tokens are asked for when it has committed."""
         if sequence.link is None:
             link = DraftLink("a", "fingerprint", lambda _: None)
             sequence.opened(ActiveLink(link, self.costs, has_proposed=has_proposed), 1)
-        return self.planner.wanted(sequence, self.clock.now)[0]
+        return self.planner.wanted(sequence)[0]
 
     def shape(self, sequence: SpeculativeSequence) -> Shape | None:
         """Of the tree that is asked for."""
         self.wanted(sequence)
-        return self.planner.wanted(sequence, self.clock.now)[1]
+        return self.planner.wanted(sequence)[1]
 
-    def step(self, seconds: float = 0.02) -> None:
-        self.clock.now += seconds
+    def step(self) -> None:
         if self.planner.begin_step(len(self.sequences)):
             self.planner.plan(self.sequences, None, len(self.sequences))
 
@@ -69,14 +64,6 @@ class Engine:
     def depths(self) -> list[int]:
         return [sequence.depth for sequence in self.sequences]
 
-    @property
-    def shadows(self) -> list[SpeculativeSequence]:
-        return [sequence for sequence in self.sequences if sequence.is_shadow]
-
 
 def verified(sequence: SpeculativeSequence, num_drafts: int, num_accepted: int) -> Round:
     return Round(sequence, Drafts([7] * num_drafts), [7] * num_accepted + [8])
-
-
-def proposes(sequence: SpeculativeSequence, base: int, *tokens: int) -> None:
-    sequence.answered(Proposal(1, base, tokens), 0.0, CoordinatorStats())

@@ -13,7 +13,6 @@ from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.worth import Worth
 from cluster.speculation.costs import DraftStep
-from tests.clock import Clock
 
 from .scripted import new_sequence
 
@@ -27,9 +26,9 @@ class Pool:
     """A balancer, and draft workers whose ways and models are the test's."""
 
     def __init__(self, trial_share: float = 0.0) -> None:
-        self.planner = DepthPlanner(SpeculationConfig(), 64, Clock(100.0))
+        self.planner = DepthPlanner(SpeculationConfig(), 64)
         for rows in (1, 64):
-            self.planner.step_seconds.observe(rows, STEP_S)
+            self.planner.steps.curve.observe(rows, STEP_S)
         self.balancer = LinkBalancer(64, TIMEOUT_S, Worth(self.planner), trial_share)
 
     def link(

@@ -244,28 +244,28 @@ class TestTrees:
         assert rounds.coordinator.stats.num_invalid_token_ids == 2
 
 
-def test_the_few_that_are_drafted_for_do_not_hold_up_the_many(pool: ScriptedPool, link: ScriptedLink) -> None:
-    """What comes too late for a step is of use to the one after, as far as it still fits."""
+def test_a_proposal_not_worth_its_wait_is_used_by_the_step_after(pool: ScriptedPool, link: ScriptedLink) -> None:
+    """As far as it still fits: the sequence decodes plainly meanwhile, with those that have no drafts."""
     config = SpeculationConfig(controller="goodput", draft_timeout_ms=TIMEOUT_S * 1000, num_speculative_tokens=K)
     coordinator = Coordinator(pool, config, VOCAB_SIZE, LIMITS, pool.clock)
-    coordinator.know_step_times([(4, 0.060)])
+    coordinator.know_step_times([(4, 0.020)])
     few, many = new_sequence(), [new_sequence(k=0) for _ in range(3)]
     coordinator.begin((), [few, *many])
     wire_id = few.wire_id
-    reply = SpeculateReply(proposals={wire_id: Proposal(wire_id, 3, [4, 5, 6, 7])}, timing=Timing(0.010, 0.002, 1))
+    reply = SpeculateReply(proposals={wire_id: Proposal(wire_id, 3, [4, 5, 6, 7])}, timing=Timing(0.020, 0.004, 1))
     pool.happens(link, reply)
     drafts = coordinator.begin([few, *many])
     assert [list(drafts[sequence].token_ids) for sequence in (few, *many)] == [[4, 5, 6, 7], [], [], []]
     few.token_ids.extend([4, 9])  # type: ignore[attr-defined]
     coordinator.end([Round(few, Drafts([4, 5, 6, 7]), [4, 9])])
-    pool.happens(link, SpeculateReply(proposals={wire_id: Proposal(wire_id, 5, [10, 11, 12, 13])}), after=0.010)
+    pool.happens(link, SpeculateReply(proposals={wire_id: Proposal(wire_id, 5, [10, 11, 12, 13])}), after=0.016)
     asked_at = pool.now
     drafts = coordinator.begin([few, *many])
     assert pool.now == asked_at
     assert drafts.keys() == {few, *many}  # nobody is held back
     assert not drafts[few]
     few.token_ids.append(10)  # type: ignore[attr-defined]
-    pool.now += 0.060
+    pool.now += 0.020
     coordinator.end([Round(few, Drafts(), [10])])
     drafts = coordinator.begin([few, *many])
     assert drafts.keys() == {few, *many}

@@ -61,7 +61,7 @@ def test_of_what_is_new_every_round_counts_at_once() -> None:
     for _ in range(40):
         engine.costs.observe_reply(0.0005, DraftStep(0.010, 1, 1))  # half of a step of the target for each token
     num_rounds = 0
-    while engine.depths[0] > 0:
+    while engine.planner.has_drafts:
         engine.observe([verified(engine.sequences[0], engine.depths[0], 0)])
         engine.step()
         num_rounds += 1
@@ -91,6 +91,30 @@ def test_those_that_join_are_planned_for_with_the_others() -> None:
     assert newcomer.depth == engine.depths[0] > 4
 
 
+def test_a_sequence_that_ends_before_the_next_plan_is_learned_from_while_little_is_known() -> None:
+    engine = Engine(num_sequences=2)
+    first, second = engine.sequences
+    temperature = first.params.temperature
+    assumed = engine.planner.survival("", temperature)[0]
+    engine.planner.leave(first)
+    engine.observe([verified(first, 4, 0)] * 40)
+    known = engine.planner.survival("", temperature)[0]
+    assert known < 0.2 < assumed
+    engine.planner.leave(second)
+    engine.observe([verified(second, 4, 4)] * 40)
+    assert engine.planner.survival("", temperature)[0] == known
+
+
+def test_without_draft_workers_nothing_is_compared_with_the_prediction() -> None:
+    engine = Engine(num_sequences=2)
+    engine.rows_cost(0.0001)
+    engine.accepts(4)
+    engine.steps()  # no link is up
+    for _ in range(100):
+        engine.planner.observe_speed([verified(sequence, 0, 0) for sequence in engine.sequences], 0.02)
+    assert engine.planner.realised.share == 1.0
+
+
 class TestTrees:
     def poor_draft(self, **config: object) -> Engine:
         """Of every four roots the second is the target's choice as often as the first; rows cost nothing."""
@@ -99,7 +123,6 @@ class TestTrees:
         for round_number in range(200):
             chosen = [round_number % 5 // 2, 7]
             engine.observe([Round(engine.sequences[0], Drafts([0, 1, 2, 3], [-1] * 4), chosen)])
-        engine.clock.now += 10.0
         engine.steps()
         return engine
 
@@ -123,9 +146,3 @@ class TestTrees:
         shape = engine.shape(asked)
         assert shape is not None
         assert len(shape) == 5
-
-    def test_shadows_get_chains(self) -> None:
-        engine = self.poor_draft()
-        engine.planner.shadows.appoint(engine.sequences)
-        assert engine.wanted(engine.sequences[0]) == 3
-        assert engine.shape(engine.sequences[0]) is None

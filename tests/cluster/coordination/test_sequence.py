@@ -172,12 +172,6 @@ class TestAdvances:
         assert not link.request
         assert not sequence.is_awaited
 
-    def test_of_shadows_are_owed_to_nobody(self, sequence: SpeculativeSequence, link: ActiveLink) -> None:
-        sequence.shadowed(is_shadow=True)
-        sequence.advance(3, None, NOW)
-        assert list(link.request.advances) == [WIRE_ID]
-        assert link.num_owed == 0
-
 
 class TestProposals:
     @pytest.mark.parametrize(
@@ -250,18 +244,6 @@ class TestProposals:
         assert sequence.num_acknowledged == 5
         sequence.answered(Proposal(WIRE_ID, 4, [5, 9]), NOW, stats)  # older
         assert sequence.num_acknowledged == 5
-
-    def test_of_shadows_are_kept_to_be_judged_whatever_was_committed(
-        self, sequence: SpeculativeSequence, stats: CoordinatorStats
-    ) -> None:
-        sequence.shadowed(is_shadow=True)
-        commits(sequence, 9)
-        proposal = Proposal(WIRE_ID, 3, [4, 5])
-        sequence.answered(proposal, NOW, stats)
-        assert sequence.proposal is proposal
-        assert stats.num_stale_proposals == 0
-        sequence.judged()
-        assert sequence.proposal is None
 
 
 class TestLateOnes:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
-from cluster.speculation.theory import RoundCosts, speedup
+from cluster.speculation.speed import RoundCosts, speedup
 from tests.cluster.diagnosis.clusters import FormulaCluster
 
 CLUSTER = FormulaCluster(row_seconds=0.0004)

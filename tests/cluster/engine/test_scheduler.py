@@ -430,16 +430,3 @@ def test_a_long_mixed_run_stays_sound_and_ends_empty(seed: int, num_blocks: int)
     assert scheduler._blocks.num_used_blocks == 0
     assert (scheduler.num_preemptions > 0) == (num_blocks < 60)
     assert scheduler._blocks.num_hit_tokens > 0
-
-
-def test_a_sequence_that_is_held_back_takes_no_part() -> None:
-    scheduler = new_scheduler()
-    first, second = new_sequence(2), new_sequence(2)
-    for sequence in (first, second):
-        scheduler.add(sequence)
-    scheduler.admit()
-    run(scheduler, scheduler.schedule(no_drafts))
-    step = scheduler.schedule(lambda sequence: None if sequence is first else Drafts())
-    assert [scheduled.sequence for scheduled in step] == [second]
-    step = scheduler.schedule(no_drafts)
-    assert [scheduled.sequence for scheduled in step] == [first, second]

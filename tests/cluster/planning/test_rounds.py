@@ -6,7 +6,7 @@ import pytest
 
 from cluster.planning.rounds import Drafting, plain_round, round_of
 from cluster.planning.steps import MeasuredSteps
-from cluster.speculation.theory import RoundCosts, speedup
+from cluster.speculation.speed import RoundCosts, speedup
 
 _FLAT_TARGET = MeasuredSteps(((1, 0.015),))
 _FLAT_DRAFT = MeasuredSteps(((1, 0.002),))

@@ -19,7 +19,7 @@ from cluster.speculation.depth import (
     ThresholdController,
 )
 from cluster.speculation.drafts import depths_of as levels_of
-from cluster.speculation.prompts import PromptLoad, StepSeconds
+from cluster.speculation.step_times import StepTimes
 from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, token_rate
 from cluster.speculation.tree_policy import Template
 
@@ -48,7 +48,7 @@ def acceptance(rate: float) -> SequenceAcceptance:
     shared = PositionRates(MAX_DEPTH)
     rng = np.random.default_rng(0)
     for _ in range(500):
-        shared.observe(MAX_DEPTH, int(rng.geometric(1 - rate)) - 1)
+        shared.observe(MAX_DEPTH, min(MAX_DEPTH, int(rng.geometric(1 - rate)) - 1))
     return SequenceAcceptance(shared)
 
 
@@ -58,8 +58,14 @@ def candidates(rate: float, count: int, costs: LinkCosts | None = None) -> list[
     return [Candidate(own, MAX_DEPTH, costs) for _ in range(count)]
 
 
-def goodput(points: dict[int, float], prompts: PromptLoad | None = None) -> GoodputController:
-    return GoodputController(StepSeconds(curve(points), prompts or PromptLoad(), MAX_ROWS), TIMEOUT_S)
+def steps_of(learned: LearnedCurve) -> StepTimes:
+    steps = StepTimes(MAX_ROWS)
+    steps.curve = learned
+    return steps
+
+
+def goodput(points: dict[int, float]) -> GoodputController:
+    return GoodputController(steps_of(curve(points)), TIMEOUT_S)
 
 
 def depths_of(controller: DepthController, own: Sequence[Candidate], num_rows: int) -> list[int]:
@@ -101,13 +107,13 @@ class TestGoodput:
     @pytest.mark.parametrize("has_prompts", [False, True])
     def test_a_step_holds_the_rows_that_are_chosen(self, has_prompts: bool) -> None:
         """Or sequences that come first would get them all."""
-        prompts = PromptLoad()
+        steps = steps_of(curve({1: 0.02, 4096: 0.0201}))
         if has_prompts:
             for _ in range(8):
-                prompts.joined()
-                prompts.ended()
-            prompts.observe(512, 8, 64)  # so many that nearly every step has some
-        free = goodput({1: 0.02, 4096: 0.0201}, prompts)
+                steps.joined()
+                steps.ended()
+            steps.observe_prompts(512, 64)  # nearly every step has some
+        free = GoodputController(steps, TIMEOUT_S)
         depths = depths_of(free, candidates(0.9, 64), 64)
         # Three more of each, or seven; where prompts are about, a row more may not pay, but no more than these fit.
         room = (MAX_ROWS - 64) * (0.51 if has_prompts else 1)
@@ -119,6 +125,14 @@ class TestGoodput:
         asked = Candidate(acceptance(0.1), MAX_DEPTH, link(), fixed_depth=5)
         free = Candidate(acceptance(0.9), MAX_DEPTH, link())
         assert depths_of(goodput(MEMORY_BOUND), [asked, free], 2)[0] == 5
+
+    def test_a_request_with_a_depth_of_its_own_changes_little_for_others(self) -> None:
+        """Its drafts are rows of the step, and not tokens that are committed for certain."""
+        asked = Candidate(acceptance(0.3), MAX_DEPTH, link(), fixed_depth=8)
+        alone = depths_of(goodput(MEMORY_BOUND), candidates(0.8, 3), 4)
+        others = depths_of(goodput(MEMORY_BOUND), [asked, *candidates(0.8, 3)], 4)[1:]
+        assert min(others) > 0
+        assert abs(sum(others) - sum(alone)) <= 4
 
     def test_expected_tokens_are_the_bonus_token_and_each_draft_by_its_survival(self) -> None:
         own = [*candidates(0.8, 2), Candidate(acceptance(0.5), MAX_DEPTH, link(), fixed_depth=3)]
@@ -147,7 +161,7 @@ class TestGoodput:
             seconds = float(verify.at(3 + sum(depths))) + wait
             return (3 + sum(worth[i][d] for i, d in enumerate(depths))) / seconds
 
-        chosen = rate(tuple(depths_of(GoodputController(StepSeconds(verify, PromptLoad(), MAX_ROWS), 1.0), own, 3)))
+        chosen = rate(tuple(depths_of(GoodputController(steps_of(verify), 1.0), own, 3)))
         best = max(rate(depths) for depths in itertools.product(range(5), repeat=3))
         assert chosen >= 0.98 * best
 
@@ -165,11 +179,11 @@ class TestTrees:
         """The shape of the tree, empty where it is a chain, and the tokens a second that are promised."""
         candidate = Candidate(acceptance(rates[0]), MAX_DEPTH, costs)
         choice = goodput(points).choose(NextStep([candidate], 1, templates=templates(np.array([rates]))))
-        return choice.template.parents[: choice.num_drafts[0]] if choice.template else (), choice.rate
+        return choice.template.parents[: choice.num_drafts[0]] if choice.template else (), choice.tokens_per_second
 
     def test_a_poor_draft_gets_a_tree(self) -> None:
         shape, rate = self.choice({1: 0.02, 64: 0.021}, link())
-        chain_rate = goodput({1: 0.02, 64: 0.021}).choose(NextStep(candidates(self.RATES[0], 1), 1)).rate
+        chain_rate = goodput({1: 0.02, 64: 0.021}).choose(NextStep(candidates(self.RATES[0], 1), 1)).tokens_per_second
         assert shape.count(-1) > 1
         assert rate > chain_rate
 
@@ -204,7 +218,7 @@ class TestTrees:
         time = RoundTime(lambda _: level, lambda rows: float(verify.at(rows)), float(wait[0]) - level)
         best = token_rate(best_shape(rates, range(1 + MAX_DEPTH), time), rates, time)
         choice = goodput(points).choose(NextStep([candidate], 1, templates=templates(rates)))
-        assert choice.rate >= 0.93 * best  # 3 % of which a tree must be better than a chain
+        assert choice.tokens_per_second >= 0.93 * best  # 3 % of which a tree must be better than a chain
 
 
 class TestThreshold:

@@ -138,9 +138,8 @@ def test_steps_of_prompts_alone_teach_what_prompts_are(rounds: CoordinatedRounds
     rounds.end(step(prompts=(PromptPart(64, 0),), left_prompts=True))
     rounds.end(step(prompts=(PromptPart(16, 64),), left_prompts=True))
     rounds.begin([asked], [])
-    prompts = rounds._coordinator.planner.prompts
-    assert prompts.share == 1.0
-    assert 16 < prompts.most_tokens < 64
+    steps = rounds._coordinator.planner.steps
+    assert steps.room_for_drafts(12) == (LIMITS.max_num_batched_tokens - 12) // 2
 
 
 def test_requests_have_a_k_of_their_own_and_those_of_others_decode_plainly(

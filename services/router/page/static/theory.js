@@ -1,4 +1,4 @@
-// What speculation can gain, in closed form: cluster/speculation/theory.py, with which a test compares this over a grid.
+// What speculation can gain, in closed form: cluster/speculation/speed.py, with which a test compares this over a grid.
 // Every draft token is accepted with probability `acceptance`, independently. Times are in one unit.
 
 // E = (1 - a**(k+1)) / (1 - a): tokens of a round of k drafts, the target's own included.

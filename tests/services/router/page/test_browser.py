@@ -14,7 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from cluster.config_file import load_config
-from cluster.speculation.theory import RoundCosts, best_num_speculative_tokens, expected_tokens, speedup
+from cluster.speculation.speed import RoundCosts, best_num_speculative_tokens, expected_tokens, speedup
 from services.launch.local import LocalCluster
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 

@@ -8,7 +8,7 @@ from scipy import stats
 
 from cluster.speculation.acceptance import count_accepted
 from cluster.speculation.noise import NoiseKey, gumbel_noise
-from cluster.speculation.theory import (
+from cluster.speculation.speed import (
     RoundCosts,
     approximate_best_num_speculative_tokens,
     best_num_speculative_tokens,

@@ -1,0 +1,132 @@
+"""The speed of speculation: tokens per round over the round's time.
+
+    E       = 1 + s_1 + ... + s_k                     tokens per round, bonus included; s_j: draft j and all before it
+                                                      are accepted. With one acceptance rate a: (1 - a^(k+1)) / (1 - a)
+    speedup = E * t_decode / (k * t_draft + t_verify + round trip)
+    rate    = n * E / (t_step(n * (1 + k)) + wait(k))           tokens per second of n sequences with k drafts each
+
+E and the speedup are equation 1 and theorem 3.8 of Leviathan, Kalman, Matias, "Fast inference from transformers via
+speculative decoding", ICML 2023, with the times of the parts in place of ratios.
+The controller (`depth`) computes the last formula for sequences with different numbers of drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.speculation.step_times import StepTimes
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
+    """E of `num_speculative_tokens` drafts that are each accepted with `acceptance_rate`, independently."""
+    _check_rate(acceptance_rate)
+    if acceptance_rate == 1.0:
+        return float(num_speculative_tokens + 1)
+    return float((1 - acceptance_rate ** (num_speculative_tokens + 1)) / (1 - acceptance_rate))
+
+
+def tokens_per_round(survival: Iterable[float]) -> float:
+    """E of drafts that survive with these probabilities, the shallowest first."""
+    return 1.0 + sum(survival)
+
+
+def round_seconds(drafting: float, verify: float, round_trip: float = 0.0, *, overlaps: bool = False) -> float:
+    """The time of a round, in the unit of its parts; with `overlaps` the target verifies while the draft drafts."""
+    if overlaps:
+        return max(verify, drafting + round_trip)
+    return drafting + verify + round_trip
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """Times of a round's parts, all in one unit."""
+
+    draft_token: float  # the draft's time for one token
+    verify: float  # the target's verify step
+    round_trip: float = 0.0
+    decode: float | None = None  # a step without drafts; None: as the verify step
+    rest: float = 0.0  # what else a round takes
+    plain_rest: float = 0.0  # what else a step without drafts takes
+    overlaps: bool = False  # drafting and verification run at the same time
+
+    def of(self, num_speculative_tokens: int) -> float:
+        """The time of a round with `num_speculative_tokens` drafts."""
+        drafting = num_speculative_tokens * self.draft_token
+        return self.rest + round_seconds(drafting, self.verify, self.round_trip, overlaps=self.overlaps)
+
+    def speedup(self, tokens_per_round: float, num_speculative_tokens: int) -> float:
+        """Tokens per second over those without drafts."""
+        plain = (self.verify if self.decode is None else self.decode) + self.plain_rest
+        return tokens_per_round * plain / self.of(num_speculative_tokens)
+
+
+def speedup(acceptance_rate: float, num_speculative_tokens: int, costs: RoundCosts) -> float:
+    """Tokens per second over those without drafts, with one acceptance rate for all positions."""
+    return costs.speedup(expected_tokens(acceptance_rate, num_speculative_tokens), num_speculative_tokens)
+
+
+def best_num_speculative_tokens(acceptance_rate: float, costs: RoundCosts, maximum: int = 64) -> int:
+    """The k in 0 .. maximum with the largest speedup; 0, which is plain decoding, costs no round trip."""
+    best, best_speedup = 0, 1.0
+    for k in range(1, maximum + 1):
+        gain = speedup(acceptance_rate, k, costs)
+        if gain > best_speedup:
+            best, best_speedup = k, gain
+    return best
+
+
+def approximate_best_num_speculative_tokens(acceptance_rate: float) -> float:
+    """-1 / ln a, the rule of thumb for cheap drafts: the depth at which a draft survives with probability 1/e."""
+    _check_rate(acceptance_rate)
+    if acceptance_rate in (0.0, 1.0):
+        return 0.0 if acceptance_rate == 0.0 else math.inf
+    return -1.0 / math.log(acceptance_rate)
+
+
+def coupled_acceptance_bound(total_variation: float) -> float:
+    """(1 - TV) / (1 + TV): the least acceptance of shared-noise drafting (arXiv 2408.07978, theorem 1)."""
+    _check_rate(total_variation)
+    return (1 - total_variation) / (1 + total_variation)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of one sequence among `num_rows` that are all drafted for alike, by measured step times."""
+
+    steps: StepTimes
+    num_rows: int  # sequences: the rows of a step without drafts
+    max_wait_seconds: float
+
+    @property
+    def plain(self) -> float:
+        """Without drafts. A step's time must be known."""
+        rows = np.array([float(self.num_rows)])
+        return float(1.0 / np.maximum(self.steps.seconds(rows, rows, 0.0), 1e-9)[0])
+
+    def by_depth(self, survival: FloatArray, wait_seconds: FloatArray) -> FloatArray:
+        """With 1, 2, ... drafts; 0 where a step does not wait so long or has no room for so many rows.
+
+        The last axis of `wait_seconds` is the depth; others are alternatives. Before any step's time is known it is
+        left out: what remains still compares draft workers.
+        """
+        depths = np.arange(1, len(survival) + 1)
+        tokens = 1.0 + np.cumsum(survival)
+        seconds = wait_seconds
+        if self.steps.is_known:
+            seconds = self.steps.seconds(self.num_rows * (1 + depths), self.num_rows * tokens, wait_seconds)
+        fits = (wait_seconds <= self.max_wait_seconds) & (
+            self.num_rows * depths <= self.steps.room_for_drafts(self.num_rows)
+        )
+        return np.where(fits, tokens / np.maximum(seconds, 1e-9), 0.0)
+
+
+def _check_rate(rate: float) -> None:
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"a rate lies between 0 and 1, not {rate}")
