@@ -94,8 +94,8 @@ def run(case: Case, num_streams: int, num_speculative_tokens: int | None, seed: 
                 num_answers += 1
                 submit()
 
-    cluster = VirtualCluster(config, [draft], published, partial(ScatteringTarget, behaviour=_SCATTER, seed=seed))
-    cluster._numbers = itertools.count(100_000 * seed)
+    make_target = partial(ScatteringTarget, behaviour=_SCATTER, seed=seed)
+    cluster = VirtualCluster(config, [draft], published, make_target, seeds=itertools.count(100_000 * seed))
     for _ in range(num_streams):
         submit()
     rates = []
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 of = {k: [rate[part] for rate in found] for k, found in rates.items()}
                 best = max(DEPTHS, key=lambda k: statistics.median(of[k][::2]))
                 auto = statistics.median(of[None])
-                over_best = statistics.median(of[None]) / statistics.median(of[best][1::2])
+                over_best = statistics.median(of[None][1::2]) / statistics.median(of[best][1::2])
                 over_none = auto / statistics.median(of[0])
                 misses += (over_best < bar) + (over_none < FLOOR_BAR)
                 cells.append(f"{best} | {over_best:.3f} | {over_none:.3f}")

@@ -10,8 +10,8 @@ and `close` for a sequence that has ended. A sequence without drafts decodes pla
 drafts are only ever compared with the target's choices.
 
 Two stretches are critical, as draft or target stands idle meanwhile: from the choices to the advances that tell them
-(`end`), and from the last proposal that a step waits for to its drafts (the end of `begin`). All else, such as learning
-from the step, plans and counting, is done at the start of the next `begin`, while the drafters draft.
+(`end`), and from the last proposal that a step waits for to its drafts (the end of `begin`). All else, such as plans
+and counting, is done at the start of the next `begin`, while the drafters draft; steps are learned from at a plan.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ class Coordinator:
         for ended in rounds:
             sequence = ended.sequence
             if sequence.link is not None:
-                planner.probed(sequence, has_drafts=bool(ended.drafts.token_ids))
+                if sequence is planner.probe:
+                    planner.probed(has_drafts=bool(ended.drafts.token_ids))
                 num_drafts, shape = planner.wanted(sequence)
                 sequence.advance(num_drafts, shape, now)
         if joining:

@@ -174,9 +174,11 @@ class DepthPlanner:
             assert self.probe.acceptance is not None
             self.probe.acceptance.shared.remember(_PROBE_MEMORY)
 
-    def probed(self, sequence: SpeculativeSequence, *, has_drafts: bool) -> None:
-        """`sequence` had a round; if it is the probe's, it ends unless its first proposal is still to come."""
-        if sequence is not self.probe or not (has_drafts or (sequence.is_late and sequence.has_answered)):
+    def probed(self, *, has_drafts: bool) -> None:
+        """The probe's sequence had a round; the probe ends unless its first proposal is still to come."""
+        sequence = self.probe
+        assert sequence is not None
+        if not (has_drafts or (sequence.is_late and sequence.has_answered)):
             return
         sequence.planned(0, None)
         self.probe = None

@@ -89,7 +89,7 @@ class Gains:
         return ratios
 
     def demand(self) -> DraftDemand | None:
-        """What drafts would give; None: unknown. Any thread."""
+        """Returns the predicted gain of drafts; None if unknown. Thread-safe."""
         if self._demand is not None and self._clock() > self._planned_at + _STALE_SECONDS:
             return DraftDemand(0, self._demand.goodputs)
         return self._demand

@@ -72,8 +72,8 @@ class Waits:
     def pays(
         self, ready: Sequence[SpeculativeSequence], awaited: Sequence[SpeculativeSequence], seconds_to_wait: float
     ) -> bool:
-        """Whether a step of all after the wait is expected to commit more tokens per second than one at once, in which
-        `awaited` have a row each. A third way, to leave `awaited` out of the step, never commits more."""
+        """Returns True if a step of all sequences after the wait is expected to commit more tokens per second than a
+        step at once, in which each of `awaited` has one row. Leaving `awaited` out of the step never commits more."""
         steps = self._planner.steps
         if not (self._planner.measures and steps.is_known):
             return True

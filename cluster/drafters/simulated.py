@@ -88,8 +88,6 @@ class SimulatedDrafter(Drafter):
         """
         key, position = sequence.noise_key, sequence.num_committed + place
         token, acceptance = token_at(key, position, self.vocab_size), self.acceptance.at(place)
-        if sequence.width == 1:  # most are, and there are many
-            return [token if uniform_at(key, position) < acceptance else (token + 1) % self.vocab_size]
         for rank in range(sequence.width):
             if uniform_at(key, position, rank) < acceptance:
                 return [(token + other - rank) % self.vocab_size for other in range(sequence.width)]

@@ -51,7 +51,7 @@ class VirtualCluster:
     num_rounds: int = 0  # sequences in steps
     pool: VirtualPool = field(init=False)
     target: SimulatedTarget = field(init=False)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    seeds: Iterator[int] = field(default_factory=itertools.count)  # of the requests, each used once
 
     def __post_init__(self) -> None:
         config, simulation = self.config, self.config.simulation
@@ -67,7 +67,7 @@ class VirtualCluster:
 
     def submit(self, max_tokens: int, *, prompt_len: int = 8, num_speculative_tokens: int | None = None) -> str:
         """Submits a request; returns its ID, which is its seed."""
-        seed = next(self._numbers)
+        seed = next(self.seeds)
         request = simulated_request(seed, VOCAB_SIZE, prompt_len, max_tokens, num_speculative_tokens)
         self.target.submit(request)
         return request.request_id

@@ -61,7 +61,7 @@ class PositionRates:
 
     @property
     def rates(self) -> list[float]:
-        """By position; a position with few tests is taken to be like the one before it."""
+        """Rates by position; a position with few tests is assumed to be like the one before it."""
         if any(self._rounds_tested):
             self._take_in()
         return self._rates

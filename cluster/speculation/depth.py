@@ -17,6 +17,7 @@ import numpy.typing as npt
 from cluster.config_speculation import SpeculationConfig
 from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance, own_rates
 from cluster.speculation.costs import LinkCosts
+from cluster.speculation.speed import tokens_per_round
 from cluster.speculation.step_times import StepTimes
 from cluster.speculation.tree_policy import DEPTH_LIMITS, LEAST_GAIN, Template
 
@@ -144,7 +145,8 @@ class GoodputController:
         candidates = step.candidates
         num_drafts = [min(c.fixed_depth or 0, c.max_depth) for c in candidates]
         expected = [
-            1.0 + sum(c.acceptance.survival()[:n]) if n else 1.0 for c, n in zip(candidates, num_drafts, strict=True)
+            tokens_per_round(c.acceptance.survival()[:n]) if n else 1.0
+            for c, n in zip(candidates, num_drafts, strict=True)
         ]
         choice = Choice(num_drafts, expected)
         free = [i for i, c in enumerate(candidates) if c.fixed_depth is None and c.max_depth > 0]
@@ -152,9 +154,14 @@ class GoodputController:
             return choice
         taken = sum(num_drafts)
         fixed_tokens = step.num_rows + sum(expected) - len(candidates)
-        search = _Search(self._steps, [candidates[i] for i in free], step.num_rows + taken, fixed_tokens)
-        search.max_drafts = self._steps.room_for_drafts(step.num_rows) - taken
-        search.max_wait_seconds = self._max_wait_seconds
+        search = _Search(
+            self._steps,
+            [candidates[i] for i in free],
+            num_rows=step.num_rows + taken,
+            num_tokens=fixed_tokens,
+            max_drafts=self._steps.room_for_drafts(step.num_rows) - taken,
+            max_wait_seconds=self._max_wait_seconds,
+        )
         best = search.best(None, step.min_gain)
         least_rate = LEAST_GAIN * best.tokens_per_second
         for template in step.templates:
@@ -170,11 +177,20 @@ class GoodputController:
 class _Search:
     """The best numbers of drafts of candidates that did not ask for one."""
 
-    def __init__(self, steps: StepTimes, candidates: Sequence[Candidate], num_rows: int, num_tokens: float) -> None:
+    def __init__(
+        self,
+        steps: StepTimes,
+        candidates: Sequence[Candidate],
+        *,
+        num_rows: int,
+        num_tokens: float,
+        max_drafts: int,
+        max_wait_seconds: float,
+    ) -> None:
         """`num_rows` and `num_tokens`, which they commit, are those of the step without drafts for `candidates`."""
-        self.max_drafts = 0
-        self.max_wait_seconds = 0.0
         self._steps = steps
+        self._max_drafts = max_drafts
+        self._max_wait_seconds = max_wait_seconds
         self._num_rows = num_rows
         self._num_tokens = num_tokens
         self._rates = own_rates([candidate.acceptance for candidate in candidates])  # [candidates, depths]
@@ -202,7 +218,7 @@ class _Search:
         wait = self._wait_seconds(taken, depth_of, place, self._links[sequence_of])
         tokens = self._num_tokens + np.cumsum(np.where(taken, worth, 0.0), axis=1)
         rates = tokens / self._steps.seconds(self._num_rows + num_taken, tokens, wait)
-        fits = (wait <= self.max_wait_seconds) & (num_taken <= self.max_drafts)
+        fits = (wait <= self._max_wait_seconds) & (num_taken <= self._max_drafts)
         rates = np.where(fits, rates, 0.0)
         limit, last = np.unravel_index(rates.argmax(), rates.shape)
         if rates[limit, last] <= min_gain * self._plain_rate():

@@ -39,9 +39,7 @@ def tokens_per_round(survival: Iterable[float]) -> float:
 
 def round_seconds(drafting: float, verify: float, round_trip: float = 0.0, *, overlaps: bool = False) -> float:
     """The time of a round, in the unit of its parts; with `overlaps` the target verifies while the draft drafts."""
-    if overlaps:
-        return max(verify, drafting + round_trip)
-    return drafting + verify + round_trip
+    return (max(verify, drafting) if overlaps else drafting + verify) + round_trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +52,10 @@ class RoundCosts:
     decode: float | None = None  # a step without drafts; None: as the verify step
     rest: float = 0.0  # what else a round takes
     plain_rest: float = 0.0  # what else a step without drafts takes
-    overlaps: bool = False  # drafting and verification run at the same time
 
     def of(self, num_speculative_tokens: int) -> float:
         """The time of a round with `num_speculative_tokens` drafts."""
-        drafting = num_speculative_tokens * self.draft_token
-        return self.rest + round_seconds(drafting, self.verify, self.round_trip, overlaps=self.overlaps)
+        return self.rest + round_seconds(num_speculative_tokens * self.draft_token, self.verify, self.round_trip)
 
     def speedup(self, tokens_per_round: float, num_speculative_tokens: int) -> float:
         """Tokens per second over those without drafts."""
@@ -106,12 +102,12 @@ class Speed:
 
     @property
     def plain(self) -> float:
-        """Without drafts. A step's time must be known."""
+        """The rate without drafts. A step's time must be known."""
         rows = np.array([float(self.num_rows)])
         return float(1.0 / np.maximum(self.steps.seconds(rows, rows, 0.0), 1e-9)[0])
 
     def by_depth(self, survival: FloatArray, wait_seconds: FloatArray) -> FloatArray:
-        """With 1, 2, ... drafts; 0 where a step does not wait so long or has no room for so many rows.
+        """Rates with 1, 2, ... drafts; 0 where the wait exceeds its limit or the step has no room for the rows.
 
         The last axis of `wait_seconds` is the depth; others are alternatives. Before any step's time is known it is
         left out: what remains still compares draft workers.

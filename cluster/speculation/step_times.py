@@ -29,7 +29,7 @@ _LIMIT_RATE = 0.05  # learning rate of the scheduler's limit of prompt tokens, p
 
 
 class StepTimes:
-    """What steps of a target take, by their rows and the tokens that they commit, and how many rows they may have."""
+    """Seconds of a target's steps by their rows and committed tokens, and the rows that a step has room for."""
 
     def __init__(self, max_rows: int) -> None:
         self.curve = LearnedCurve(max_rows)  # over all rows of the step, those of prompts included

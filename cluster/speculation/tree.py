@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.speculation.drafts import depths_of
-from cluster.speculation.speed import round_seconds
+from cluster.speculation.speed import round_seconds, tokens_per_round
 
 Shape = tuple[int, ...]
 """The parents of a tree's nodes, as in Drafts. Siblings are in the order of their ranks."""
@@ -99,7 +99,7 @@ def expected_tokens(shape: Sequence[int], acceptance: AcceptanceTable) -> float:
     for parent, depth, rank in zip(shape, depths_of(shape), ranks_of(shape), strict=True):
         rate = float(falling[min(depth, len(falling)) - 1, rank]) if rank < falling.shape[1] else 0.0
         survival.append((survival[parent] if parent >= 0 else 1.0) * rate)
-    return 1.0 + sum(survival)
+    return tokens_per_round(survival)
 
 
 def token_rate(shape: Sequence[int], acceptance: AcceptanceTable, time: RoundTime) -> float:

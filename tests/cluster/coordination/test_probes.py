@@ -41,19 +41,19 @@ class TestWhileThereAreNone:
         probe = self.probe(off)
         assert off.wanted(probe) == 3
         off.observe([verified(probe, 3, num_accepted)])
-        off.planner.probed(probe, has_drafts=True)
+        off.planner.probed(has_drafts=True)
 
     def test_one_sequence_gets_one_short_round(self, off: Engine) -> None:
-        probe = self.probe(off)
+        self.probe(off)
         assert [off.wanted(sequence) for sequence in off.sequences].count(3) == 1
-        off.planner.probed(probe, has_drafts=True)
+        off.planner.probed(has_drafts=True)
         assert off.planner.probe is None
         assert off.depths == [0] * 4
 
     def test_a_probe_goes_on_until_its_drafts_have_come(self, off: Engine) -> None:
         probe = self.probe(off)
         off.wanted(probe)  # opens it
-        off.planner.probed(probe, has_drafts=False)
+        off.planner.probed(has_drafts=False)
         off.steps(40)
         assert off.planner.probe is probe
         assert probe.depth == 3
@@ -63,7 +63,7 @@ class TestWhileThereAreNone:
         off.wanted(probe)
         probe.gave_up()
         probe.has_answered = True
-        off.planner.probed(probe, has_drafts=False)
+        off.planner.probed(has_drafts=False)
         assert off.planner.probe is None
 
     def test_probes_cost_at_most_half_a_percent(self, off: Engine) -> None:

@@ -14,7 +14,13 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from cluster.config_file import load_config
-from cluster.speculation.speed import RoundCosts, best_num_speculative_tokens, expected_tokens, speedup
+from cluster.speculation.speed import (
+    RoundCosts,
+    best_num_speculative_tokens,
+    expected_tokens,
+    round_seconds,
+    speedup,
+)
 from services.launch.local import LocalCluster
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 
@@ -248,5 +254,6 @@ def test_its_formulas_are_the_librarys(browser: Browser, cluster: LocalCluster) 
             expected.append(best_num_speculative_tokens(rate, own))
             for k in depths:
                 tokens, gain = expected_tokens(rate, k), speedup(rate, k, own)
-                expected += [tokens, gain, 0.5 * gain, tokens * verify / (max(verify, k * draft) + trip)]
+                overlapped = round_seconds(k * draft, verify, trip, overlaps=True)
+                expected += [tokens, gain, 0.5 * gain, tokens * verify / overlapped]
     assert found == pytest.approx(expected, rel=1e-12)
