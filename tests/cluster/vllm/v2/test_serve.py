@@ -79,7 +79,12 @@ class Server:
         speculation = {"num_speculative_tokens": K, "draft_timeout_ms": 10_000}
         settings = {"draft_addresses": [draft_address], "speculation": speculation, "metrics_port": metrics_port}
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1",
+            api_key="none",
+            max_retries=0,
+            default_headers={"Connection": "close"},  # vLLM closes an idle one after 5 s, perhaps as the next request comes
+        )
         self._program = Program(
             [
                 *("vllm.entrypoints.cli.main", "serve", str(resolve_model_folder("outrider-target-12m"))),
