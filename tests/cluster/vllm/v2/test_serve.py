@@ -83,7 +83,9 @@ class Server:
             base_url=f"http://127.0.0.1:{port}/v1",
             api_key="none",
             max_retries=0,
-            default_headers={"Connection": "close"},  # vLLM closes an idle one after 5 s, perhaps as the next request comes
+            default_headers={
+                "Connection": "close"
+            },  # vLLM closes an idle one after 5 s, perhaps as the next request comes
         )
         self._program = Program(
             [

@@ -1,0 +1,238 @@
+"""What a remote draft pool pays, in virtual time: `python -m bench.pool`.
+
+A 70B target on 4 A100 with its draft on another GPU, for 1 to 8 targets that share one draft worker. Router's choice,
+step loops, coordinators, blocks and draft workers are the real ones (`cluster.simulator`), messages take half the delay
+and what programs add, and steps take what the planner's formulae say (`cluster.planning.steps`). Every stream sends
+its next request when the last is answered. Beside it stand k = 0, the same draft on the target's own GPUs, and the
+bound, the most over all k of
+
+    E(k) t(n) / max(t(n (1 + k)), k t_draft(n) + delay)
+
+of k = 0: drafting that is hidden behind verification as a whole. All figures are of one target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.in_process import SIMULATED
+from cluster.config import Config
+from cluster.config_file import load_config
+from cluster.engine.memory_plan import PlannedModel
+from cluster.planning.hardware import parse_gpus
+from cluster.planning.steps import Roofline, curve_points
+from cluster.simulation.steps import StepCurve
+from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.simulator.figures import Figures
+from cluster.simulator.traffic import ClosedTraffic, Lengths
+from cluster.speculation.speed import expected_tokens
+
+TARGET, TARGET_GPUS = "70B", "4xA100-80"
+DRAFTS = {"1B": "1B", "1B-int4": "1B:int4"}
+PROMPT_TOKENS, ANSWER_TOKENS = 128, 256
+_ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+_WARM_UP_SHARE = 0.3
+_NUM_BLOCKS = 100_000  # more than any case needs
+_MAX_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    draft: str  # a key of DRAFTS
+    card: str
+    delay_ms: float  # there and back
+    targets: int
+    streams: int  # of each target
+    acceptance: float
+
+    def curve(self, model: str, gpus: str) -> list[tuple[int, float]]:
+        steps = Roofline(PlannedModel.parse(model), parse_gpus(gpus))
+        return [*curve_points(steps, self.streams, PROMPT_TOKENS + ANSWER_TOKENS / 2, _ROWS)]
+
+    @property
+    def target_curve(self) -> list[tuple[int, float]]:
+        return self.curve(TARGET, TARGET_GPUS)
+
+    @property
+    def bound(self) -> float:
+        """Times k = 0."""
+        target, draft = StepCurve(self.target_curve), StepCurve(self.curve(DRAFTS[self.draft], self.card))
+        n, plain = self.streams, StepCurve(self.target_curve).at(self.streams)
+        return max(
+            expected_tokens(self.acceptance, k)
+            * plain
+            / max(target.at(n * (1 + k)), k * draft.at(n) + self.delay_ms / 1e3)
+            for k in range(1, _MAX_DEPTH + 1)
+        )
+
+    def config(self, how: str) -> Config:
+        """`how`: pool, beside (the target's GPUs draft, in turn) or plain."""
+        all_streams = self.targets * self.streams
+        settings: dict[str, object] = {
+            "simulation.target_step_ms": [list(point) for point in self.target_curve],
+            "simulation.acceptance": self.acceptance,
+            "target.replicas": self.targets if how == "pool" else 1,
+            "target.max_num_seqs": 2 * self.streams,
+            "target.max_num_batched_tokens": 2048,
+            "target.enable_prefix_caching": "false",
+            "draft.max_num_seqs": 2 * all_streams,
+            "draft.max_num_batched_tokens": 2048,
+        }
+        if how == "plain":
+            settings |= {"speculation.num_speculative_tokens": 0, "draft.replicas": 0}
+        else:
+            gpus = self.card if how == "pool" else TARGET_GPUS
+            points = self.curve(DRAFTS[self.draft], gpus)
+            settings["simulation.draft_step_ms"] = [list(point) for point in points]
+            settings["simulation.round_trip_ms"] = self.delay_ms if how == "pool" else 0.0
+        if how == "beside":
+            settings |= {"draft.placement": "in-process", "draft.in_process_threads": "shared"}
+        return load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items())])
+
+    def run(self, how: str, seconds: float) -> Figures:
+        config = self.config(how)
+        num_streams = config.target.replicas * self.streams
+        warm_up, until = _WARM_UP_SHARE * seconds, (1 + _WARM_UP_SHARE) * seconds
+        answers = Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
+        traffic = ClosedTraffic(num_streams, until, Lengths(PROMPT_TOKENS, PROMPT_TOKENS), answers, 0, warm_up / 2)
+        cluster = SimulatedCluster(config, traffic, _NUM_BLOCKS, Span(warm_up, until, is_cut=True))
+        cluster.run()
+        return cluster.figures(self.dollars_per_hour(how))
+
+    def dollars_per_hour(self, how: str) -> float:
+        own = parse_gpus(TARGET_GPUS).dollars_per_hour
+        return self.targets * own + parse_gpus(self.card).dollars_per_hour if how == "pool" else own
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Of one target; `bound` times `k0` is what hidden drafting would give."""
+
+    draft: str
+    card: str
+    delay_ms: float
+    targets: int
+    streams: int
+    acceptance: float
+    tokens_per_second: float
+    k0: float
+    beside: float
+    bound: float
+    waiting_share: float
+    draft_busy: float
+    mean_k: float
+    p99_between_ms: float | None  # None: no answer ended
+    p99_between_k0_ms: float | None
+    dollars_per_million: float | None
+    dollars_per_million_k0: float | None
+
+    @property
+    def gain(self) -> float:
+        return self.tokens_per_second / self.k0
+
+
+def measure(case: Case, seconds: float) -> Cell:
+    plain, beside, pool = (case.run(how, seconds) for how in ("plain", "beside", "pool"))
+    between, between_plain = (f.per_output_token and 1e3 * f.per_output_token.p99 for f in (pool, plain))
+    return Cell(
+        **asdict(case),
+        tokens_per_second=pool.tokens_per_second / case.targets,
+        k0=plain.tokens_per_second,
+        beside=beside.tokens_per_second,
+        bound=case.bound,
+        waiting_share=sum(target.wait_share for target in pool.targets) / case.targets,
+        draft_busy=pool.drafts[0].utilization,
+        mean_k=pool.mean_k,
+        p99_between_ms=between,
+        p99_between_k0_ms=between_plain,
+        dollars_per_million=pool.dollars_per_million_tokens,
+        dollars_per_million_k0=plain.dollars_per_million_tokens,
+    )
+
+
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """One target over all streams, then several at the first number of streams."""
+    made = []
+    for draft in arguments.drafts:
+        for card in arguments.cards:
+            for delay_ms in arguments.delays:
+                for acceptance in arguments.acceptances:
+                    made += [Case(draft, card, delay_ms, 1, streams, acceptance) for streams in arguments.streams]
+            shared = arguments.targets if card == arguments.cards[0] else []
+            made += [
+                Case(draft, card, arguments.delays[0], targets, arguments.shared_streams, arguments.acceptances[-1])
+                for targets in shared
+            ]
+    return list(dict.fromkeys(made))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    print(
+        "| draft | card | delay ms | targets | streams | acceptance | tokens/s | over k = 0 | over beside "
+        "| of the bound | k | waits | draft busy | p99 between over k = 0 | $ per million, k = 0 |"
+    )
+    print(f"|{' --- |' * 15}")
+    cells = []
+    with ProcessPoolExecutor(arguments.parallel) as pool:
+        made = cases(arguments)
+        for cell in pool.map(measure, made, [arguments.seconds] * len(made)):
+            cells.append(cell)
+            print(_row(cell), flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    result = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python -m bench.pool", *(sys.argv[1:] if argv is None else argv)]),
+        "cells": [asdict(cell) for cell in cells],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _row(cell: Cell) -> str:
+    dollars = "" if cell.dollars_per_million is None else f"{cell.dollars_per_million:.2f}"
+    plain = "" if cell.dollars_per_million_k0 is None else f"{cell.dollars_per_million_k0:.2f}"
+    between = "–"
+    if cell.p99_between_ms and cell.p99_between_k0_ms:
+        between = f"{cell.p99_between_ms / cell.p99_between_k0_ms:.2f}"
+    return (
+        f"| {cell.draft} | {cell.card} | {cell.delay_ms:g} | {cell.targets} | {cell.streams} | {cell.acceptance:g} "
+        f"| {cell.tokens_per_second:.0f} | {cell.gain:.2f} | {cell.tokens_per_second / cell.beside:.2f} "
+        f"| {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} | {cell.waiting_share:.0%} | {cell.draft_busy:.0%} "
+        f"| {between} | {dollars}, {plain} |"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    def numbers(text: str) -> list[float]:
+        return [float(number) for number in text.split(",")]
+
+    def counts(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser = argparse.ArgumentParser(prog="bench.pool", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--drafts", type=lambda text: text.split(","), default=["1B", "1B-int4"])
+    parser.add_argument("--cards", type=lambda text: text.split(","), default=["A10G"])
+    parser.add_argument("--delays", type=numbers, default=[0.5], help="ms, there and back")
+    parser.add_argument("--streams", type=counts, default=[1, 8, 16, 32, 64], help="of each target")
+    parser.add_argument("--acceptances", type=numbers, default=[0.6, 0.7, 0.8])
+    parser.add_argument("--targets", type=counts, default=[2, 4], help="that share a draft worker, at --shared-streams")
+    parser.add_argument("--shared-streams", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of virtual time that is measured")
+    parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/pool.json"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
