@@ -1,27 +1,29 @@
-"""What a remote draft pool pays, in virtual time: `python -m bench.pool`.
+"""Measures a remote draft pool in virtual time: `python -m bench.pool`.
 
-A 70B target on 4 A100 with its draft on another GPU, for 1 to 8 targets that share one draft worker. Router's choice,
-step loops, coordinators, blocks and draft workers are the real ones (`cluster.simulator`), messages take half the delay
-and what programs add, and steps take what the planner's formulae say (`cluster.planning.steps`). Every stream sends
-its next request when the last is answered. Beside it stand k = 0, the same draft on the target's own GPUs, and the
-bound, the most over all k of
+A 70B target on 4 A100 has its draft on another GPU; 1 to 8 targets share one draft worker. The router's choice, step
+loops, coordinators, blocks and draft workers are the real ones (`cluster.simulator`). Messages take half the delay and
+the programs' overheads, and steps take the time of the planner's formulae (`cluster.planning.steps`). Every stream
+sends its next request when the last is answered. Each figure is compared with k = 0, with the same draft on the
+target's own GPUs, and with the bound, which assumes that drafting is hidden behind verification:
 
-    E(k) t(n) / max(t(n (1 + k)), k t_draft(n) + delay)
+    E(k) t(n) / max(t(n (1 + k)), k t_draft(n) + delay)    times k = 0, the maximum over k
 
-of k = 0: drafting that is hidden behind verification as a whole. All figures are of one target.
+All figures are per target.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from bench.in_process import SIMULATED
 from cluster.config import Config
@@ -46,8 +48,8 @@ _MAX_DEPTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    draft: str  # a key of DRAFTS
-    card: str
+    draft: str | None  # a key of DRAFTS; None: no speculation
+    card: str  # the draft's GPUs; TARGET_GPUS: the target's own, which draft and verify in turn
     delay_ms: float  # there and back
     targets: int
     streams: int  # of each target
@@ -58,74 +60,67 @@ class Case:
         return [*curve_points(steps, self.streams, PROMPT_TOKENS + ANSWER_TOKENS / 2, _ROWS)]
 
     @property
-    def target_curve(self) -> list[tuple[int, float]]:
-        return self.curve(TARGET, TARGET_GPUS)
+    def draft_curve(self) -> list[tuple[int, float]]:
+        assert self.draft is not None
+        return self.curve(DRAFTS[self.draft], self.card)
 
     @property
     def bound(self) -> float:
-        """Times k = 0."""
-        target, draft = StepCurve(self.target_curve), StepCurve(self.curve(DRAFTS[self.draft], self.card))
-        n, plain = self.streams, StepCurve(self.target_curve).at(self.streams)
+        """Speedup over k = 0 if drafting were hidden behind verification."""
+        target, draft = StepCurve(self.curve(TARGET, TARGET_GPUS)), StepCurve(self.draft_curve)
+        n, delay = self.streams, self.delay_ms / 1e3
         return max(
-            expected_tokens(self.acceptance, k)
-            * plain
-            / max(target.at(n * (1 + k)), k * draft.at(n) + self.delay_ms / 1e3)
+            expected_tokens(self.acceptance, k) * target.at(n) / max(target.at(n * (1 + k)), k * draft.at(n) + delay)
             for k in range(1, _MAX_DEPTH + 1)
         )
 
-    def config(self, how: str) -> Config:
-        """`how`: pool, beside (the target's GPUs draft, in turn) or plain."""
-        all_streams = self.targets * self.streams
+    @property
+    def config(self) -> Config:
         settings: dict[str, object] = {
-            "simulation.target_step_ms": [list(point) for point in self.target_curve],
+            "simulation.target_step_ms": [list(point) for point in self.curve(TARGET, TARGET_GPUS)],
             "simulation.acceptance": self.acceptance,
-            "target.replicas": self.targets if how == "pool" else 1,
+            "simulation.round_trip_ms": self.delay_ms,
+            "target.replicas": self.targets,
             "target.max_num_seqs": 2 * self.streams,
             "target.max_num_batched_tokens": 2048,
             "target.enable_prefix_caching": "false",
-            "draft.max_num_seqs": 2 * all_streams,
+            "draft.max_num_seqs": 2 * self.targets * self.streams,
             "draft.max_num_batched_tokens": 2048,
         }
-        if how == "plain":
+        if self.draft is None:
             settings |= {"speculation.num_speculative_tokens": 0, "draft.replicas": 0}
         else:
-            gpus = self.card if how == "pool" else TARGET_GPUS
-            points = self.curve(DRAFTS[self.draft], gpus)
-            settings["simulation.draft_step_ms"] = [list(point) for point in points]
-            settings["simulation.round_trip_ms"] = self.delay_ms if how == "pool" else 0.0
-        if how == "beside":
-            settings |= {"draft.placement": "in-process", "draft.in_process_threads": "shared"}
+            settings["simulation.draft_step_ms"] = [list(point) for point in self.draft_curve]
+            if self.card == TARGET_GPUS:
+                settings |= {"draft.placement": "in-process", "draft.in_process_threads": "shared"}
         return load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items())])
 
-    def run(self, how: str, seconds: float) -> Figures:
-        config = self.config(how)
-        num_streams = config.target.replicas * self.streams
-        warm_up, until = _WARM_UP_SHARE * seconds, (1 + _WARM_UP_SHARE) * seconds
-        answers = Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
-        traffic = ClosedTraffic(num_streams, until, Lengths(PROMPT_TOKENS, PROMPT_TOKENS), answers, 0, warm_up / 2)
-        cluster = SimulatedCluster(config, traffic, _NUM_BLOCKS, Span(warm_up, until, is_cut=True))
-        cluster.run()
-        return cluster.figures(self.dollars_per_hour(how))
+    @property
+    def dollars_per_hour(self) -> float:
+        dollars = self.targets * parse_gpus(TARGET_GPUS).dollars_per_hour
+        has_own_card = self.draft is not None and self.card != TARGET_GPUS
+        return dollars + (parse_gpus(self.card).dollars_per_hour if has_own_card else 0.0)
 
-    def dollars_per_hour(self, how: str) -> float:
-        own = parse_gpus(TARGET_GPUS).dollars_per_hour
-        return self.targets * own + parse_gpus(self.card).dollars_per_hour if how == "pool" else own
+
+@functools.cache  # cases share the runs that they are compared with
+def run(case: Case, seconds: float) -> Figures:
+    warm_up, until = _WARM_UP_SHARE * seconds, (1 + _WARM_UP_SHARE) * seconds
+    prompts, answers = Lengths(PROMPT_TOKENS, PROMPT_TOKENS), Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
+    traffic = ClosedTraffic(case.targets * case.streams, until, prompts, answers, 0, warm_up / 2)
+    cluster = SimulatedCluster(case.config, traffic, _NUM_BLOCKS, Span(warm_up, until, is_cut=True))
+    cluster.run()
+    return cluster.figures(case.dollars_per_hour)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Of one target; `bound` times `k0` is what hidden drafting would give."""
+    """Figures of one case, per target. Without speculation the target gives `k0` tokens per second."""
 
-    draft: str
-    card: str
-    delay_ms: float
-    targets: int
-    streams: int
-    acceptance: float
+    case: Case
     tokens_per_second: float
     k0: float
-    beside: float
-    bound: float
+    beside: float  # tokens per second with the draft on the target's own GPUs
+    bound: float  # times `k0`
     waiting_share: float
     draft_busy: float
     mean_k: float
@@ -138,12 +133,18 @@ class Cell:
     def gain(self) -> float:
         return self.tokens_per_second / self.k0
 
+    def columns(self) -> dict[str, Any]:
+        """Returns the case and its figures in one dictionary."""
+        figures = asdict(self)
+        return {**figures.pop("case"), **figures}
+
 
 def measure(case: Case, seconds: float) -> Cell:
-    plain, beside, pool = (case.run(how, seconds) for how in ("plain", "beside", "pool"))
+    one = replace(case, card=TARGET_GPUS, delay_ms=0.0, targets=1)
+    pool, beside, plain = (run(each, seconds) for each in (case, one, replace(one, draft=None, acceptance=0.0)))
     between, between_plain = (f.per_output_token and 1e3 * f.per_output_token.p99 for f in (pool, plain))
     return Cell(
-        **asdict(case),
+        case,
         tokens_per_second=pool.tokens_per_second / case.targets,
         k0=plain.tokens_per_second,
         beside=beside.tokens_per_second,
@@ -159,7 +160,7 @@ def measure(case: Case, seconds: float) -> Cell:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """One target over all streams, then several at the first number of streams."""
+    """One target at every number of streams, then several at `--shared-streams`."""
     made = []
     for draft in arguments.drafts:
         for card in arguments.cards:
@@ -192,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit.stdout.strip(),
         "command": " ".join(["python -m bench.pool", *(sys.argv[1:] if argv is None else argv)]),
-        "cells": [asdict(cell) for cell in cells],
+        "cells": [cell.columns() for cell in cells],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -205,8 +206,9 @@ def _row(cell: Cell) -> str:
     between = "–"
     if cell.p99_between_ms and cell.p99_between_k0_ms:
         between = f"{cell.p99_between_ms / cell.p99_between_k0_ms:.2f}"
+    case = cell.case
     return (
-        f"| {cell.draft} | {cell.card} | {cell.delay_ms:g} | {cell.targets} | {cell.streams} | {cell.acceptance:g} "
+        f"| {case.draft} | {case.card} | {case.delay_ms:g} | {case.targets} | {case.streams} | {case.acceptance:g} "
         f"| {cell.tokens_per_second:.0f} | {cell.gain:.2f} | {cell.tokens_per_second / cell.beside:.2f} "
         f"| {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} | {cell.waiting_share:.0%} | {cell.draft_busy:.0%} "
         f"| {between} | {dollars}, {plain} |"
