@@ -68,7 +68,7 @@ class Case:
         assert self.option.target_dollars_per_hour is not None
         return self.option.target_dollars_per_hour + (self.option.draft_dollars_per_hour or 0.0)
 
-    def config(self, load: Load, planned: Plan, scale: float) -> Config:
+    def config(self, load: Load, planned: Plan, scale: float, more: Sequence[str] = ()) -> Config:
         def curve(steps: Roofline) -> list[tuple[int, float]]:
             return [(rows, scale * ms) for rows, ms in curve_points(steps, load.num_seqs, load.mean_context, _ROWS)]
 
@@ -100,7 +100,7 @@ class Case:
                 "speculation.max_run_ahead": 0,
                 "speculation.run_ahead_branches": 0,
             }
-        return load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items())])
+        return load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items()), *more])
 
 
 @dataclass(slots=True)

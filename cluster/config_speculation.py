@@ -38,8 +38,8 @@ class SpeculationConfig(Section):
     )
     run_ahead_branches: Annotated[int, Field(ge=0, le=8)] | None = Field(
         None,
-        description="second-best drafts that run-ahead follows beside the best; null: 2, or 0 where the launcher finds "
-        "that draft and target share cores",
+        description="next best drafts that run-ahead follows wherever the target may choose another than the best; "
+        "null: 3, or 0 where the launcher finds that draft and target share cores",
     )
     tree_width: Annotated[int, Field(ge=1, le=8)] = Field(
         1,
@@ -79,7 +79,7 @@ class SpeculationConfig(Section):
 
     @property
     def num_run_ahead_branches(self) -> int:
-        return 2 if self.run_ahead_branches is None else self.run_ahead_branches
+        return 3 if self.run_ahead_branches is None else self.run_ahead_branches
 
     def window(self, num_speculative_tokens: int) -> int:
         """How far past the committed tokens a drafter may run for a sequence with this k."""

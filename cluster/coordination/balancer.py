@@ -42,7 +42,7 @@ class LinkBalancer:
         self._trial_share = trial_share
         self._timeout = draft_timeout_seconds
         self._silent_seconds = _SILENT_TIMEOUTS * draft_timeout_seconds
-        self._max_batch = max_batch
+        self._max_batch, self._max_depth = max_batch, worth.max_depth
         self._balance_at = 0.0
         self._settled_at: dict[SpeculativeSequence, float] = {}
         self._going: dict[SpeculativeSequence, ActiveLink] = {}  # that leave their links for those
@@ -50,7 +50,7 @@ class LinkBalancer:
         self._num_choices = 0  # since sequences were last looked at for a move
 
     def add(self, link: Link) -> None:
-        costs = LinkCosts(self._max_batch)
+        costs = LinkCosts(self._max_batch, self._max_depth)
         self.active[link] = ActiveLink(link, costs, link.model, link.expected_round_trip)
 
     def remove(self, link: Link) -> ActiveLink | None:
@@ -128,7 +128,9 @@ class LinkBalancer:
             link.late_since = None
             link.ejected_until = now + min(_EJECT_SECONDS * 2**link.num_ejections, _MAX_EJECT_SECONDS)
             link.num_ejections += 1
-            link.costs = LinkCosts(self._max_batch)  # what it took before says nothing of what it will take then
+            link.costs = LinkCosts(
+                self._max_batch, self._max_depth
+            )  # what it took before says nothing of what it will take then
             link.observed.clear()
             self.num_ejections += 1
             ejected.append(link)

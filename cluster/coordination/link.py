@@ -27,7 +27,7 @@ _RECONNECT_SECONDS = 0.5  # at most, to a worker that cannot be reached: it may 
 _REPAIR_SECONDS = 30.0  # at most, to one that cannot be used, or whose stream ends as soon as it is up
 _STABLE_SECONDS = 5.0  # a stream that has lived so long was not ended by what was sent first
 _MAX_OPEN_TOKENS = 2**18  # in one message, of at most 5 bytes each, but for a longer sequence: workers take 16 MiB
-_NUM_ANSWER_TIMES = 64
+_NUM_ROUND_TRIPS = 64
 _LABEL_DIGITS = 8
 _STOPPED = "Cancelling all calls"  # what gRPC says for a server that has been told to stop
 _DESCRIBE_TIMEOUT_SECONDS = 5.0
@@ -78,7 +78,7 @@ class DraftLink:
         self._is_unusable = False  # what the worker is or says, so that trying again soon is of no use
         self._outbox: Outbox[SpeculateRequest] | None = None  # while the stream is up
         self._sent_at = 0.0
-        self._answer_times: deque[float] = deque(maxlen=_NUM_ANSWER_TIMES)
+        self._round_trips: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
 
     @property
     def is_up(self) -> bool:
@@ -86,8 +86,8 @@ class DraftLink:
 
     @property
     def round_trip_seconds(self) -> float | None:
-        """The shortest of the last answers: the others have drafting in them. None before the first."""
-        return min(self._answer_times, default=None)
+        """The shortest way of the last messages there and back. None before the first."""
+        return min(self._round_trips, default=None)
 
     def send(self, request: SpeculateRequest) -> None:
         """Hands `request` to the stream. Dropped while the link is down: its sequences are gone there."""
@@ -100,7 +100,7 @@ class DraftLink:
         if self.round_trip_seconds is not None:
             yield Reading(
                 "outrider_link_round_trip_seconds",
-                "Shortest of a link's last answers.",
+                "Shortest way of a link's last messages there and back.",
                 self.round_trip_seconds,
                 labels={"draft": self.address},
             )
@@ -197,10 +197,13 @@ class DraftLink:
         try:
             async for message in call:
                 answer_seconds = time.perf_counter() - self._sent_at
-                self._answer_times.append(answer_seconds)
                 started_at = time.thread_time()
                 self.traffic.received += message.ByteSize()
-                self._notify(LinkEvent(self, decode_reply(message), answer_seconds))
+                reply = decode_reply(message)
+                held_seconds = 0.0 if reply.timing is None else reply.timing.held_seconds
+                if answer_seconds >= held_seconds:  # else it crossed the last message
+                    self._round_trips.append(answer_seconds - held_seconds)
+                self._notify(LinkEvent(self, reply, answer_seconds))
                 self.traffic.codec_seconds += time.thread_time() - started_at
         finally:
             self._outbox = None

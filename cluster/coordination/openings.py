@@ -156,6 +156,7 @@ class Openings:
             self._config.granted_window,
             shape,
             sequence.cache_root,
+            takes_parts=True,
         )
 
 

@@ -29,6 +29,7 @@ from cluster.speculation.tree_policy import Template
 from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 
 NO_DRAFTS = Drafts()
+_MAX_WIDTH = 64  # nodes of a tree, times the window: as many as a shape may have
 
 
 @dataclass(eq=False, slots=True)
@@ -60,10 +61,12 @@ class SpeculativeSequence:
     # The round.
     num_acknowledged: int = 0  # committed tokens the drafter is known to have been told
     num_levels: int = 0  # draft tokens in a row of the proposal that was asked for
+    shape: Shape | None = None  # of its tree; None: a chain
     awaited_since: float | None = None  # when the proposal that is awaited was asked for
     is_late: bool = False  # a step has stopped waiting for it
     has_answered: bool = False  # its drafter, since it was opened there: it has computed all its tokens
     proposal: Proposal | None = None
+    num_ready: int = 0  # levels of it that are here, of those that were asked for
 
     @property
     def useful_depth(self) -> int:
@@ -103,7 +106,8 @@ class SpeculativeSequence:
         """Nobody drafts for it any more."""
         if self.link is not None:
             self.link.sequences.pop(self.wire_id, None)
-        self.link = self.proposal = self.awaited_since = None
+        self.link = self.awaited_since = None
+        self._keep(None)
         self.is_late = False
 
     def lost_its_link(self) -> None:
@@ -132,44 +136,85 @@ class SpeculativeSequence:
             self.awaited_since, self.is_late = None, False
             return
         self.num_levels = num_drafts if shape is None else num_levels(shape, num_drafts)
-        if not (self.is_late or self.num_refusals):
+        self.shape = shape
+        self._keep(self.proposal)
+        if self.num_ready >= self.num_levels:
+            self.awaited_since, self.is_late = None, False
+        elif not (self.is_late or self.num_refusals):
             self.awaited_since = now
 
     def advance(self, num_drafts: int, shape: Shape | None, now: float) -> None:
         """Its drafter, which it must have, is told every token it may not know, and asked for the next proposal."""
+        self.went_on()
         self.asked(num_drafts, shape, now)
         if num_drafts:
             assert self.link is not None
             wire_id, known = self.wire_id, self.num_acknowledged
             self.link.request.advances[wire_id] = Advance(wire_id, known, self.token_ids[known:], num_drafts, shape)
-            self.link.owes(self.num_levels)
 
     def answered(self, proposal: Proposal, now: float, stats: CoordinatorStats) -> None:
-        """Takes `proposal` in, as far as it is of use after the tokens committed since its base."""
+        """Takes `proposal` in, as far as it is of use after the tokens committed since its base.
+
+        One that comes in parts grows, and does so after all that is owed has come: its drafter runs ahead.
+        """
+        if proposal.start:
+            grown = None if self.proposal is None else self.proposal.grown(proposal)
+            if grown is None:
+                return  # of a tree that is no longer looked at
+            proposal = grown
+        proposal = self._within_limits(proposal, stats)
         base, num_tokens = proposal.base, len(self.token_ids)
         self.has_answered, self.num_deaths = True, 0
         if not self.num_acknowledged <= base <= num_tokens:
             stats.num_stale_proposals += 1
             return
-        num_excess = len(proposal.token_ids) - self.window
-        if num_excess > 0:
-            stats.num_excess_token_ids += num_excess
-            drafts = proposal.drafts.first(self.window)
-            proposal = replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
         self.num_acknowledged, self.num_refusals = base, 0
         if base == num_tokens:  # nearly always
-            self.proposal, self.awaited_since, self.is_late = proposal, None, False
+            self._keep(proposal)
+            if proposal.is_whole:
+                self.awaited_since, self.is_late = None, False
             return
-        if self.what_fits(proposal) is not None:
+        fits = self.what_fits(proposal)
+        if fits is not None:
             self.proposal = proposal
+            self.num_ready = len(fits.main_path(self.num_levels))
         else:
             stats.num_stale_proposals += 1
         if self.is_late:  # the drafter lives but trails behind: what it was told since gets a budget of its own
             self.awaited_since, self.is_late = now, False
 
+    def _within_limits(self, proposal: Proposal, stats: CoordinatorStats) -> Proposal:
+        """`proposal` without the tokens that no drafter should have sent."""
+        most = self.window if proposal.parents is None else _MAX_WIDTH * self.window
+        num_excess = len(proposal.token_ids) - most
+        if num_excess <= 0:
+            return proposal
+        stats.num_excess_token_ids += num_excess
+        drafts = proposal.drafts.first(most)
+        return replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
+
     def gave_up(self) -> None:
         """A step waits no longer for its proposal, nor will the next."""
         self.is_late = True
+
+    def went_on(self) -> None:
+        """Keeps what of its proposal follows the tokens committed since."""
+        if self.proposal is not None:
+            fits = self.what_fits(self.proposal) or NO_DRAFTS
+            left = Proposal(self.wire_id, len(self.token_ids), fits.token_ids, fits.parents)
+            self.proposal = left if fits.token_ids else None
+
+    def _keep(self, proposal: Proposal | None) -> None:
+        self.proposal = proposal
+        self.num_ready = 0 if proposal is None else len(proposal.drafts.main_path(self.num_levels))
+
+    def expected_of(self, num_drafts: int) -> float:
+        """The tokens that a round with so many of the planned drafts commits on the average."""
+        if num_drafts == 0:
+            return 1.0
+        if num_drafts >= self.depth or self.acceptance is None:
+            return self.expected_tokens
+        return 1.0 + sum(self.acceptance.survival()[:num_drafts])
 
     def drafts(self, depth: int) -> Drafts:
         """What of the last proposal follows the committed tokens, `depth` tokens at most."""
@@ -179,7 +224,7 @@ class SpeculativeSequence:
         if drafts is None:
             self.proposal = None
             return NO_DRAFTS
-        return drafts.first(depth)
+        return drafts.main_path(depth) if self.shape is None else drafts.first(depth)
 
     def what_fits(self, proposal: Proposal) -> Drafts | None:
         """What is left of `proposal` after the tokens committed since its base; None unless it begins with them."""
@@ -201,8 +246,8 @@ class ActiveLink:
     has_proposed: bool = False  # drafts of anything
     credit: int | None = None  # tokens of new sequences there is room for, as far as is known
     late_since: float | None = None  # when a proposal was late, and nothing has come since
-    num_owed: int = 0  # proposals that were asked for and no step has had yet, without the first ones
-    depth_owed: int = 0  # of the deepest of them
+    num_ready: list[int] = field(default_factory=list)  # levels of its drafts that a sequence's step found there
+    num_asked: list[int] = field(default_factory=list)  # and those that were asked for
     observed: list[tuple[float, DraftStep]] = field(default_factory=list)  # replies that `costs` has not learned from
     num_ejections: int = 0
     ejected_until: float = 0.0
@@ -219,22 +264,6 @@ class ActiveLink:
             self.link.send(self.request)
             self.request = SpeculateRequest()
 
-    def owes(self, depth: int) -> None:
-        """A proposal so deep was asked for."""
-        self.num_owed += 1
-        if depth > self.depth_owed:
-            self.depth_owed = depth
-
-    def waited(self, seconds: float) -> None:
-        """A step has waited so long for what was owed, and has it."""
-        if self.num_owed:
-            self.costs.observe_wait(seconds, self.depth_owed, self.num_owed)
-            self.num_owed = self.depth_owed = 0
-
-    def went_without(self) -> None:
-        """A step did not wait for what was owed, and has not got it, which says nothing of what a wait would be."""
-        self.num_owed = self.depth_owed = 0
-
     def was_late(self, now: float) -> None:
         """A step gave up waiting for one of its proposals."""
         self.late_since = self.late_since or now
@@ -246,7 +275,9 @@ class ActiveLink:
         if reply.timing is not None:
             timing = reply.timing
             step = DraftStep(timing.step_seconds, timing.batch, timing.rows or timing.batch, timing.is_first)
-            self.observed.append((answer_seconds - timing.held_seconds, step))
+            # A reply that was held for longer than it took crossed the last message, and does not answer that.
+            if answer_seconds >= timing.held_seconds or not self.costs.is_known:
+                self.observed.append((answer_seconds - timing.held_seconds, step))
             if not self.costs.is_known:
                 self.learn()
 
@@ -254,7 +285,10 @@ class ActiveLink:
         """Learns what proposals take from the replies since the last call."""
         for overhead_seconds, step in self.observed:
             self.costs.observe_reply(overhead_seconds, step)
-        self.observed.clear()
+        if self.num_asked:
+            self.costs.observe_ready(self.num_ready, self.num_asked)
+        for learned in (self.observed, self.num_ready, self.num_asked):
+            learned.clear()
 
 
 class Round(NamedTuple):

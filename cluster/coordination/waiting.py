@@ -12,7 +12,7 @@ from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 
-_SHORT_WAIT = 0.1  # of the step: the prediction of a shorter wait is no better than its length
+_LEAST_WAIT_SECONDS = 1e-4  # between two looks at whether a wait still pays
 
 
 class Waits:
@@ -40,6 +40,11 @@ class Waits:
 
     def wait(self, decoding: Sequence[SpeculativeSequence]) -> None:
         """Waits until the awaited proposals of `decoding` have come, at most the draft timeout each, if that pays."""
+        for sequence in decoding:
+            runs_ahead = sequence.window > sequence.num_levels > 0
+            if sequence.link is not None and runs_ahead and sequence.depth > 0 and sequence.has_answered:
+                sequence.link.num_ready.append(min(sequence.num_ready, sequence.num_levels))
+                sequence.link.num_asked.append(sequence.num_levels)
         awaited = [s for s in decoding if s.is_awaited and s.depth > 0]
         if any(s.awaited_since is None or s.has_answered for s in decoding):
             # Drafters of new sequences still compute the tokens that these were opened with: others do not wait.
@@ -47,46 +52,63 @@ class Waits:
                 if not sequence.has_answered:
                     sequence.gave_up()
             awaited = [s for s in awaited if s.has_answered]
-        for link in {s.link for s in decoding if s.is_late} - {s.link for s in awaited}:
-            if link is not None:
-                link.went_without()
         now = started_at = self._clock()
-        if awaited and len(awaited) < len(decoding):
-            ready = [s for s in decoding if not (s.depth > 0 and s.is_awaited)]
-            is_probe = self._planner.probe in awaited  # its wait is part of what it may cost
-            if not is_probe and not self.pays(ready, awaited, self._seconds_to_wait(awaited, now)):
-                awaited = []
-        if not awaited:
-            self._learn((), 0.0)
+        lacking = self._lacking(awaited)
         while awaited:
+            is_probe = self._planner.probe in awaited  # its wait is part of what it may cost
+            seconds = self._seconds_to_wait(awaited, now)
+            if not is_probe and not self.pays(decoding, awaited, seconds):
+                for link, lacked in lacking.items():
+                    link.costs.observe_wait(now - started_at + seconds, *lacked)
+                break
             deadline = min([s.awaited_since for s in awaited if s.awaited_since is not None]) + self._timeout
             if now >= deadline:
                 self._give_up(awaited, now)
             else:
-                self._take_events(deadline - now)
+                self._take_events(min(deadline - now, max(seconds, _LEAST_WAIT_SECONDS)))
                 now = self._clock()
             awaited = [s for s in awaited if s.is_awaited]
-            self._learn({s.link for s in awaited}, now - started_at)
+            # Those of a probe's drafter say nothing: it has more to catch up with than one that drafts all the time.
+            for link in lacking.keys() - {s.link for s in awaited} if self._planner.has_drafts else ():
+                link.costs.observe_wait(now - started_at, *lacking.pop(link))
         self._stats.wait_seconds += now - started_at
 
+    @staticmethod
+    def _lacking(awaited: Sequence[SpeculativeSequence]) -> dict[ActiveLink, tuple[int, int]]:
+        """The most levels that one of `awaited` lacks, and how many these are, by link."""
+        lacking: dict[ActiveLink, tuple[int, int]] = {}
+        for sequence in awaited:
+            if sequence.link is not None:
+                levels, number = lacking.get(sequence.link, (0, 0))
+                lacking[sequence.link] = max(levels, sequence.num_levels - sequence.num_ready), number + 1
+        return lacking
+
     def pays(
-        self, ready: Sequence[SpeculativeSequence], awaited: Sequence[SpeculativeSequence], seconds_to_wait: float
+        self,
+        decoding: Sequence[SpeculativeSequence],
+        awaited: Collection[SpeculativeSequence],
+        seconds_to_wait: float,
     ) -> bool:
-        """Returns True if a step of all sequences after the wait is expected to commit more tokens per second than a
-        step at once, in which each of `awaited` has one row. Leaving `awaited` out of the step never commits more."""
+        """Returns True if a step after the wait is expected to commit more tokens per second than a step at once, with
+        what has come of the proposals of `awaited`."""
         steps = self._planner.steps
         if not (self._planner.measures and steps.is_known):
             return True
-        rows = len(ready) + len(awaited) + sum(self._planner.verified_depth(s) for s in ready)
-        at_once, together = steps.curve.at(np.array([rows, rows + sum(s.depth for s in awaited)]))
-        if seconds_to_wait < _SHORT_WAIT * at_once:
-            return True
-        tokens = sum(s.expected_tokens for s in ready)
-        with_drafts = tokens + sum(s.expected_tokens for s in awaited)
-        return bool(with_drafts / (together + seconds_to_wait) >= (tokens + len(awaited)) / at_once)
+        ready = [self._num_ready(s) for s in decoding]
+        now_rows = len(decoding) + sum(ready)
+        at_once, together = steps.curve.at(
+            np.array([now_rows, now_rows + sum(s.depth - self._num_ready(s) for s in awaited)])
+        )
+        tokens = sum(s.expected_of(number) for s, number in zip(decoding, ready, strict=True))
+        more = sum(s.expected_tokens - s.expected_of(self._num_ready(s)) for s in awaited)
+        return bool((tokens + more) / (together + seconds_to_wait) >= tokens / at_once)
+
+    def _num_ready(self, sequence: SpeculativeSequence) -> int:
+        return min(sequence.num_ready, self._planner.verified_depth(sequence))
 
     def _seconds_to_wait(self, awaited: Sequence[SpeculativeSequence], now: float) -> float:
-        """Predicted seconds until the last proposal of `awaited` comes."""
+        """Predicted seconds until the last proposal of `awaited` comes; one that is overdue is expected to take as long
+        again as it is overdue."""
         batches = Counter(s.link for s in awaited)
         to_wait = 0.0
         for sequence in awaited:
@@ -94,7 +116,7 @@ class Waits:
             assert sequence.awaited_since is not None
             takes = sequence.link.costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
             asked_at = now if self._drafts_in_turn else sequence.awaited_since
-            to_wait = max(to_wait, asked_at + takes - now)
+            to_wait = max(to_wait, abs(asked_at + takes - now))
         return to_wait
 
     def _give_up(self, awaited: Sequence[SpeculativeSequence], now: float) -> None:
@@ -105,12 +127,3 @@ class Waits:
                 self._stats.num_late_rounds += 1
                 if sequence.link is not None:
                     sequence.link.was_late(now)
-
-    def _learn(self, still_awaited: Collection[ActiveLink | None], seconds: float) -> None:
-        """The step waited `seconds` for the proposals of all links but `still_awaited`."""
-        for link in self._balancer.active.values():
-            if link not in still_awaited:
-                if self._planner.has_drafts:
-                    link.waited(seconds)
-                else:  # a probe's drafter has more to catch up with than one that drafts all the time
-                    link.went_without()

@@ -15,6 +15,7 @@ class Worth:
 
     def __init__(self, planner: DepthPlanner) -> None:
         self._planner = planner
+        self.max_depth = max(1, planner.max_depth)
 
     def of(self, link: ActiveLink, links: Iterable[ActiveLink], temperature: float, num_more: int = 0) -> float:
         """Tokens per second with `num_more` sequences added to those of `link`, were the whole step drafted for so.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from cluster.drafters.base import DraftSequence
+from cluster.drafting.run_ahead import Frontier, RunAhead, runs_ahead, tree_nodes
+from cluster.speculation.drafts import is_chain
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
 
@@ -39,14 +41,15 @@ class Entry:
     sequence: DraftSequence
     granted_window: int  # how far past the committed tokens it may run, whatever k is
     target_params: SamplingParams  # what the drafter samples with differs from it by the temperature
+    takes_parts: bool  # its coordinator takes proposals in parts
     exponent: int = 0  # of that difference
     num_rounds: int = 0  # that were drafted with it
     owes_proposal: bool = True
     lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
-    sent_at: float = 0.0  # its last proposal
+    sent: Sent = field(default_factory=lambda: Sent())
+    frontier: Frontier | None = None  # None: to be made
     is_computed: bool = False  # its prompt: it has been drafted for
     is_behind: bool = False  # by more than a round commits: it was left in peace for some
-    turnaround: float | None = None  # from a proposal to what was committed after it, on the average
 
     def has_proposal(self, max_model_len: int) -> bool:
         """Whether the proposal that is owed is complete, or as much as it can become."""
@@ -54,6 +57,71 @@ class Entry:
             self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
         return not self.lacks
 
+    @property
+    def runs_ahead(self) -> bool:
+        return runs_ahead(self.sequence)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there are nodes that the coordinator should be told of."""
+        return self._comes_in_parts and len(self.sequence.parents) > self.sent.num_seen
+
+    @property
+    def _comes_in_parts(self) -> bool:
+        return self.takes_parts and self.runs_ahead and self.sequence.shape is None
+
+    def follow(self, run_ahead: RunAhead) -> Mapping[int, float]:
+        """The nodes that may be extended ahead, and the chance that each is needed."""
+        if self.sequence.shape is not None:
+            return tree_nodes(self.sequence, run_ahead)
+        if self.frontier is None:
+            self.frontier = Frontier(self.sequence, run_ahead)
+        self.frontier.follow()
+        return self.frontier.chances
+
     def proposal(self) -> Proposal:
+        """The one that is owed; with all that was drafted ahead, if it comes in parts."""
+        if self._comes_in_parts:
+            return self.news()
         drafts = self.sequence.proposal()
         return Proposal(self.wire_id, self.sequence.num_committed, drafts.token_ids, drafts.parents)
+
+    def news(self) -> Proposal:
+        """The nodes of which the coordinator was not told."""
+        start = self.sent.number
+        token_ids, parents = self.sent.rest(self.sequence)
+        drafts = None if is_chain(parents, start) else parents
+        num_committed, is_whole = self.sequence.num_committed, not self.owes_proposal
+        return Proposal(self.wire_id, num_committed, token_ids, drafts, start, is_whole)
+
+
+class Sent:
+    """The nodes of a sequence's tree that its coordinator was told of: those that may be verified next."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0  # nodes that were looked at
+        self._numbers = {-1: -1}  # of the nodes that were sent, in the coordinator's tree
+        self._main = {-1}  # the nodes of the main path
+
+    @property
+    def number(self) -> int:
+        return len(self._numbers) - 1
+
+    def rest(self, sequence: DraftSequence) -> tuple[list[int], list[int]]:
+        """The tokens and parents of the nodes that were not looked at. Without next bests at which no outcome of this
+        round can branch off."""
+        token_ids, parents = [], []
+        for node in range(self.num_seen, len(sequence.parents)):
+            parent = sequence.parents[node]
+            is_best = sequence.children(parent)[0] == node
+            if parent not in self._numbers or not (
+                is_best or (parent in self._main and sequence.depth(parent) <= sequence.num_speculative_tokens)
+            ):
+                continue
+            if is_best and parent in self._main:
+                self._main.add(node)
+            parents.append(self._numbers[parent])
+            token_ids.append(sequence.token_of(node))
+            self._numbers[node] = self.number
+        self.num_seen = len(sequence.parents)
+        return token_ids, parents

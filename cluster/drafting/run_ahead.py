@@ -1,38 +1,33 @@
 """What a draft worker drafts before it is asked, while the targets verify.
 
 The main path goes on past the proposal: under the shared noise its next token is the best guess of the bonus token.
-Branches start where the target may choose otherwise, at the draft's second best, and go on as far as a proposal needs.
-When the outcome of a round is among them, the next proposal is there at once.
+Branches start where the target may choose otherwise, at the draft's next best, and go on as far as a proposal needs.
+The likeliest nodes are extended first. They are rows of the steps that draft what is owed, as far as these have room.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from cluster.drafters.base import DraftSequence
+from cluster.speculation.costs import LearnedCurve
 from cluster.speculation.tree import width_of
 from cluster.telemetry.metrics import Reading
 
-_MAX_ROWS = 64  # of a step that has branches
 _NUM_POSITIONS = 64
 _DECAY = 0.998  # of what was counted, a round
-_NEW = 0.1  # weight of the latest in an average of times
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """A proposal that a target is verifying."""
-
-    sequence: DraftSequence
-    sent_at: float
-    turnaround: float  # how long the target takes
+_MAX_ROWS = 64  # that run ahead in a step: finding out which takes as long as a small step
+_SLOWER = 1.1  # times what a step takes without rows that run ahead, where a proposal is owed
+_MAX_BRANCH_CHANCE = 0.5  # of a next best: it scored lower
 
 
 class RunAhead:
-    """Decides how far and along which branches to go, and when it is too late to begin another step.
+    """Learns where outcomes leave the main path, and so which nodes are the likeliest to be needed.
 
     Share of the rounds whose next proposal was there at once:
         sum(rate(outrider_run_ahead_hits_total[1m]))
@@ -40,66 +35,29 @@ class RunAhead:
     """
 
     def __init__(self, num_branches: int) -> None:
-        self._num_branches = num_branches
+        self.num_branches = num_branches
         self._hits: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
         # Of the rounds that reached each position of the main path, those that left it there; a quarter at first.
         self._reached = [4.0] * _NUM_POSITIONS
         self._left = [1.0] * _NUM_POSITIONS
-        self._step_seconds: float | None = None
+        # Of the next bests where the target chose otherwise: how many it chose, and their odds by the scores.
+        self._taken, self._odds = 1.0, 1.0
 
     def width(self, sequence: DraftSequence, *, may_branch: bool) -> int:
         """The children that a node of `sequence` needs."""
         asked = 1 if sequence.shape is None else width_of(sequence.shape)
-        return max(asked, 2) if may_branch and self._num_branches and runs_ahead(sequence) else asked
+        return max(asked, 1 + self.num_branches) if may_branch and runs_ahead(sequence) else asked
 
-    def nodes(
-        self, sequences: Sequence[DraftSequence], max_model_len: int, *, may_branch: bool = True
-    ) -> dict[DraftSequence, list[int]]:
-        """The nodes to extend in the next step: the main paths, then branches while there is room for their rows.
-
-        Without the sequences for which there is nothing to do.
-        """
-        wanted = {sequence: _main_nodes(sequence, max_model_len) for sequence in sequences if not sequence.is_exhausted}
-        room = _MAX_ROWS - sum(map(len, wanted.values()))
-        if may_branch and self._num_branches:
-            for sequence, nodes in wanted.items():
-                branches = self._branch_nodes(sequence, max_model_len)[: max(room, 0)]
-                nodes.extend(node for node in branches if node not in nodes)
-                room -= len(branches)
-        return {sequence: nodes for sequence, nodes in wanted.items() if nodes}
-
-    def _branch_nodes(self, sequence: DraftSequence, max_model_len: int) -> list[int]:
-        """The nodes that the likeliest branches lack, of at most so many branches as are wanted."""
-        if not runs_ahead(sequence):
-            return []
-        nodes: list[int] = []
-        num_branches = 0
-        for branch in self._branches(sequence):
-            missing = sequence.missing(max_model_len, branch)
-            if missing:
-                nodes += missing
-                num_branches += 1
-                if num_branches == self._num_branches:
-                    break
-        return nodes
-
-    def _branches(self, sequence: DraftSequence) -> list[int]:
-        """The runners-up along what the target verifies and at the bonus token, the likeliest outcome first."""
-        outcomes: list[tuple[float, int]] = []
-        reached = 1.0
-        node = -1
-        for position in range(min(sequence.proposal_depth + 1, _NUM_POSITIONS)):
-            children = sequence.children(node)
-            if not children:
-                break
-            left = self._left[position] / self._reached[position]
-            if len(children) > 1:
-                # The closer the scores, the likelier is the other: their odds, were they logits.
-                outcomes.append((reached * left * math.exp(-sequence.gaps[children[1]]), children[1]))
-            reached *= 1.0 - left
-            node = children[0]
-        return [branch for _, branch in sorted(outcomes, reverse=True)]
+    def chance(self, sequence: DraftSequence, parent: int, rank: int) -> float:
+        """The chance that the target chooses child number `rank` of `parent`, which is on the main path or goes on from
+        a branch, once it has chosen `parent`."""
+        position = min(sequence.depth(parent), sequence.proposal_depth, _NUM_POSITIONS - 1)
+        left = self._left[position] / self._reached[position]
+        if rank == 0:
+            return 1.0 - left
+        odds = math.exp(-sequence.gaps[sequence.children(parent)[rank]])
+        return left * min(odds * self._taken / self._odds, _MAX_BRANCH_CHANCE)
 
     def observe(self, sequence: DraftSequence, news: Sequence[int]) -> str:
         """The target committed `news`, which `sequence` does not know yet. Returns the kind of outcome."""
@@ -112,6 +70,9 @@ class RunAhead:
             self._reached[position] = _DECAY * self._reached[position] + 1.0
             self._left[position] = _DECAY * self._left[position] + has_left
             if has_left:
+                for other in children[1:]:
+                    self._taken = _DECAY * self._taken + (sequence.token_of(other) == token)
+                    self._odds = _DECAY * self._odds + math.exp(-sequence.gaps[other])
                 break
             node = children[0]
         num_accepted = min(max(0, len(news) - 1), _NUM_POSITIONS)  # the kinds of outcomes are few, whatever is told
@@ -122,39 +83,6 @@ class RunAhead:
         """After an outcome of this kind the next proposal was there, or was not."""
         (self._hits if is_hit else self._misses)[kind] += 1
 
-    def time_step(self, seconds: float) -> None:
-        """A step that ran ahead took `seconds`."""
-        self._step_seconds = average(self._step_seconds, seconds)
-
-    def closed_seconds(self, now: float, verifications: Iterable[Verification]) -> float:
-        """How long no step should begin; 0 when one may.
-
-        A step that still runs when a target answers delays what is needed then, unless the answer is what the step
-        went on from. It begins when it gains more than it delays, on the average:
-
-            P(all comes true) * time left  >=  (1 - P) * (step time - time left)
-
-        A target that is late by a whole round is not waited for.
-        """
-        if self._step_seconds is None:
-            return 0.0
-        closed = 0.0
-        chances: dict[int, float] = {}  # by depth: many sequences, few depths
-        for verified in verifications:
-            depth = verified.sequence.proposal_depth
-            if depth not in chances:
-                chances[depth] = self._chance(depth)
-            needed = (1.0 - chances[depth]) * self._step_seconds
-            until = verified.sent_at + 2.0 * verified.turnaround
-            if verified.sent_at + verified.turnaround - now < needed and now < until:
-                closed = max(closed, until - now)
-        return closed
-
-    def _chance(self, depth: int) -> float:
-        """The chance that the outcome is a main path of `depth` drafts, the bonus token included."""
-        positions = range(min(depth + 1, _NUM_POSITIONS))
-        return math.prod(1.0 - self._left[position] / self._reached[position] for position in positions)
-
     def readings(self) -> Iterator[Reading]:
         what = "Rounds whose next proposal was {} when their outcome came, by outcome."
         for name, counts, state in (("hits", self._hits, "there"), ("misses", self._misses, "not there")):
@@ -164,20 +92,76 @@ class RunAhead:
                 )
 
 
-def average(before: float | None, latest: float) -> float:
-    return latest if before is None else (1.0 - _NEW) * before + _NEW * latest
+class Frontier:
+    """The nodes of one chain that may be extended before they are asked for, and the chance that each is needed.
+
+    It follows its sequence as that grows; when tokens are committed another is made.
+    """
+
+    def __init__(self, sequence: DraftSequence, run_ahead: RunAhead) -> None:
+        self.chances = {-1: 1.0}  # of the nodes that may be extended
+        self._sequence = sequence
+        self._run_ahead = run_ahead
+        self._main = {-1}  # the nodes of the main path
+        # Of all nodes: how likely the target is to choose them, and how deep what follows them goes.
+        self._all_chances: list[float] = []
+        self._max_depths: list[int] = []
+
+    def follow(self) -> None:
+        """Takes in what the sequence was extended by."""
+        sequence, main, run_ahead = self._sequence, self._main, self._run_ahead
+        parents, all_chances, max_depths = sequence.parents, self._all_chances, self._max_depths
+        for node in range(len(all_chances), len(parents)):
+            parent = parents[node]
+            children, depth = sequence.children(parent), sequence.depth(node)
+            chance, max_depth = 0.0, 0
+            if node == children[0]:
+                self.chances.pop(parent, None)
+                if parent in main:
+                    main.add(node)
+                max_depth = sequence.window if parent < 0 else max_depths[parent]
+                chance = 1.0 if parent < 0 else all_chances[parent]
+                chance *= run_ahead.chance(sequence, parent, 0)
+            elif parent in main and depth <= sequence.num_speculative_tokens + 1:
+                max_depth = depth + sequence.num_speculative_tokens
+                chance = 1.0 if parent < 0 else all_chances[parent]
+                chance *= run_ahead.chance(sequence, parent, children.index(node))
+            all_chances.append(chance)
+            max_depths.append(max_depth)
+            if depth < max_depth:
+                self.chances[node] = chance
+
+
+def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
+    """As `Frontier.chances`, of a sequence whose proposals are trees: what those after the likely outcomes lack."""
+    end = sequence.proposal_depth
+    nodes = {sequence.tip: 1.0} if sequence.num_drafted <= end else {}
+    node, chance = -1, 1.0
+    while (children := sequence.children(node)) and sequence.depth(node) <= end:
+        for rank, child in enumerate(children):
+            if rank or sequence.depth(child) > end:
+                outcome = chance * run_ahead.chance(sequence, node, rank)
+                nodes |= dict.fromkeys(sequence.missing(sys.maxsize, child), outcome)
+        chance *= run_ahead.chance(sequence, node, 0)
+        node = children[0]
+    return nodes
+
+
+def num_rows_ahead(chances: Sequence[float], num_owed_rows: int, curve: LearnedCurve) -> int:
+    """How many of the nodes with these `chances`, the largest first, a step takes beside `num_owed_rows`.
+
+    As many as draft the most tokens that are needed in its time, and lengthen hardly what others wait for.
+    """
+    chances = chances[:_MAX_ROWS]
+    if not chances or not curve.is_known:
+        return len(chances)
+    seconds = curve.at(np.arange(num_owed_rows, num_owed_rows + len(chances) + 1))
+    rates = (num_owed_rows + np.cumsum([0.0, *chances])) / np.maximum(seconds, 1e-9)
+    if num_owed_rows:
+        rates[seconds > _SLOWER * seconds[0]] = 0.0
+    return int(rates.argmax())
 
 
 def runs_ahead(sequence: DraftSequence) -> bool:
     """Whether its window reaches beyond a proposal."""
     return sequence.window > sequence.num_speculative_tokens > 0
-
-
-def _main_nodes(sequence: DraftSequence, max_model_len: int) -> list[int]:
-    """What the main path, within its window, or the proposal after all is accepted, lacks."""
-    has_room = sequence.num_committed + sequence.num_drafted < max_model_len
-    if sequence.num_drafted >= sequence.window or not has_room:
-        return []
-    if sequence.shape is None or sequence.num_drafted <= sequence.proposal_depth:
-        return [sequence.tip]
-    return sequence.missing(max_model_len, sequence.main_node(sequence.proposal_depth + 1))

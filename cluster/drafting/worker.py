@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from cluster.config_speculation import window_of
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.drafting.entries import Deliver, Entry, Link
-from cluster.drafting.run_ahead import RunAhead, Verification, average, runs_ahead
+from cluster.drafting.entries import Deliver, Entry, Link, Sent
+from cluster.drafting.run_ahead import RunAhead, num_rows_ahead, runs_ahead
 from cluster.drafting.temperature_tuning import TemperatureTuning
+from cluster.speculation.costs import LearnedCurve
 from cluster.telemetry.metrics import Reading, StepTime
 from cluster.wire.messages import Advance, Open, SpeculateReply, SpeculateRequest
 
@@ -20,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes somebody must open sequences too
 _SILENT_SECONDS = 0.5  # after which a coordinator hears how long steps take, if nothing else
+_NEWS_SECONDS = 0.001  # between two messages of what was drafted ahead: one takes a tenth of that to make and to read
 _MAX_CONTEXTS = 16  # of the draft, that a sequence may have before it is forgotten: its tokens take memory
+_MAX_STEP_ROWS = 4096  # that the time of a step is learned for; it depends little on a row from there on
 _BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
 
 
@@ -46,6 +50,7 @@ class DraftWorker:
         self._drafter = drafter
         self._clock = clock
         self._prepare_thread = prepare_thread
+        self._curve = LearnedCurve(_MAX_STEP_ROWS)  # of the drafter's steps, over their rows
         self._tuning = TemperatureTuning() if tunes_temperature else None
         self._entries: dict[tuple[int, int], Entry] = {}
         self._links: dict[int, Link] = {}
@@ -168,32 +173,32 @@ class DraftWorker:
         self._send(replies)
 
     def _draft(self) -> None:
-        """One step of the drafter, for those who are owed a proposal, or else ahead; sends what became complete."""
-        batch = self._urgent_batch()
-        is_ahead = not batch
-        if is_ahead:
-            batch = self._batch_ahead()
-        if batch:
-            replies: dict[int, SpeculateReply] = {}
-            first_for = {entry.link for entry in batch if not entry.sequence.parents}
-            started_at = self._clock()
-            stuck = self._drafter.draft([entry.sequence for entry in batch])
-            seconds = self._clock() - started_at
-            self._record_step(batch, seconds, first_for)
-            if is_ahead:
-                self.run_ahead.time_step(seconds)
-            for entry in batch:
-                entry.lacks = None
-                if entry.sequence.parents or entry.sequence.is_exhausted:
-                    entry.is_computed, entry.is_behind = True, False
-            for entry in [entry for entry in batch if entry.sequence in stuck]:
-                self._release(entry)
-                replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.wire_id)
-            self._collect_proposals(replies)
-            # A draft that is slower than the target has each proposal outdated before it is complete.
-            for number in {entry.link for entry in batch} - replies.keys():
-                replies[number] = SpeculateReply()
+        """One step of the drafter, for those who are owed a proposal and ahead; sends what became complete."""
+        batch = self._next_batch()
+        replies: dict[int, SpeculateReply] = {}
+        if not batch:
+            self._collect_news(replies)
             self._send(replies)
+            return
+        first_for = {entry.link for entry in batch if not entry.sequence.parents}
+        num_rows = sum([max(1, len(entry.sequence.to_extend)) for entry in batch])
+        started_at = self._clock()
+        stuck = self._drafter.draft([entry.sequence for entry in batch])
+        seconds = self._clock() - started_at
+        self._record_step(batch, num_rows, seconds, first_for)
+        for entry in batch:
+            entry.lacks = None
+            if entry.sequence.parents or entry.sequence.is_exhausted:
+                entry.is_computed, entry.is_behind = True, False
+        for entry in [entry for entry in batch if entry.sequence in stuck]:
+            self._release(entry)
+            replies.setdefault(entry.link, SpeculateReply()).refused.add(entry.wire_id)
+        self._collect_proposals(replies)
+        self._collect_news(replies)
+        # A draft that is slower than the target has each proposal outdated before it is complete.
+        for number in {entry.link for entry in batch} - replies.keys():
+            replies[number] = SpeculateReply()
+        self._send(replies)
 
     def _send(self, replies: dict[int, SpeculateReply]) -> None:
         now = self._clock()
@@ -205,12 +210,13 @@ class DraftWorker:
                 reply.credit = self._drafter.free_tokens
                 link.deliver(reply)
 
-    def _record_step(self, batch: Sequence[Entry], seconds: float, first_for: Container[int]) -> None:
+    def _record_step(self, batch: Sequence[Entry], num_rows: int, seconds: float, first_for: Container[int]) -> None:
         """A step of `batch` took `seconds`; it was the first of a proposal for the links `first_for`."""
         self.step_time.add(seconds)
         if not all(entry.is_computed and not entry.is_behind for entry in batch):
             return  # a coordinator would take the time of a prompt, or of several rounds, for that of one
-        num_rows = self._drafter.num_step_rows or len(batch)
+        self._curve.observe(num_rows, seconds)
+        num_rows = self._drafter.num_step_rows or num_rows
         for number, count in Counter(entry.link for entry in batch).items():
             link = self._links.get(number)
             if link is not None:
@@ -225,8 +231,8 @@ class DraftWorker:
                     self._links[link].num_waiting_bytes = 0
         return inbox
 
-    def _urgent_batch(self) -> list[Entry]:
-        """The sequences whose proposal is owed.
+    def _next_batch(self) -> list[Entry]:
+        """The sequences of the next step: those whose proposal is owed, and those that run ahead beside them.
 
         The first of a sequence has its prompt before it. A step with that is long, and everybody in it waits; nobody
         waits for the prompt, while the target computes it too. So it takes its turn when no others are owed.
@@ -234,44 +240,63 @@ class DraftWorker:
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
         known = [entry for entry in urgent if entry.is_computed]
-        if known and self._num_steps_without_new < MAX_STEPS_WITHOUT_NEW:
-            self._num_steps_without_new += len(known) < len(urgent)
-            urgent = known
+        self.idle_seconds = 0.0
+        if len(known) < len(urgent):
+            if not known or self._num_steps_without_new >= MAX_STEPS_WITHOUT_NEW:
+                self._num_steps_without_new = 0
+                for entry in urgent:
+                    entry.sequence.to_extend = entry.lacks or []
+                return urgent
+            self._num_steps_without_new += 1
         else:
             self._num_steps_without_new = 0
-        for entry in urgent:
-            entry.sequence.to_extend = entry.lacks or []
-        self.idle_seconds = 0.0
-        return urgent
-
-    def _batch_ahead(self) -> list[Entry]:
-        """The sequences that may run ahead; none while a target is about to answer."""
-        entries = self._entries.values()
-        sequences, limit = [entry.sequence for entry in entries], self._drafter.max_model_len
-        nodes = self.run_ahead.nodes(sequences, limit, may_branch=self._may_branch)
-        if not nodes:
+        batch = {entry: list(entry.lacks or ()) for entry in known}
+        num_rows = sum(map(len, batch.values()))
+        for entry, node in self._nodes_ahead(batch, num_rows):
+            batch.setdefault(entry, []).append(node)
+        for entry, nodes in batch.items():
+            entry.sequence.to_extend = nodes
+        if not batch:
             self.idle_seconds = None
-            return []
-        rounds = [Verification(e.sequence, e.sent_at, e.turnaround) for e in entries if e.turnaround is not None]
-        self.idle_seconds = self.run_ahead.closed_seconds(self._clock(), rounds)
-        if self.idle_seconds > 0.0:
-            return []
-        for sequence, to_extend in nodes.items():
-            sequence.to_extend = to_extend
-        return [entry for entry in entries if entry.sequence in nodes]
+        return list(batch)
+
+    def _nodes_ahead(self, owed: Mapping[Entry, Sequence[int]], num_rows: int) -> list[tuple[Entry, int]]:
+        """What runs ahead in a step whose proposals that are owed have `num_rows`: the likeliest nodes."""
+        found: list[tuple[float, Entry, int]] = []
+        limit = self._drafter.max_model_len
+        for entry in self._entries.values():
+            sequence = entry.sequence
+            if not (entry.is_computed and entry.runs_ahead) or sequence.is_exhausted:
+                continue
+            nodes = owed.get(entry, ())
+            max_depth = limit - sequence.num_committed
+            for node, chance in entry.follow(self.run_ahead).items():
+                if node not in nodes and sequence.depth(node) < max_depth:
+                    found.append((chance, entry, node))
+        found.sort(key=itemgetter(0), reverse=True)
+        number = num_rows_ahead([chance for chance, _, _ in found], num_rows, self._curve)
+        return [(entry, node) for _, entry, node in found[:number]]
 
     @property
     def _may_branch(self) -> bool:
         """Whether branches leave blocks enough to those that only want to go on."""
-        return self._drafter.num_used_blocks < _BRANCHING_SHARE * self._drafter.num_blocks
+        num_blocks = self._drafter.num_blocks
+        return not num_blocks or self._drafter.num_used_blocks < _BRANCHING_SHARE * num_blocks
 
     def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
         limit = self._drafter.max_model_len
         for entry in self._entries.values():
             if entry.owes_proposal and entry.has_proposal(limit):
                 entry.owes_proposal = False
-                entry.sent_at = self._clock()
-                replies.setdefault(entry.link, SpeculateReply()).proposals[entry.wire_id] = entry.proposal()
+                replies.setdefault(entry.link, SpeculateReply()).add(entry.proposal())
+
+    def _collect_news(self, replies: dict[int, SpeculateReply]) -> None:
+        """Adds what was drafted ahead, for links that have heard nothing for a while; for all when nothing is to do."""
+        latest = self._clock() - (_NEWS_SECONDS if self.idle_seconds == 0.0 else 0.0)
+        for entry in self._entries.values():
+            link = self._links.get(entry.link) if entry.has_news else None
+            if link is not None and (entry.link in replies or link.answered_at <= latest):
+                replies.setdefault(entry.link, SpeculateReply()).add(entry.news())
 
     def _apply(self, link: int, request: SpeculateRequest, reply: SpeculateReply) -> None:
         # What was closed makes room for what is opened.
@@ -303,7 +328,7 @@ class DraftWorker:
             window=opening.window,
             cache_root=opening.cache_root,
         )
-        entry = Entry(opening.wire_id, link, sequence, opening.window, opening.params)
+        entry = Entry(opening.wire_id, link, sequence, opening.window, opening.params, opening.takes_parts)
         self._want(entry, opening)
         if not self._drafter.admit(sequence):
             return False
@@ -330,6 +355,7 @@ class DraftWorker:
         kept = sequence.commit(advance.base, advance.token_ids)
         if kept is not None:
             entry.is_behind |= sequence.num_committed - num_committed > sequence.num_speculative_tokens + 1
+            entry.frontier, entry.sent = None, Sent()
             self._num_kept_drafts += len(kept) - len(sequence.parents)
             self._num_wasted_drafts += num_drafts - len(kept)
             self._drafter.rewind(sequence, kept)
@@ -345,7 +371,6 @@ class DraftWorker:
         news = advance.token_ids[sequence.num_committed - advance.base :]
         if not news or not runs_ahead(sequence):
             return None
-        entry.turnaround = average(entry.turnaround, self._clock() - entry.sent_at)
         return self.run_ahead.observe(sequence, news)
 
     def _want(self, entry: Entry, wanted: Open | Advance) -> None:

@@ -3,9 +3,10 @@
     E(a, k)    tokens a round, bonus included (`cluster.speculation.speed`)
     round      k * t_draft(S) + round trip + t_verify(S * (k + 1)) for all S sequences; t_verify(S) alone where k = 0
 
-What overlaps is not counted. Run-ahead saves little where many sequences are in step, as a round waits for the last of
-them. Two cohorts that alternate, so that one is verified while the other is drafted for, were tried in the formula and
-predicted more than simulated clusters reached (docs/DECISIONS.md); the coordinator does not form them.
+What overlaps is not counted, so that a pool whose drafts run ahead gives more than is planned: `bench.pool` and
+`outrider simulate` have it. Two cohorts that alternate, so that one is verified while the other is drafted for, were
+tried in the formula and predicted more than simulated clusters reached (docs/DECISIONS.md); the coordinator does not
+form them.
 
 A draft device is busy for k * t_draft of a round, so it feeds
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ _MAX_KNOT_RATE = 0.15
 _OBSERVATIONS_PER_FILL = 8  # interpolating takes three times as long as learning, and knots move by a few percent
 _CLIP = 3.0  # a step held up by a page fault or a neighbour counts as one of three times the expected time
 _LINK_LEARNING_RATE = 0.1  # per reply: the last ten count most
+_READY_DECAY = 0.98  # of what was counted of the drafts that are there at once, per step that was learned from
 _FIRST_REPLIES = 8  # whose median is a link's first round trip: one of them may have been held up
 
 
@@ -182,14 +184,16 @@ class LinkCosts:
     deeper one, and alone says little about the deeper one.
     """
 
-    def __init__(self, max_batch: int) -> None:
+    def __init__(self, max_batch: int, max_depth: int = 1) -> None:
         self.largest_batch = 0  # of an observed step
         self._draft_step = LearnedCurve(2 * max_batch)  # over its rows
         self._largest_rows = 1  # of an observed step
         self._first_rows, self._level_rows = 1.0, 1.0  # per sequence, in the first step of a proposal and in later ones
         self._overhead: float | None = None  # seconds of the network and of the queue behind others' work
         self._first_overheads: list[float] = []
-        self._waited_share = 1.0  # what the target waited, as a share of what the proposal takes: less with run-ahead
+        self._waited_share = 1.0  # what steps waited, over what the proposals were expected to take
+        # By level: sequences that were asked for so many drafts, and those that had them when their step could begin.
+        self._asked, self._ready = np.full(max_depth, 1e-9), np.zeros(max_depth)
 
     @property
     def is_known(self) -> bool:
@@ -220,20 +224,52 @@ class LinkCosts:
             self._overhead += _LINK_LEARNING_RATE * (min(overhead, most) - self._overhead)
 
     def observe_wait(self, waited_seconds: float, depth: int, batch: int) -> None:
-        """Learns from a step that waited `waited_seconds` for proposals of `depth` tokens of `batch` sequences."""
+        """Learns from a step that waited until `batch` sequences had the `depth` levels that they lacked at most."""
         expected = self.proposal_seconds(depth, batch)
         if expected > 0.0:
             share = min(waited_seconds / expected, _CLIP)
             self._waited_share += _LINK_LEARNING_RATE * (share - self._waited_share)
 
+    def observe_ready(self, num_ready: Sequence[int], num_asked: Sequence[int]) -> None:
+        """Learns from the sequences of a step: the levels of drafts that were there before it waited for any, as a
+        drafter had run ahead, and those that were asked for."""
+        size = len(self._asked)
+        asked = np.bincount(np.minimum(num_asked, size), minlength=size + 1)[::-1].cumsum()[::-1][1:]
+        ready = np.bincount(np.minimum(num_ready, size), minlength=size + 1)[::-1].cumsum()[::-1][1:]
+        self._asked = _READY_DECAY * self._asked + asked
+        self._ready = _READY_DECAY * self._ready + ready
+
+    @property
+    def ready_shares(self) -> FloatArray:
+        """By level from 1 on: how often a draft is there when a step could begin."""
+        # What was not asked for lately is taken to be there as often as the level before it, so that it is tried again.
+        shares, before = np.empty(len(self._asked)), self._ready[0] / self._asked[0]
+        for level, (asked, ready) in enumerate(zip(self._asked.tolist(), self._ready.tolist(), strict=True)):
+            before = shares[level] = min(before, (ready + before) / (asked + 1.0))
+        return shares
+
+    def ready_at(self, levels: IntArray) -> FloatArray:
+        """The same at `levels`."""
+        return np.asarray(self.ready_shares[np.clip(levels, 1, len(self._asked)) - 1])
+
     def wait_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
-        """Seconds that a step waits for proposals of `depths` tokens of `batches` sequences; 0 at depth 0."""
+        """Seconds that a step waits until `batches` sequences all have `depths` drafts; 0 at depth 0.
+
+        It waits for the levels that some of them lack.
+        """
+        batches = np.maximum(batches, 1)
         first, level = (
-            self._rows_seconds(rows * np.maximum(batches, 1)) for rows in (self._first_rows, self._level_rows)
+            self._rows_seconds(np.asarray(rows * batches, np.float64)) for rows in (self._first_rows, self._level_rows)
         )
-        drafting = first + (depths - 1) * level
-        seconds: FloatArray = np.where(depths > 0, self._waited_share * (self.round_trip_seconds + drafting), 0.0)
-        return seconds
+        shares = self.ready_shares
+        if shares[0] == 0.0:
+            seconds = self.round_trip_seconds + first + (depths - 1) * level
+        else:
+            sizes, places = np.unique(batches, return_inverse=True)
+            lack = 1.0 - shares ** sizes[:, None]  # [sizes, levels]
+            at = places.reshape(np.shape(batches)), np.clip(depths, 1, len(shares)) - 1
+            seconds = self.round_trip_seconds * lack[at] + level * np.cumsum(lack, axis=1)[at]
+        return np.asarray(np.where(depths > 0, self._waited_share * seconds, 0.0))
 
     def proposal_seconds(self, depth: int, batch: int) -> float:
         """Seconds from asking for a proposal to having it, when nothing was drafted ahead."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -201,35 +202,65 @@ class _Search:
 
     def best(self, template: Template | None, min_gain: float) -> Choice:
         """The numbers of drafts in chains, or in trees that are cut from `template`; none where they do not promise
-        `min_gain` times the tokens per second of no drafts."""
+        `min_gain` times the tokens per second of no drafts.
+
+        Steps wait until all have their drafts, or go on with what is there; whichever gives more.
+        """
         num_candidates = len(self._rates)
-        worth = np.cumprod(self._rates, axis=1) if template is None else template.survivals(self._rates)
+        worth = np.asarray(
+            np.cumprod(self._rates, axis=1) if template is None else template.survivals(self._rates), np.float64
+        )
+        levels = np.arange(1, worth.shape[1] + 1) if template is None else template.levels[: worth.shape[1]]
+        found = self._most(worth, levels, template, None)
+        ready = self._ready_shares(levels)
+        if ready.any():
+            found = max(found, self._most(worth, levels, template, ready), key=itemgetter(0))
+        rate, num_drafts, tokens_per_second = found
+        if rate <= min_gain * self._plain_rate():
+            plain = self._num_tokens / self._steps.curve.seconds(self._num_rows)
+            return Choice([0] * num_candidates, [1.0] * num_candidates, None, plain)
+        is_taken = np.arange(worth.shape[1]) < num_drafts[:, None]
+        own_tokens = 1.0 + np.where(is_taken, worth, 0.0).sum(axis=1)
+        return Choice(num_drafts.tolist(), own_tokens.tolist(), template, tokens_per_second)
+
+    def _most(
+        self, worth: FloatArray, levels: IntArray, template: Template | None, ready: FloatArray | None
+    ) -> tuple[float, IntArray, float]:
+        """The most tokens per second, the numbers of drafts that give them, and tokens per second without prompts.
+
+        `ready`: how often each draft is there, in steps that do not wait; None: in steps that do.
+        """
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
         allowed = place <= self._max_depths[:, None]
+        present = np.ones(worth.shape) if ready is None else ready
+        worth = worth * present
         # Stable, and worth never rises along a row: a sequence's tokens come in the order of their places.
         order = np.argsort(np.where(allowed, -worth, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
-        worth, place = worth.ravel()[order], place.ravel()[order]
+        worth, place, present = worth.ravel()[order], place.ravel()[order], present.ravel()[order]
         sequence_of = order // allowed.shape[1]
-        depth_of = place if template is None else template.levels[place - 1]
+        depth_of = levels[place - 1]
         deepest = int(depth_of.max(initial=0))
         limits = np.array([*(limit for limit in DEPTH_LIMITS if limit < deepest and template is None), deepest])
         taken = depth_of <= limits[:, None]  # [limits, tokens], as are all arrays from here on
         num_taken = np.cumsum(taken, axis=1)
-        wait = self._wait_seconds(taken, depth_of, place, self._links[sequence_of])
+        rows = num_taken if ready is None else np.cumsum(np.where(taken, present, 0.0), axis=1)
+        if ready is None:
+            wait = self._wait_seconds(taken, depth_of, place, self._links[sequence_of])
+        else:
+            wait = np.zeros(taken.shape)
         tokens = self._num_tokens + np.cumsum(np.where(taken, worth, 0.0), axis=1)
-        rates = tokens / self._steps.seconds(self._num_rows + num_taken, tokens, wait)
+        rates = tokens / self._steps.seconds(self._num_rows + rows, tokens, wait)
         fits = (wait <= self._max_wait_seconds) & (num_taken <= self._max_drafts)
         rates = np.where(fits, rates, 0.0)
         limit, last = np.unravel_index(rates.argmax(), rates.shape)
-        if rates[limit, last] <= min_gain * self._plain_rate():
-            plain = self._num_tokens / self._steps.curve.seconds(self._num_rows)
-            return Choice([0] * num_candidates, [1.0] * num_candidates, None, plain)
-        seconds = self._steps.curve.seconds(self._num_rows + int(num_taken[limit, last])) + float(wait[limit, last])
-        is_best = taken[limit, : last + 1]
-        best = sequence_of[: last + 1][is_best]
-        own_tokens = 1.0 + np.bincount(best, worth[: last + 1][is_best], num_candidates)
-        num_drafts = np.bincount(best, minlength=num_candidates)
-        return Choice(num_drafts.tolist(), own_tokens.tolist(), template, float(tokens[limit, last]) / seconds)
+        seconds = self._steps.curve.seconds(self._num_rows + float(rows[limit, last])) + float(wait[limit, last])
+        num_drafts = np.bincount(sequence_of[: last + 1][taken[limit, : last + 1]], minlength=len(self._rates))
+        return float(rates[limit, last]), num_drafts, float(tokens[limit, last]) / seconds
+
+    def _ready_shares(self, levels: IntArray) -> FloatArray:
+        """How often a draft of each candidate is there when a step could begin, [candidates, drafts]."""
+        by_link = np.array([[0.0] * len(levels), *(costs.ready_at(levels) for costs in self._costs)])
+        return by_link[self._links + 1]
 
     def _plain_rate(self) -> float:
         rows, tokens = np.array([self._num_rows]), np.array([self._num_tokens])

@@ -31,6 +31,20 @@ class Drafts:
             return self
         return Drafts(self.token_ids[:number], None if self.parents is None else self.parents[:number])
 
+    def main_path(self, depth: int) -> Drafts:
+        """The chain from first child to first child, at most `depth` tokens."""
+        if self.parents is None:
+            return self.first(depth)
+        path: list[int] = []
+        last = -1
+        for node, parent in enumerate(self.parents):
+            if len(path) == depth:
+                break
+            if parent == last:
+                path.append(self.token_ids[node])
+                last = node
+        return Drafts(path)
+
     def within(self, depth: int) -> Drafts:
         """Those that are at most the `depth`-th after the last committed token."""
         if self.parents is None:
@@ -110,13 +124,13 @@ class Drafts:
         return cls(token_ids, None if is_chain(parents) else parents)
 
 
-def chain(length: int) -> list[int]:
-    """The parents of a chain."""
-    return list(range(-1, length - 1))
+def chain(length: int, start: int = 0) -> list[int]:
+    """The parents of `length` nodes of a chain, of which the first is number `start`."""
+    return list(range(start - 1, start + length - 1))
 
 
-def is_chain(parents: Sequence[int]) -> bool:
-    return all(parent == node - 1 for node, parent in enumerate(parents))
+def is_chain(parents: Sequence[int], start: int = 0) -> bool:
+    return all(parent == node - 1 for node, parent in enumerate(parents, start))
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:

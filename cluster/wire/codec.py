@@ -119,6 +119,10 @@ def encode_reply(reply: SpeculateReply) -> draft_pb2.SpeculateReply:
                 parents=_encode_parents(proposals),
             )
         )
+        if any(entry.start for entry in proposals):
+            message.proposals.starts.extend([entry.start for entry in proposals])
+        if not all(entry.is_whole for entry in proposals):
+            message.proposals.are_partial.extend([not entry.is_whole for entry in proposals])
     return message
 
 
@@ -126,11 +130,14 @@ def decode_reply(message: draft_pb2.SpeculateReply) -> SpeculateReply:
     """Raises ValueError when the columns of the message do not fit together."""
     columns = message.proposals
     lengths = columns.lengths[:]
+    starts = columns.starts[:] or [0] * len(lengths)
     entries = zip(
         columns.sequences[:],
         columns.bases[:],
         split(columns.token_ids[:], lengths),
-        _decode_parents(columns.parents[:], lengths),
+        _decode_parents(columns.parents[:], lengths, starts),
+        starts,
+        [not is_partial for is_partial in columns.are_partial] or [True] * len(lengths),
         strict=True,
     )
     return SpeculateReply(
@@ -163,6 +170,7 @@ def _encode_open(entry: Open, shape: int) -> draft_pb2.Open:
         window=entry.window,
         shape=shape,
         cache_root=entry.cache_root,
+        takes_parts=entry.takes_parts,
     )
 
 
@@ -185,6 +193,7 @@ def _decode_open(entry: draft_pb2.Open, shape: Shape | None) -> Open:
         window=entry.window,
         shape=shape,
         cache_root=entry.cache_root,
+        takes_parts=entry.takes_parts,
     )
 
 
@@ -203,18 +212,19 @@ def _encode_parents(proposals: Collection[Proposal]) -> list[int]:
     return [
         parent + 1
         for entry in proposals
-        for parent in (chain(len(entry.token_ids)) if entry.parents is None else entry.parents)
+        for parent in (chain(len(entry.token_ids), entry.start) if entry.parents is None else entry.parents)
     ]
 
 
-def _decode_parents(column: Sequence[int], lengths: Sequence[int]) -> Sequence[list[int] | None]:
+def _decode_parents(column: Sequence[int], lengths: Sequence[int], starts: Sequence[int]) -> Sequence[list[int] | None]:
     if not column:
         return [None] * len(lengths)
-    trees = [_decode_tree(entry) for entry in split(column, lengths)]
-    return [None if is_chain(parents) else parents for parents in trees]
+    entries = zip(split(column, lengths), starts, strict=True)
+    trees = [(_decode_tree(entry, start), start) for entry, start in entries]
+    return [None if is_chain(parents, start) else parents for parents, start in trees]
 
 
-def _decode_tree(numbers: Sequence[int]) -> list[int]:
-    if any(number > node for node, number in enumerate(numbers)):
+def _decode_tree(numbers: Sequence[int], start: int = 0) -> list[int]:
+    if any(number > node for node, number in enumerate(numbers, start)):
         raise ValueError("a node comes before its parent")
     return [number - 1 for number in numbers]

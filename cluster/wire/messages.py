@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.speculation.drafts import Drafts
+from cluster.speculation.drafts import Drafts, chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree import Shape
@@ -28,6 +28,7 @@ class Open:
     window: int
     shape: Shape | None = None  # of the tree that is owed; None: a chain of k
     cache_root: bytes = b""  # KV is shared only between sequences of the same
+    takes_parts: bool = False  # proposals may come in parts, before they are asked for
 
 
 @dataclass(slots=True)  # not frozen, as is Proposal: made for every sequence in every step, that takes twice the time
@@ -43,16 +44,35 @@ class Advance:
 
 @dataclass(slots=True)
 class Proposal:
-    """Draft tokens that follow the first `base` tokens of a sequence; `parents` as in Drafts."""
+    """Draft tokens that follow the first `base` tokens of a sequence; `parents` as in Drafts.
+
+    With `start` they are the later part of a tree whose first `start` tokens were sent before, after the same base.
+    `parents` then counts the tokens of the whole tree.
+    """
 
     wire_id: int
     base: int
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
+    start: int = 0
+    is_whole: bool = True  # with what was sent before: it is all that is owed, or more
 
     @property
     def drafts(self) -> Drafts:
         return Drafts(self.token_ids, self.parents)
+
+    def grown(self, later: Proposal) -> Proposal | None:
+        """Returns it together with a `later` part of its tree; None if that is not what comes next."""
+        if later.base != self.base or later.start != self.start + len(self.token_ids):
+            return None
+        parents = None
+        if self.parents is not None or later.parents is not None:
+            parents = [*self._all_parents(), *later._all_parents()]
+        token_ids = [*self.token_ids, *later.token_ids]
+        return Proposal(self.wire_id, self.base, token_ids, parents, self.start, later.is_whole)
+
+    def _all_parents(self) -> Sequence[int]:
+        return chain(len(self.token_ids), self.start) if self.parents is None else self.parents
 
 
 @dataclass(slots=True)
@@ -121,9 +141,16 @@ class SpeculateReply:
     def __bool__(self) -> bool:
         return bool(self.proposals or self.lost or self.refused)
 
+    def add(self, proposal: Proposal) -> None:
+        """Takes in a proposal, which replaces an earlier one for its sequence or is the next part of it."""
+        earlier = self.proposals.get(proposal.wire_id) if proposal.start else None
+        grown = None if earlier is None else earlier.grown(proposal)
+        self.proposals[proposal.wire_id] = grown or proposal
+
     def merge(self, newer: SpeculateReply) -> None:
-        """Takes in a later reply; its proposal for a sequence replaces the earlier one."""
-        self.proposals |= newer.proposals
+        """Takes in a later reply."""
+        for proposal in newer.proposals.values():
+            self.add(proposal)
         self.lost |= newer.lost
         self.refused |= newer.refused
         self.timing = newer.timing or self.timing

@@ -140,6 +140,7 @@ class Open(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     CACHE_ROOT_FIELD_NUMBER: _builtins.int
+    TAKES_PARTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """never reused on this link"""
     num_prompt_tokens: _builtins.int
@@ -151,6 +152,8 @@ class Open(_message.Message):
     """of the tree owed in each round; 0: a chain of k"""
     cache_root: _builtins.bytes
     """KV is shared only between sequences of the same; a hash, which says nothing else"""
+    takes_parts: _builtins.bool
+    """proposals may come in parts, before they are asked for"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """every token committed so far, the prompt first"""
@@ -171,10 +174,11 @@ class Open(_message.Message):
         window: _builtins.int = ...,
         shape: _builtins.int = ...,
         cache_root: _builtins.bytes = ...,
+        takes_parts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["noise_key", b"noise_key", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "noise_key", b"noise_key", "num_prompt_tokens", b"num_prompt_tokens", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "sequence", b"sequence", "shape", b"shape", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_root", b"cache_root", "noise_key", b"noise_key", "num_prompt_tokens", b"num_prompt_tokens", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "sequence", b"sequence", "shape", b"shape", "takes_parts", b"takes_parts", "token_ids", b"token_ids", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,6 +348,8 @@ class Proposals(_message.Message):
     LENGTHS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
+    ARE_PARTIAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -360,6 +366,16 @@ class Proposals(_message.Message):
         which comes before it, 0 when it follows the committed tokens. Siblings differ.
         """
 
+    @_builtins.property
+    def starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of an entry that were sent before, after the same base, and which `parents` counts: it is a later part of
+        the tree that the drafter makes. Empty when all are 0.
+        """
+
+    @_builtins.property
+    def are_partial(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """for entries to which more of what is owed will come; empty when none is"""
+
     def __init__(
         self,
         *,
@@ -368,10 +384,12 @@ class Proposals(_message.Message):
         lengths: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         parents: _abc.Iterable[_builtins.int] | None = ...,
+        starts: _abc.Iterable[_builtins.int] | None = ...,
+        are_partial: _abc.Iterable[_builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "lengths", b"lengths", "parents", b"parents", "sequences", b"sequences", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["are_partial", b"are_partial", "bases", b"bases", "lengths", b"lengths", "parents", b"parents", "sequences", b"sequences", "starts", b"starts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

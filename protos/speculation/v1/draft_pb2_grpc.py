@@ -51,7 +51,7 @@ class DraftServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Speculate(self, request_iterator, context):
-        """One stream per link, at most one message per target step in each direction. A sequence lives as long
+        """One stream per link, at most one message for each step of its sender in each direction. A sequence lives as long
         as its stream: when the stream ends the worker forgets every sequence that was opened on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -16,7 +16,7 @@ GRPC_VERSION: str
 class DraftStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Speculate: _aio.StreamStreamMultiCallable[_draft_pb2.SpeculateRequest, _draft_pb2.SpeculateReply]
-    """One stream per link, at most one message per target step in each direction. A sequence lives as long
+    """One stream per link, at most one message for each step of its sender in each direction. A sequence lives as long
     as its stream: when the stream ends the worker forgets every sequence that was opened on it.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_types_pb2.DescribeRequest, _draft_pb2.DraftDescription]
@@ -28,7 +28,7 @@ class DraftServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_draft_pb2.SpeculateRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_draft_pb2.SpeculateRequest], _abc.AsyncIterator[_draft_pb2.SpeculateReply]],
     ) -> _abc.AsyncIterator[_draft_pb2.SpeculateReply]:
-        """One stream per link, at most one message per target step in each direction. A sequence lives as long
+        """One stream per link, at most one message for each step of its sender in each direction. A sequence lives as long
         as its stream: when the stream ends the worker forgets every sequence that was opened on it.
         """
 

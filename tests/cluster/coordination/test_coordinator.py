@@ -20,7 +20,7 @@ from .scripted import LIMITS, PROMPT, TIMEOUT_S, VOCAB_SIZE, K, Rounds, Scripted
 class TestRounds:
     def test_opens_with_everything_the_drafter_needs(self, rounds: Rounds) -> None:
         wire_id = rounds.sequence.wire_id
-        expected = Open(wire_id, PROMPT, 3, SamplingParams(), NoiseKey(1, 2), K, window=2 * 16 + 2)
+        expected = Open(wire_id, PROMPT, 3, SamplingParams(), NoiseKey(1, 2), K, window=2 * 16 + 2, takes_parts=True)
         assert rounds.opening == [SpeculateRequest(opens={wire_id: expected})]
 
     def test_waits_for_the_proposal_and_verifies_it(self, rounds: Rounds, pool: ScriptedPool) -> None:
@@ -208,8 +208,8 @@ class TestLateProposals:
         assert pool.now <= 100.0 + TIMEOUT_S + 0.004
 
 
-class TestTrees:
-    """Drafts 4 → (5 → 7 → 8, 6 → 9)."""
+class TestTreesThatRunAhead:
+    """Drafts 4 → (5 → 7 → 8, 6 → 9), of which a round verifies the main path of what is left."""
 
     TOKENS, PARENTS = (4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 3, 2)
 
@@ -219,13 +219,13 @@ class TestTrees:
         rounds.pool.happens(rounds.link, reply)
         return rounds.coordinator.begin([rounds.sequence])[rounds.sequence]
 
-    def test_is_verified_up_to_k_nodes(self, rounds: Rounds) -> None:
-        assert self.verified(rounds) == Drafts([4, 5, 6, 7], [-1, 0, 0, 1])
+    def test_is_verified_up_to_k_levels(self, rounds: Rounds) -> None:
+        assert self.verified(rounds) == Drafts([4, 5, 7, 8])
 
     @pytest.mark.parametrize(
         ("committed", "drafts"),
         [
-            ([4], Drafts([5, 6, 7, 8], [-1, -1, 0, 2])),
+            ([4], Drafts([5, 7, 8])),
             ([4, 5], Drafts([7, 8])),
             ([4, 6], Drafts([9])),
             ([4, 6, 9], Drafts([])),
@@ -239,8 +239,8 @@ class TestTrees:
         rounds.commits(*committed)
         assert self.verified(rounds) == drafts
 
-    def test_a_node_outside_the_vocabulary_goes_with_its_subtree(self, rounds: Rounds) -> None:
-        assert self.verified(rounds, 4, VOCAB_SIZE, 6, 7, 8, 9, parents=(-1, 0, 0, 1, 2, 4)) == Drafts([4, 6])
+    def test_a_node_outside_the_vocabulary_goes_with_what_follows_it(self, rounds: Rounds) -> None:
+        assert self.verified(rounds, 4, VOCAB_SIZE, 6, 7, 8, 9, parents=(-1, 0, 0, 1, 2, 4)) == Drafts([4])
         assert rounds.coordinator.stats.num_invalid_token_ids == 2
 
 

@@ -164,7 +164,6 @@ class TestAdvances:
         sequence.answered(Proposal(WIRE_ID, 4, [5]), NOW, stats)
         sequence.advance(K, None, NOW)
         assert link.request.advances == {WIRE_ID: Advance(WIRE_ID, 4, [5], K)}
-        assert (link.num_owed, link.depth_owed) == (3, K)
 
     def test_that_ask_for_nothing_are_not_sent(self, sequence: SpeculativeSequence, link: ActiveLink) -> None:
         commits(sequence, 4)
@@ -208,16 +207,58 @@ class TestProposals:
         assert sequence.is_awaited == (base != len(sequence.token_ids))
 
     @pytest.mark.parametrize(
-        ("committed", "left"),
-        [([4], [5, 6]), ([7], [8]), ([4, 6], []), ([8], [])],
+        ("committed", "tree", "main_path"),
+        [([4], [5, 6], [5]), ([7], [8], [8]), ([4, 6], [], []), ([8], [], [])],
     )
+    @pytest.mark.parametrize("is_tree_wanted", [True, False])
     def test_that_are_trees_leave_the_branch_that_was_taken(
-        self, committed: list[int], left: list[int], sequence: SpeculativeSequence, stats: CoordinatorStats
+        self,
+        committed: list[int],
+        tree: list[int],
+        main_path: list[int],
+        is_tree_wanted: bool,
+        sequence: SpeculativeSequence,
+        stats: CoordinatorStats,
     ) -> None:
         """Two branches, 4 with the children 5 and 6, and 7 with the child 8."""
+        sequence.asked(K, (-1, -1, 0) if is_tree_wanted else None, NOW)
         commits(sequence, *committed)
         sequence.answered(Proposal(WIRE_ID, 3, [4, 7, 5, 6, 8], [-1, -1, 0, 0, 1]), NOW, stats)
-        assert list(sequence.drafts(K).token_ids) == left
+        assert list(sequence.drafts(K).token_ids) == (tree if is_tree_wanted else main_path)
+
+    def test_that_come_in_parts_are_awaited_until_they_are_whole(
+        self, sequence: SpeculativeSequence, stats: CoordinatorStats
+    ) -> None:
+        sequence.answered(Proposal(WIRE_ID, 3, [4, 14], [-1, -1], is_whole=False), NOW, stats)
+        assert sequence.is_awaited
+        assert sequence.drafts(K) == Drafts([4])
+        sequence.answered(Proposal(WIRE_ID, 3, [5, 6], [0, 2], start=2), NOW, stats)
+        assert not sequence.is_awaited
+        assert sequence.drafts(K) == Drafts([4, 5, 6])
+        sequence.answered(Proposal(WIRE_ID, 3, [7, 15], [3, 1], start=4), NOW, stats)
+        assert sequence.num_ready == min(K, 4)
+
+    def test_whose_next_part_is_missing_stay_as_they_were(
+        self, sequence: SpeculativeSequence, stats: CoordinatorStats
+    ) -> None:
+        sequence.answered(Proposal(WIRE_ID, 3, [4]), NOW, stats)
+        for base, start in ((3, 2), (4, 1)):
+            sequence.answered(Proposal(WIRE_ID, base, [9], start=start), NOW, stats)
+        assert sequence.drafts(K) == Drafts([4])
+        assert stats.num_stale_proposals == 0
+
+    def test_that_ran_ahead_of_an_outcome_are_not_awaited_after_it(
+        self, sequence: SpeculativeSequence, stats: CoordinatorStats
+    ) -> None:
+        sequence.answered(Proposal(WIRE_ID, 3, [4, 5, 6, 7]), NOW, stats)
+        commits(sequence, 4, 5)
+        sequence.advance(2, None, NOW)
+        assert not sequence.is_awaited
+        assert sequence.drafts(2) == Drafts([6, 7])
+        commits(sequence, 99)
+        sequence.advance(2, None, NOW)
+        assert sequence.is_awaited
+        assert sequence.drafts(K) == Drafts()
 
     def test_serve_several_rounds_as_long_as_they_come_true(
         self, sequence: SpeculativeSequence, stats: CoordinatorStats

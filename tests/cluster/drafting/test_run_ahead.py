@@ -1,13 +1,12 @@
-"""Which nodes run-ahead takes, and when it begins no step."""
+"""Which nodes run-ahead takes, and how many rows of a step."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 
 from cluster.drafters.base import DraftSequence
-from cluster.drafting.run_ahead import RunAhead, Verification
+from cluster.drafting.run_ahead import Frontier, RunAhead, num_rows_ahead, tree_nodes
+from cluster.speculation.costs import LearnedCurve
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 
@@ -22,62 +21,125 @@ def new_sequence(num_extended: int = K, gaps: tuple[float, ...] = (1.0,) * 20) -
     return sequence
 
 
+def chances(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
+    frontier = Frontier(sequence, run_ahead)
+    frontier.follow()
+    return frontier.chances
+
+
 def runner_up(sequence: DraftSequence, position: int) -> int:
     return sequence.children(sequence.main_node(position))[1]
 
 
 def test_without_branches_only_the_main_path_goes_on() -> None:
-    sequence = new_sequence()
-    assert RunAhead(0).nodes([sequence], 100) == {sequence: [sequence.tip]}
-    assert RunAhead(0).nodes([new_sequence(WINDOW)], 100) == {}
+    sequence = new_sequence(0)
+    for _ in range(WINDOW):
+        assert chances(sequence, RunAhead(0)).keys() == {sequence.tip}
+        sequence.append(5)
+    assert chances(sequence, RunAhead(0)) == {}
 
 
-def test_branches_start_where_the_scores_are_close() -> None:
+def test_branches_start_at_each_outcome_and_the_likeliest_where_the_scores_are_close() -> None:
     sequence = new_sequence(gaps=(3.0, 0.1, 2.0))
-    (nodes,) = RunAhead(2).nodes([sequence], 100).values()
-    assert nodes == [sequence.tip, runner_up(sequence, 1), runner_up(sequence, 2)]
+    found = chances(sequence, RunAhead(1))
+    assert sorted(found, key=found.__getitem__, reverse=True) == [
+        sequence.tip,
+        runner_up(sequence, 1),
+        runner_up(sequence, 2),
+        runner_up(sequence, 0),
+    ]
 
 
-def test_branches_start_where_drafts_were_rejected() -> None:
+def test_branches_are_likeliest_where_drafts_were_rejected() -> None:
     """Of equal gaps: at first the earliest, which is reached for certain."""
     run_ahead, sequence = RunAhead(1), new_sequence()
-    assert list(run_ahead.nodes([sequence], 100).values()) == [[sequence.tip, runner_up(sequence, 0)]]
+    branches = [runner_up(sequence, position) for position in range(K)]
+    found = chances(sequence, run_ahead)
+    assert max(branches, key=found.__getitem__) == branches[0]
     for _ in range(100):
         assert run_ahead.observe(sequence, [0, 1, 9]) == "rejected_at_2"
-    assert list(run_ahead.nodes([sequence], 100).values()) == [[sequence.tip, runner_up(sequence, 2)]]
+    found = chances(sequence, run_ahead)
+    assert max(branches, key=found.__getitem__) == branches[2]
+
+
+def test_a_next_best_is_as_likely_as_it_was_right() -> None:
+    run_ahead, sequence = RunAhead(1), new_sequence()
+    for _ in range(3000):
+        for news in (
+            [0, 1, 2, 9],
+            [0, 101],
+            [0, 9],
+            [0, 9],
+            [0, 9],
+        ):  # of four at the second place one is the next best
+            run_ahead.observe(sequence, news)
+    assert run_ahead.chance(sequence, -1, 0) == pytest.approx(1.0, abs=0.01)
+    assert run_ahead.chance(sequence, sequence.children(-1)[0], 0) == pytest.approx(1 / 5, abs=0.02)
+    assert run_ahead.chance(sequence, sequence.children(-1)[0], 1) == pytest.approx(4 / 5 / 4, abs=0.02)
 
 
 def test_a_branch_goes_on_along_its_best_child_and_ends_as_deep_as_a_proposal() -> None:
-    run_ahead, sequence = RunAhead(1), new_sequence(gaps=(0.0, 9.0, 9.0))
-    branch = runner_up(sequence, 0)
-    for depth in range(K):
-        (nodes,) = run_ahead.nodes([sequence], 100).values()
-        assert sequence.depth(nodes[1]) == 1 + depth
-        sequence.extend(nodes[1], [7, 8], [0.0, 1.0])
-    (nodes,) = run_ahead.nodes([sequence], 100).values()
-    assert nodes[1] == runner_up(sequence, 1)
+    run_ahead, sequence = RunAhead(1), new_sequence()
+    node = branch = runner_up(sequence, 0)
+    for _ in range(K):
+        assert node in chances(sequence, run_ahead)
+        sequence.extend(node, [7, 8], [0.0, 1.0])
+        node = sequence.children(node)[0]
     assert not sequence.missing(100, branch)
+    left = chances(sequence, run_ahead).keys()
+    assert left == {sequence.tip, runner_up(sequence, 1), runner_up(sequence, 2)}
 
 
-def test_the_runner_up_of_the_bonus_token_is_a_branch_too() -> None:
-    sequence = new_sequence(K + 1, gaps=(9.0, 9.0, 9.0, 0.0))
-    (nodes,) = RunAhead(1).nodes([sequence], 100).values()
-    assert nodes == [sequence.tip, runner_up(sequence, K)]
+def test_the_runner_up_of_the_bonus_token_is_a_branch_too_and_those_after_it_are_not() -> None:
+    sequence = new_sequence(K + 3)
+    branches = {runner_up(sequence, position) for position in range(K + 1)}
+    assert chances(sequence, RunAhead(1)).keys() == branches | {sequence.tip}
 
 
-def test_nothing_goes_beyond_the_models_length() -> None:
-    sequence = new_sequence()
-    assert RunAhead(2).nodes([sequence], 1 + K + 1) == {
-        sequence: [sequence.tip, runner_up(sequence, 0), runner_up(sequence, 1)]
+def test_nodes_are_followed_after_a_round_has_kept_some() -> None:
+    run_ahead, sequence = RunAhead(1), new_sequence(K + 2)
+    sequence.extend(runner_up(sequence, 2), [7, 8], [0.0, 1.0])
+    assert sequence.commit(1, [0]) is not None
+    assert chances(sequence, run_ahead).keys() == {
+        sequence.tip,
+        runner_up(sequence, 0),
+        sequence.children(runner_up(sequence, 1))[0],
+        *(runner_up(sequence, position) for position in (2, 3)),
     }
-    assert RunAhead(2).nodes([sequence], 2) == {}
 
 
-def test_branches_take_only_room_that_main_paths_leave() -> None:
-    sequences = [new_sequence() for _ in range(60)]
-    nodes = RunAhead(2).nodes(sequences, 100)
-    assert [len(own) for own in nodes.values()] == [3, 3] + [1] * 58
-    assert all(sequence.tip in own for sequence, own in nodes.items())
+def test_of_trees_those_after_the_likely_outcomes_are_completed() -> None:
+    sequence = new_sequence(1)
+    sequence.shape = (-1, 0, -1)
+    sequence.num_speculative_tokens = 3
+    assert tree_nodes(sequence, RunAhead(1)).keys() == {sequence.tip, runner_up(sequence, 0)}
+
+
+class TestRows:
+    @staticmethod
+    def curve(*seconds: tuple[int, float]) -> LearnedCurve:
+        curve = LearnedCurve(256)
+        for _ in range(50):
+            for rows, time in seconds:
+                curve.observe(rows, time)
+        return curve
+
+    def test_are_as_many_as_cost_nothing(self) -> None:
+        assert num_rows_ahead([0.1] * 40, 8, self.curve((1, 1.0), (64, 1.0))) == 40
+
+    def test_beside_what_is_owed_are_those_that_hardly_lengthen_the_step(self) -> None:
+        curve = self.curve((8, 1.0), (48, 2.0))  # each row 2.5 % of a step of 8
+        assert num_rows_ahead([0.9] * 40, 8, curve) in (3, 4)
+
+    def test_of_a_step_that_nobody_waits_for_are_those_that_are_worth_their_time(self) -> None:
+        curve = self.curve((1, 1.0), (64, 64.0))  # each as long as the first
+        assert num_rows_ahead([0.5, 0.4, 0.1], 0, curve) == 1
+        flatter = self.curve((1, 1.0), (64, 7.3))  # each a tenth of it
+        assert num_rows_ahead([0.5, 0.4, 0.01], 0, flatter) == 2
+
+    def test_are_all_before_anything_is_known(self) -> None:
+        assert num_rows_ahead([0.5] * 3, 0, LearnedCurve(64)) == 3
+        assert num_rows_ahead([], 0, LearnedCurve(64)) == 0
 
 
 @pytest.mark.parametrize(
@@ -93,35 +155,3 @@ def test_branches_take_only_room_that_main_paths_leave() -> None:
 )
 def test_the_kind_of_an_outcome(news: list[int], kind: str) -> None:
     assert RunAhead(1).observe(new_sequence(K + 2), news) == kind
-
-
-class TestTime:
-    """Steps of 4 s; the target answers 10 s after a proposal."""
-
-    @pytest.fixture
-    def run_ahead(self) -> RunAhead:
-        run_ahead = RunAhead(1)
-        run_ahead.time_step(4.0)
-        return run_ahead
-
-    def closed(self, run_ahead: RunAhead, now: float, *sent_at: float) -> float:
-        return run_ahead.closed_seconds(now, [Verification(new_sequence(), at, 10.0) for at in sent_at])
-
-    def test_a_step_begins_while_there_is_time_for_it(self, run_ahead: RunAhead) -> None:
-        assert self.closed(run_ahead, 5.0, 0.0) == 0.0
-        assert self.closed(run_ahead, 5.0) == 0.0
-        assert RunAhead(1).closed_seconds(9.0, [Verification(new_sequence(), 0.0, 10.0)]) == 0.0  # nothing is known yet
-
-    def test_none_begins_when_the_target_is_about_to_answer(self, run_ahead: RunAhead) -> None:
-        assert self.closed(run_ahead, 9.0, 0.0) == 11.0
-        assert self.closed(run_ahead, 12.0, 0.0, 11.0) == 8.0
-
-    def test_a_target_that_is_very_late_is_not_waited_for(self, run_ahead: RunAhead) -> None:
-        assert self.closed(run_ahead, 20.5, 0.0) == 0.0
-
-    def test_the_likelier_the_main_path_comes_true_the_later_a_step_may_begin(self, run_ahead: RunAhead) -> None:
-        sequence = new_sequence(K + 1)
-        for _ in range(2000):
-            run_ahead.observe(sequence, [0, 1, 2, 3])
-        assert self.closed(run_ahead, 9.0, 0.0) == 0.0
-        assert math.isclose(run_ahead._chance(sequence.proposal_depth), 1.0, abs_tol=0.05)

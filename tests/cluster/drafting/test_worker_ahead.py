@@ -5,17 +5,20 @@ How far it runs ahead, what comes first, and the branches that it keeps beside t
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from cluster.drafters.base import DraftSequence
 from cluster.drafting.worker import DraftWorker
+from cluster.speculation.drafts import Drafts
 from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 from tests.waiting import wait_until
 
-from .scripted import WAIT_S, WINDOW, K, Link, ScriptedDrafter, opening, proposal
+from .scripted import WAIT_S, WINDOW, K, Link, ScriptedDrafter, drafts, opening, proposal
 
 
 class TestRunAhead:
@@ -33,7 +36,10 @@ class TestRunAhead:
         time.sleep(0.05)
         assert drafter.num_steps_asked == WINDOW + 2
 
-    def test_waits_for_proposals_that_are_owed(self, drafter: ScriptedDrafter, link: Link) -> None:
+    def test_goes_on_beside_proposals_that_are_owed(self, drafter: ScriptedDrafter) -> None:
+        worker = DraftWorker(drafter, clock=lambda: 0.0)  # rows cost nothing
+        worker.start()
+        link = Link(worker)
         link.open(1)
         for _ in range(K):
             assert drafter.step() == [1]
@@ -41,10 +47,12 @@ class TestRunAhead:
         assert drafter.next_step() == [1]  # running ahead, when another sequence comes
         link.open(2)
         drafter.let()
-        for _ in range(K):
-            assert drafter.step() == [2]
+        assert drafter.step() == [2]  # its prompt
+        for _ in range(1, K):
+            assert drafter.step() == [2, 1]
         assert link.reply() == proposal(2, base=2)
-        assert drafter.step() == [1, 2]
+        drafter.let_all()
+        worker.stop()
 
     def test_a_sequence_whose_window_is_full_is_left_out(self, drafter: ScriptedDrafter, link: Link) -> None:
         link.open(1, window=K)
@@ -80,6 +88,13 @@ class TestBranches:
         drafter.let_all()
         worker.stop()
 
+    def is_prepared(self, sequence: DraftSequence) -> bool:
+        """Whether the next proposal is there after each outcome that branches or the main path lead to."""
+        if sequence.num_drafted <= K + 1:
+            return False
+        branches = [sequence.children(sequence.main_node(depth))[1] for depth in range(K + 1)]
+        return not any(sequence.missing(1000, node) for node in [*branches, sequence.main_node(K + 1)])
+
     def hits(self, worker: DraftWorker) -> dict[tuple[str, str], float]:
         return {(r.name.rpartition("_")[2], r.labels["kind"]): r.value for r in worker.run_ahead.readings()}
 
@@ -90,13 +105,12 @@ class TestBranches:
     def test_an_outcome_on_a_branch_is_answered_without_a_step(
         self, news: list[int], kind: str, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
     ) -> None:
+        drafter.let_all()
         link.open(7)
-        for _ in range(3 * K):
-            drafter.step()
         assert link.reply() == proposal(7, base=2)
-        drafter.next_step()
+        (sequence,) = drafter.held
+        wait_until(lambda: self.is_prepared(sequence), WAIT_S)
         link.advance(7, 2, *news)
-        drafter.let()
         assert link.reply() == proposal(7, base=2 + len(news))
         assert self.hits(worker) == {("hits", kind): 1}
 
@@ -115,8 +129,8 @@ class TestBranches:
         link.open(7)
         assert link.reply() == proposal(7, base=2)
         (sequence,) = drafter.held
-        branches = [sequence.children(sequence.main_node(depth))[1] for depth in range(K + 1)]
-        wait_until(lambda: not any(sequence.missing(1000, branch) for branch in branches), WAIT_S)
+        wait_until(lambda: self.is_prepared(sequence), WAIT_S)
+        wait_until(lambda: sequence.num_drafted == WINDOW, WAIT_S)
         time.sleep(0.05)
         assert len(sequence.parents) == 2 * WINDOW + (K + 1) * 2 * K
         link.advance(7, 2, 702, 703, 704, 755)
@@ -148,6 +162,52 @@ class TestBranches:
         worker.receive(link.number, SpeculateRequest(opens={7: replace(opening(7), shape=shape)}))
         drafter.let_all()
         assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 2, [702, 703, 752], [-1, 0, -1])})
-        wait_until(lambda: drafter.num_steps_asked >= 6, WAIT_S)
+        (sequence,) = drafter.held
+        wait_until(lambda: len(sequence.parents) > 4 and not sequence.missing(1000, sequence.children(-1)[1]), WAIT_S)
         worker.receive(link.number, SpeculateRequest(advances={7: Advance(7, 2, [752], K, shape)}))
         assert link.reply() == SpeculateReply(proposals={7: Proposal(7, 3, [703, 704, 753], [-1, 0, -1])})
+
+
+class TestParts:
+    """A coordinator that takes proposals in parts is told what was drafted ahead."""
+
+    @pytest.fixture
+    def worker(self, drafter: ScriptedDrafter) -> Iterator[DraftWorker]:
+        # A second passes at each look: parts are sent as they come, and between them that there is nothing to tell.
+        worker = DraftWorker(drafter, run_ahead_branches=1, clock=itertools.count().__next__)
+        worker.start()
+        yield worker
+        drafter.let_all()
+        worker.stop()
+
+    def reply(self, link: Link) -> Proposal:
+        while not (proposals := link.reply().proposals):
+            pass
+        return proposals[7]
+
+    def test_grow_to_the_tree_that_was_drafted(self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link) -> None:
+        worker.receive(link.number, SpeculateRequest(opens={7: replace(opening(7), takes_parts=True)}))
+        drafter.let_all()
+        tree = self.reply(link)
+        assert (tree.start, tree.is_whole) == (0, False)
+        wait_until(lambda: drafter.held[0].num_drafted == WINDOW, WAIT_S)
+        while len(tree.drafts.main_path(WINDOW)) < WINDOW or len(tree.token_ids) < WINDOW + (K + 1) * (K + 1):
+            grown = tree.grown(self.reply(link))
+            assert grown is not None
+            tree = grown
+        assert tree.is_whole
+        assert tree.drafts.main_path(WINDOW) == Drafts(drafts(7, 2, WINDOW))
+        for news in ([752], [702, 753], [702, 703, 754], [702, 703, 704, 755]):  # each next best, in turn
+            left = tree.drafts.after(news)
+            assert left is not None
+            assert left == Drafts(drafts(7, 2 + len(news), K))
+
+    def test_are_not_sent_to_who_does_not_take_them(
+        self, drafter: ScriptedDrafter, worker: DraftWorker, link: Link
+    ) -> None:
+        drafter.let_all()
+        link.open(7)
+        assert self.reply(link) == Proposal(7, 2, drafts(7, 2, K))
+        wait_until(lambda: drafter.held[0].num_drafted == WINDOW, WAIT_S)
+        link.advance(7, 2, 702)
+        assert self.reply(link) == Proposal(7, 3, drafts(7, 3, K))

@@ -142,8 +142,8 @@ def test_nothing_is_known_at_first_and_something_after_one_observation() -> None
     assert curve.seconds(4) == pytest.approx(0.020)
 
 
-def link(round_trip: float, step: float, repeats: int = 50) -> LinkCosts:
-    costs = LinkCosts(64)
+def link(round_trip: float, step: float, repeats: int = 50, max_depth: int = 1) -> LinkCosts:
+    costs = LinkCosts(64, max_depth)
     for _ in range(repeats):
         costs.observe_reply(round_trip, DraftStep(step, 1, 1))
     return costs
@@ -196,8 +196,28 @@ def test_no_depth_no_wait() -> None:
 
 
 def test_what_runs_ahead_is_not_waited_for() -> None:
-    costs = link(0.010, 0.002)
-    for _ in range(100):
-        costs.observe_wait(0.0, 5, 1)
+    costs = link(0.010, 0.002, max_depth=8)
+    for _ in range(400):
+        costs.observe_ready([5], [5])
     assert costs.wait_seconds(np.array([5]), np.array([1]))[0] < 0.001
     assert costs.proposal_seconds(5, 1) == pytest.approx(0.020, rel=0.05)
+
+
+def test_a_step_of_many_waits_for_the_levels_that_some_lack() -> None:
+    costs = link(0.010, 0.002, max_depth=8)
+    for _ in range(400):
+        costs.observe_ready([4, 4, 2, 0], [4, 4, 4, 4])
+    assert costs.ready_shares[:4] == pytest.approx([0.75, 0.75, 0.5, 0.5], abs=0.01)
+    one, four = costs.wait_seconds(np.array([4, 4]), np.array([1, 4]))
+    assert one == pytest.approx(0.5 * 0.010 + (0.25 + 0.25 + 0.5 + 0.5) * 0.002, rel=0.05)
+    lack = [1 - share**4 for share in (0.75, 0.75, 0.5, 0.5)]
+    assert four == pytest.approx(lack[-1] * 0.010 + sum(lack) * 0.002, rel=0.05)
+
+
+def test_levels_that_were_not_asked_for_are_taken_to_be_there_as_often_as_those_before_them() -> None:
+    costs = link(0.010, 0.002, max_depth=8)
+    costs.observe_ready([0, 0], [3, 3])
+    assert costs.ready_shares.tolist() == [0.0] * 8
+    for _ in range(400):
+        costs.observe_ready([3], [3])
+    assert costs.ready_shares == pytest.approx(np.ones(8), abs=0.01)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.speculation.drafts import Drafts, chain
+from cluster.speculation.drafts import is_chain
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.tree import MAX_NODES
@@ -71,9 +71,10 @@ def random_request(choose: random.Random) -> SpeculateRequest:
 
 def random_proposal(choose: random.Random, name: int) -> Proposal:
     tokens = random_tokens(choose)
-    parents = [choose.randrange(-1, node) for node in range(len(tokens))]
-    drafts = Drafts.tree(tokens, choose.choice([parents, chain(len(tokens))]))
-    return Proposal(name, choose.randrange(2**32), drafts.token_ids, drafts.parents)
+    start = choose.choice([0, 0, 3, 2**20])
+    tree = [choose.randrange(-1, node) for node in range(start, start + len(tokens))]
+    parents = None if choose.random() < 0.5 or is_chain(tree, start) else tree
+    return Proposal(name, choose.randrange(2**32), tokens, parents, start, choose.random() < 0.5)
 
 
 def random_reply(choose: random.Random) -> SpeculateReply:
