@@ -71,7 +71,7 @@ class Entry:
         return self.takes_parts and self.runs_ahead and self.sequence.shape is None
 
     def follow(self, run_ahead: RunAhead) -> Mapping[int, float]:
-        """The nodes that may be extended ahead, and the chance that each is needed."""
+        """The nodes that may be extended ahead, and the chance that each is needed; the likeliest first."""
         if self.sequence.shape is not None:
             return tree_nodes(self.sequence, run_ahead)
         if self.frontier is None:

@@ -11,6 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from cluster.telemetry.metrics import Reading
 
 _NUM_POSITIONS = 64
 _DECAY = 0.998  # of what was counted, a round
-_MAX_ROWS = 64  # that run ahead in a step: finding out which takes as long as a small step
+MAX_ROWS_AHEAD = 64  # that run ahead in a step: finding out which takes as long as a small step
 _SLOWER = 1.1  # times what a step takes without rows that run ahead, where a proposal is owed
 _MAX_BRANCH_CHANCE = 0.5  # of a next best: it scored lower
 
@@ -99,7 +100,7 @@ class Frontier:
     """
 
     def __init__(self, sequence: DraftSequence, run_ahead: RunAhead) -> None:
-        self.chances = {-1: 1.0}  # of the nodes that may be extended
+        self.chances = {-1: 1.0}  # of the nodes that may be extended, the likeliest first
         self._sequence = sequence
         self._run_ahead = run_ahead
         self._main = {-1}  # the nodes of the main path
@@ -111,6 +112,8 @@ class Frontier:
         """Takes in what the sequence was extended by."""
         sequence, main, run_ahead = self._sequence, self._main, self._run_ahead
         parents, all_chances, max_depths = sequence.parents, self._all_chances, self._max_depths
+        if len(all_chances) == len(parents):
+            return
         for node in range(len(all_chances), len(parents)):
             parent = parents[node]
             children, depth = sequence.children(parent), sequence.depth(node)
@@ -130,6 +133,7 @@ class Frontier:
             max_depths.append(max_depth)
             if depth < max_depth:
                 self.chances[node] = chance
+        self.chances = dict(sorted(self.chances.items(), key=itemgetter(1), reverse=True))
 
 
 def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
@@ -144,7 +148,7 @@ def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]
                 nodes |= dict.fromkeys(sequence.missing(sys.maxsize, child), outcome)
         chance *= run_ahead.chance(sequence, node, 0)
         node = children[0]
-    return nodes
+    return dict(sorted(nodes.items(), key=itemgetter(1), reverse=True))
 
 
 def num_rows_ahead(chances: Sequence[float], num_owed_rows: int, curve: LearnedCurve) -> int:
@@ -152,7 +156,6 @@ def num_rows_ahead(chances: Sequence[float], num_owed_rows: int, curve: LearnedC
 
     As many as draft the most tokens that are needed in its time, and lengthen hardly what others wait for.
     """
-    chances = chances[:_MAX_ROWS]
     if not chances or not curve.is_known:
         return len(chances)
     seconds = curve.at(np.arange(num_owed_rows, num_owed_rows + len(chances) + 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import threading
 import time
@@ -12,7 +14,7 @@ from operator import itemgetter
 from cluster.config_speculation import window_of
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.drafting.entries import Deliver, Entry, Link, Sent
-from cluster.drafting.run_ahead import RunAhead, num_rows_ahead, runs_ahead
+from cluster.drafting.run_ahead import MAX_ROWS_AHEAD, RunAhead, num_rows_ahead, runs_ahead
 from cluster.drafting.temperature_tuning import TemperatureTuning
 from cluster.speculation.costs import LearnedCurve
 from cluster.telemetry.metrics import Reading, StepTime
@@ -262,20 +264,22 @@ class DraftWorker:
 
     def _nodes_ahead(self, owed: Mapping[Entry, Sequence[int]], num_rows: int) -> list[tuple[Entry, int]]:
         """What runs ahead in a step whose proposals that are owed have `num_rows`: the likeliest nodes."""
-        found: list[tuple[float, Entry, int]] = []
         limit = self._drafter.max_model_len
-        for entry in self._entries.values():
-            sequence = entry.sequence
-            if not (entry.is_computed and entry.runs_ahead) or sequence.is_exhausted:
-                continue
-            nodes = owed.get(entry, ())
-            max_depth = limit - sequence.num_committed
-            for node, chance in entry.follow(self.run_ahead).items():
-                if node not in nodes and sequence.depth(node) < max_depth:
-                    found.append((chance, entry, node))
-        found.sort(key=itemgetter(0), reverse=True)
-        number = num_rows_ahead([chance for chance, _, _ in found], num_rows, self._curve)
-        return [(entry, node) for _, entry, node in found[:number]]
+        lists: list[list[tuple[float, int, Entry, int]]] = []
+        for number, entry in enumerate(self._entries.values()):
+            if entry.is_computed and entry.runs_ahead and not entry.sequence.is_exhausted:
+                sequence, nodes = entry.sequence, owed.get(entry, ())
+                max_depth = limit - sequence.num_committed
+                lists.append(
+                    [
+                        (-chance, number, entry, node)
+                        for node, chance in entry.follow(self.run_ahead).items()
+                        if node not in nodes and sequence.depth(node) < max_depth
+                    ]
+                )
+        found = list(itertools.islice(heapq.merge(*lists, key=itemgetter(0)), MAX_ROWS_AHEAD))
+        taken = num_rows_ahead([-chance for chance, *_ in found], num_rows, self._curve)
+        return [(entry, node) for *_, entry, node in found[:taken]]
 
     @property
     def _may_branch(self) -> bool:
