@@ -28,6 +28,7 @@ class ScaledCluster:
                 f"simulation.draft_step_ms={draft_step_ms}",
                 "target.max_num_batched_tokens=2048",
                 "target.max_model_len=100000",
+                "speculation.max_run_ahead=0",  # which a worker does all the time, however few it drafts for
                 "draft.max_num_batched_tokens=2048",
                 f"ray.draft.max_replicas={MOST}",
                 "ray.scaling.upscale_delay_seconds=10",
