@@ -79,21 +79,10 @@ class Server:
         speculation = {"num_speculative_tokens": K, "draft_timeout_ms": 10_000}
         settings = {"draft_addresses": [draft_address], "speculation": speculation, "metrics_port": metrics_port}
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
-<<<<<<< HEAD
         # vLLM closes a connection that is idle for 5 s, possibly while the next request is being sent on it.
         headers = {"Connection": "close"}
         url = f"http://127.0.0.1:{port}/v1"
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, default_headers=headers)
-=======
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1",
-            api_key="none",
-            max_retries=0,
-            default_headers={
-                "Connection": "close"
-            },  # vLLM closes an idle one after 5 s, perhaps as the next request comes
-        )
->>>>>>> 9893241 (drafting: run ahead beside what is owed, send parts, let no step wait)
         self._program = Program(
             [
                 *("vllm.entrypoints.cli.main", "serve", str(resolve_model_folder("outrider-target-12m"))),
