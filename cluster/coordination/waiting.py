@@ -90,10 +90,12 @@ class Waits:
         seconds_to_wait: float,
     ) -> bool:
         """Returns True if a step after the wait is expected to commit more tokens per second than a step at once, with
-        what has come of the proposals of `awaited`."""
+        what has come of the proposals of `awaited`; or if the step waits for these in any case."""
         steps = self._planner.steps
         if not (self._planner.measures and steps.is_known):
             return True
+        if len(awaited) == len(decoding) and all(s.num_speculative_tokens for s in decoding):
+            return True  # every request asked for its own number of drafts, and none has its proposal
         ready = [self._num_ready(s) for s in decoding]
         now_rows = len(decoding) + sum(ready)
         at_once, together = steps.curve.at(

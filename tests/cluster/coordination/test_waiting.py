@@ -43,8 +43,8 @@ def waits(
     )
 
 
-def sequences(number: int, num_ready: int = 0) -> list[SpeculativeSequence]:
-    made = [new_sequence(None, [1]) for _ in range(number)]
+def sequences(number: int, num_ready: int = 0, k: int | None = None) -> list[SpeculativeSequence]:
+    made = [new_sequence(k, [1]) for _ in range(number)]
     for sequence in made:
         sequence.joined(SequenceAcceptance(PositionRates(4)), 4)
         sequence.planned(4, None, 3.0)
@@ -79,6 +79,13 @@ def test_sequences_without_drafts_do_not_wait_long_for_a_few_that_have_some() ->
     awaited = sequences(2)
     assert waits(0.0).pays([*plain, *awaited], awaited, 0.2 * STEP_S)  # 18 tokens in 1.2 steps for 14 in one
     assert not waits(0.0).pays([*plain, *awaited], awaited, 0.5 * STEP_S)
+
+
+def test_requests_that_asked_for_drafts_wait_until_one_has_them() -> None:
+    asked, ready, free = sequences(2, k=4), sequences(1, 4, k=4), sequences(1)
+    assert waits(0.0).pays(asked, asked, 10 * STEP_S)
+    assert not waits(0.0).pays([*asked, *ready], asked, 10 * STEP_S)
+    assert not waits(0.0).pays([*asked, *free], [*asked, *free], 10 * STEP_S)
 
 
 def test_a_fixed_depth_waits_for_all() -> None:
