@@ -174,10 +174,9 @@ class SpeculativeSequence:
             if proposal.is_whole:
                 self.awaited_since, self.is_late = None, False
             return
-        fits = self.what_fits(proposal)
-        if fits is not None:
-            self.proposal = proposal
-            self.num_ready = len(fits.main_path(self.num_levels))
+        path = self._main_path(proposal, self.num_levels)
+        if path is not None:
+            self.proposal, self.num_ready = proposal, len(path)
         else:
             stats.num_stale_proposals += 1
         if self.is_late:  # the drafter lives but trails behind: what it was told since gets a budget of its own
@@ -205,8 +204,8 @@ class SpeculativeSequence:
             self.proposal = left if fits.token_ids else None
 
     def _keep(self, proposal: Proposal | None) -> None:
-        self.proposal = proposal
-        self.num_ready = 0 if proposal is None else len(proposal.drafts.main_path(self.num_levels))
+        path = None if proposal is None else self._main_path(proposal, self.num_levels)
+        self.proposal, self.num_ready = proposal, 0 if path is None else len(path)
 
     def expected_of(self, num_drafts: int) -> float:
         """The tokens that a round with so many of the planned drafts commits on the average."""
@@ -220,11 +219,19 @@ class SpeculativeSequence:
         """What of the last proposal follows the committed tokens, `depth` tokens at most."""
         if self.proposal is None or depth == 0:
             return NO_DRAFTS
-        drafts = self.what_fits(self.proposal)
+        if self.shape is None:
+            drafts = self._main_path(self.proposal, depth)
+        else:
+            fits = self.what_fits(self.proposal)
+            drafts = None if fits is None else fits.first(depth)
         if drafts is None:
             self.proposal = None
             return NO_DRAFTS
-        return drafts.main_path(depth) if self.shape is None else drafts.first(depth)
+        return drafts
+
+    def _main_path(self, proposal: Proposal, depth: int) -> Drafts | None:
+        """The main path of what fits, `depth` tokens at most."""
+        return proposal.drafts.main_path(depth, self.token_ids[proposal.base :])
 
     def what_fits(self, proposal: Proposal) -> Drafts | None:
         """What is left of `proposal` after the tokens committed since its base; None unless it begins with them."""

@@ -31,16 +31,20 @@ class Drafts:
             return self
         return Drafts(self.token_ids[:number], None if self.parents is None else self.parents[:number])
 
-    def main_path(self, depth: int) -> Drafts:
-        """The chain from first child to first child, at most `depth` tokens."""
+    def main_path(self, depth: int, token_ids: Sequence[int] = ()) -> Drafts | None:
+        """The chain from first child to first child, at most `depth` tokens, when `token_ids` have been committed; None
+        when it does not begin with them."""
         if self.parents is None:
-            return self.first(depth)
+            left = self.after(token_ids)
+            return None if left is None else left.first(depth)
+        last = self._walk(token_ids)
+        if last is None:
+            return None
         path: list[int] = []
-        last = -1
-        for node, parent in enumerate(self.parents):
+        for node in range(last + 1, len(self.parents)):
             if len(path) == depth:
                 break
-            if parent == last:
+            if self.parents[node] == last:
                 path.append(self.token_ids[node])
                 last = node
         return Drafts(path)
@@ -95,11 +99,13 @@ class Drafts:
     def _walk(self, token_ids: Sequence[int]) -> int | None:
         """The node that `token_ids` lead to."""
         assert self.parents is not None
-        children = {edge: node for node, edge in enumerate(zip(self.parents, self.token_ids, strict=True))}
-        node: int | None = -1
-        for token in token_ids:
-            node = None if node is None else children.get((node, token))
-        return node
+        last, num_found = -1, 0
+        for node, parent in enumerate(self.parents):  # a node comes after its parent
+            if num_found == len(token_ids):
+                break
+            if parent == last and self.token_ids[node] == token_ids[num_found]:
+                last, num_found = node, num_found + 1
+        return last if num_found == len(token_ids) else None
 
     def _below(self, root: int) -> Drafts:
         """The subtree under `root`, which becomes the last committed token."""
@@ -130,7 +136,7 @@ def chain(length: int, start: int = 0) -> list[int]:
 
 
 def is_chain(parents: Sequence[int], start: int = 0) -> bool:
-    return all(parent == node - 1 for node, parent in enumerate(parents, start))
+    return list(parents) == chain(len(parents), start)
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
@@ -154,11 +160,12 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 def descendants_of(root: int, parents: Sequence[int]) -> list[int]:
     """The nodes under `root`, in their order; all of them for -1."""
-    found = {root}
-    for node, parent in enumerate(parents):
-        if parent in found:
+    found, nodes = {root}, []
+    for node in range(root + 1, len(parents)):
+        if parents[node] in found:
             found.add(node)
-    return sorted(found - {root})
+            nodes.append(node)
+    return nodes
 
 
 def renumbered(nodes: Sequence[int], parents: Sequence[int], root: int) -> list[int]:

@@ -191,7 +191,7 @@ class TestParts:
         tree = self.reply(link)
         assert (tree.start, tree.is_whole) == (0, False)
         wait_until(lambda: drafter.held[0].num_drafted == WINDOW, WAIT_S)
-        while len(tree.drafts.main_path(WINDOW)) < WINDOW or len(tree.token_ids) < WINDOW + (K + 1) * (K + 1):
+        while len(tree.drafts.main_path(WINDOW) or ()) < WINDOW or len(tree.token_ids) < WINDOW + (K + 1) * (K + 1):
             grown = tree.grown(self.reply(link))
             assert grown is not None
             tree = grown
