@@ -112,13 +112,16 @@ class Waits:
         """Predicted seconds until the last proposal of `awaited` comes; one that is overdue is expected to take as long
         again as it is overdue."""
         batches = Counter(s.link for s in awaited)
+        takes: dict[tuple[ActiveLink, int], float] = {}
         to_wait = 0.0
         for sequence in awaited:
             assert sequence.link is not None
             assert sequence.awaited_since is not None
-            takes = sequence.link.costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
+            kind = sequence.link, sequence.num_levels
+            if kind not in takes:
+                takes[kind] = sequence.link.costs.proposal_seconds(sequence.num_levels, batches[sequence.link])
             asked_at = now if self._drafts_in_turn else sequence.awaited_since
-            to_wait = max(to_wait, abs(asked_at + takes - now))
+            to_wait = max(to_wait, abs(asked_at + takes[kind] - now))
         return to_wait
 
     def _give_up(self, awaited: Sequence[SpeculativeSequence], now: float) -> None:
