@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ class DraftSequence:
     """One sequence as a draft worker sees it: committed tokens, then a tree of drafts past them.
 
     Node n of the tree is `token_ids[num_committed + n]`, and -1 stands for the last committed token; a node comes
-    after its parent. Extending a node gives it its children, the likeliest first. The main path goes from likeliest
-    child to likeliest child; in a chain there is nothing else.
+    after its parent. Extending a node gives it its children, the likeliest first, which are numbered one after the
+    other. The main path goes from likeliest child to likeliest child; in a chain there is nothing else.
     """
 
     token_ids: list[int]
@@ -36,7 +37,7 @@ class DraftSequence:
     to_extend: list[int] = field(default_factory=list)  # nodes, in the next step; none: the end of the main path
     parents: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)  # how far below the best of its siblings each node scored
-    _children: list[list[int]] = field(default_factory=lambda: [[]])  # of node -1, then of every node
+    _children: list[Sequence[int]] = field(default_factory=lambda: [()])  # of node -1, then of every node
     _depths: list[int] = field(default_factory=lambda: [0])  # likewise
     tip: int = -1  # the end of the main path
 
@@ -57,7 +58,7 @@ class DraftSequence:
     def is_chain(self) -> bool:
         return self.num_drafted == len(self.parents)
 
-    def children(self, node: int) -> list[int]:
+    def children(self, node: int) -> Sequence[int]:
         """Likeliest first; none before `node` was extended."""
         return self._children[node + 1]
 
@@ -83,24 +84,23 @@ class DraftSequence:
 
     def extend(self, node: int, token_ids: Sequence[int], gaps: Sequence[float]) -> None:
         """Gives `node` its children."""
-        children = self._children[node + 1]
-        assert not children, f"node {node} was extended before"
-        for token, gap in zip(token_ids, gaps, strict=True):
-            children.append(len(self.parents))
-            self._add(token, node, gap)
-        if node == self.tip and children:
-            self.tip = children[0]
+        assert not self._children[node + 1], f"node {node} was extended before"
+        number = len(token_ids)
+        if number == 0:
+            return
+        first = len(self.parents)
+        self.token_ids.extend(token_ids)
+        self.gaps.extend(gaps)
+        self.parents.extend([node] * number)
+        self._children[node + 1] = range(first, first + number)
+        self._children.extend([()] * number)
+        self._depths.extend([self._depths[node + 1] + 1] * number)
+        if node == self.tip:
+            self.tip = first
 
     def append(self, token_id: int) -> None:
         """Extends the main path."""
         self.extend(self.tip, [token_id], [0.0])
-
-    def _add(self, token_id: int, parent: int, gap: float) -> None:
-        self.token_ids.append(token_id)
-        self.parents.append(parent)
-        self.gaps.append(gap)
-        self._children.append([])
-        self._depths.append(self._depths[parent + 1] + 1)
 
     def missing(self, max_model_len: int, root: int = -1) -> list[int]:
         """The nodes to extend before the proposal that is owed is complete; none beyond `max_model_len` tokens.
@@ -194,13 +194,12 @@ class DraftSequence:
         del self.token_ids[self.num_committed :]
         self.token_ids.extend(news)
         self.num_committed = len(self.token_ids)
-        self.parents, self.gaps, self._children, self._depths, self.tip = [], [], [[]], [0], -1
-        for token, parent, gap in zip(drafts, parents, gaps, strict=True):
-            node = len(self.parents)
-            self._children[parent + 1].append(node)
-            self._add(token, parent, gap)
-            if parent == self.tip and len(self.children(parent)) == 1:
-                self.tip = node
+        self.parents, self.gaps, self._children, self._depths, self.tip = [], [], [()], [0], -1
+        start = 0
+        for parent, siblings in itertools.groupby(parents):
+            end = start + len(list(siblings))
+            self.extend(parent, drafts[start:end], gaps[start:end])
+            start = end
 
     def is_behind(self, base: int) -> bool:
         """Whether tokens before `base` were committed that this worker was never told."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 from cluster.drafters.base import DraftSequence
@@ -64,20 +64,28 @@ class Entry:
     @property
     def has_news(self) -> bool:
         """Whether there are nodes that the coordinator should be told of."""
-        return self._comes_in_parts and len(self.sequence.parents) > self.sent.num_seen
+        return len(self.sequence.parents) > self.sent.num_seen and self._comes_in_parts
 
     @property
     def _comes_in_parts(self) -> bool:
         return self.takes_parts and self.runs_ahead and self.sequence.shape is None
 
-    def follow(self, run_ahead: RunAhead) -> Mapping[int, float]:
-        """The nodes that may be extended ahead, and the chance that each is needed; the likeliest first."""
+    def ahead(self, run_ahead: RunAhead, max_depth: int, owed: Container[int]) -> Iterator[tuple[float, Entry, int]]:
+        """The nodes that may be extended ahead, after the chance that each is needed; the likeliest first.
+
+        Without those at `max_depth`, and those of `owed`.
+        """
         if self.sequence.shape is not None:
-            return tree_nodes(self.sequence, run_ahead)
-        if self.frontier is None:
-            self.frontier = Frontier(self.sequence, run_ahead)
-        self.frontier.follow()
-        return self.frontier.chances
+            chances = tree_nodes(self.sequence, run_ahead)
+            nodes = [*chances]
+        else:
+            if self.frontier is None:
+                self.frontier = Frontier(self.sequence, run_ahead)
+            self.frontier.follow()
+            nodes, chances = self.frontier.nodes, self.frontier.chances
+        for node in nodes:
+            if node not in owed and self.sequence.depth(node) < max_depth:
+                yield chances[node], self, node
 
     def proposal(self) -> Proposal:
         """The one that is owed; with all that was drafted ahead, if it comes in parts."""
@@ -110,18 +118,21 @@ class Sent:
     def rest(self, sequence: DraftSequence) -> tuple[list[int], list[int]]:
         """The tokens and parents of the nodes that were not looked at. Without next bests at which no outcome of this
         round can branch off."""
-        token_ids, parents = [], []
-        for node in range(self.num_seen, len(sequence.parents)):
+        token_ids: list[int] = []
+        parents: list[int] = []
+        numbers, main = self._numbers, self._main
+        node, end = self.num_seen, len(sequence.parents)
+        while node < end:
             parent = sequence.parents[node]
-            is_best = sequence.children(parent)[0] == node
-            if parent not in self._numbers or not (
-                is_best or (parent in self._main and sequence.depth(parent) <= sequence.num_speculative_tokens)
-            ):
-                continue
-            if is_best and parent in self._main:
-                self._main.add(node)
-            parents.append(self._numbers[parent])
-            token_ids.append(sequence.token_of(node))
-            self._numbers[node] = self.number
-        self.num_seen = len(sequence.parents)
+            siblings = sequence.children(parent)
+            if parent in numbers:
+                may_leave = parent in main and sequence.depth(parent) <= sequence.num_speculative_tokens
+                for child in siblings if may_leave else siblings[:1]:
+                    parents.append(numbers[parent])
+                    token_ids.append(sequence.token_of(child))
+                    numbers[child] = len(numbers) - 1
+                if parent in main:
+                    main.add(node)
+            node += len(siblings)
+        self.num_seen = end
         return token_ids, parents

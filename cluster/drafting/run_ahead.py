@@ -50,15 +50,21 @@ class RunAhead:
         asked = 1 if sequence.shape is None else width_of(sequence.shape)
         return max(asked, 1 + self.num_branches) if may_branch and runs_ahead(sequence) else asked
 
-    def chance(self, sequence: DraftSequence, parent: int, rank: int) -> float:
-        """The chance that the target chooses child number `rank` of `parent`, which is on the main path or goes on from
-        a branch, once it has chosen `parent`."""
+    def stays(self, sequence: DraftSequence, parent: int) -> float:
+        """The chance that the target chooses the first child of `parent`, which is on the main path or goes on from a
+        branch, once it has chosen `parent`."""
+        position = min(sequence.depth(parent), sequence.proposal_depth, _NUM_POSITIONS - 1)
+        return 1.0 - self._left[position] / self._reached[position]
+
+    def chances(self, sequence: DraftSequence, parent: int) -> list[float]:
+        """The chance of each child of `parent`, likewise."""
         position = min(sequence.depth(parent), sequence.proposal_depth, _NUM_POSITIONS - 1)
         left = self._left[position] / self._reached[position]
-        if rank == 0:
-            return 1.0 - left
-        odds = math.exp(-sequence.gaps[sequence.children(parent)[rank]])
-        return left * min(odds * self._taken / self._odds, _MAX_BRANCH_CHANCE)
+        found = [1.0 - left]
+        for child in sequence.children(parent)[1:]:
+            odds = math.exp(-sequence.gaps[child])
+            found.append(left * min(odds * self._taken / self._odds, _MAX_BRANCH_CHANCE))
+        return found
 
     def observe(self, sequence: DraftSequence, news: Sequence[int]) -> str:
         """The target committed `news`, which `sequence` does not know yet. Returns the kind of outcome."""
@@ -100,53 +106,55 @@ class Frontier:
     """
 
     def __init__(self, sequence: DraftSequence, run_ahead: RunAhead) -> None:
-        self.chances = {-1: 1.0}  # of the nodes that may be extended, the likeliest first
+        self.nodes = [-1]  # those that may be extended, the likeliest first
+        self.chances = {-1: 1.0}  # of the nodes that an outcome leads to: how likely the target is to choose them
         self._sequence = sequence
         self._run_ahead = run_ahead
+        self._num_seen = 0  # nodes that were looked at
         self._main = {-1}  # the nodes of the main path
-        # Of all nodes: how likely the target is to choose them, and how deep what follows them goes.
-        self._all_chances: list[float] = []
-        self._max_depths: list[int] = []
+        self._max_depths = {-1: sequence.window}  # of what follows the nodes in `chances`
 
     def follow(self) -> None:
         """Takes in what the sequence was extended by."""
-        sequence, main, run_ahead = self._sequence, self._main, self._run_ahead
-        parents, all_chances, max_depths = sequence.parents, self._all_chances, self._max_depths
-        if len(all_chances) == len(parents):
+        sequence, parents = self._sequence, self._sequence.parents
+        if self._num_seen == len(parents):
             return
-        for node in range(len(all_chances), len(parents)):
+        run_ahead, all_chances, max_depths = self._run_ahead, self.chances, self._max_depths
+        num_drafts, nodes = sequence.num_speculative_tokens, self.nodes
+        node, self._num_seen = self._num_seen, len(parents)
+        while node < self._num_seen:
             parent = parents[node]
-            children, depth = sequence.children(parent), sequence.depth(node)
-            chance, max_depth = 0.0, 0
-            if node == children[0]:
-                self.chances.pop(parent, None)
-                if parent in main:
-                    main.add(node)
-                max_depth = sequence.window if parent < 0 else max_depths[parent]
-                chance = 1.0 if parent < 0 else all_chances[parent]
-                chance *= run_ahead.chance(sequence, parent, 0)
-            elif parent in main and depth <= sequence.num_speculative_tokens + 1:
-                max_depth = depth + sequence.num_speculative_tokens
-                chance = 1.0 if parent < 0 else all_chances[parent]
-                chance *= run_ahead.chance(sequence, parent, children.index(node))
-            all_chances.append(chance)
-            max_depths.append(max_depth)
-            if depth < max_depth:
-                self.chances[node] = chance
-        self.chances = dict(sorted(self.chances.items(), key=itemgetter(1), reverse=True))
+            siblings, depth = sequence.children(parent), sequence.depth(node)
+            if parent in all_chances:
+                before, max_depth = all_chances[parent], max_depths[parent]
+                is_main = parent in self._main
+                if is_main:
+                    self._main.add(node)
+                # The target may leave the main path up to the bonus token.
+                leaves = is_main and depth <= num_drafts + 1
+                chances = run_ahead.chances(sequence, parent) if leaves else (run_ahead.stays(sequence, parent),)
+                for child, chance in enumerate(chances, node):
+                    all_chances[child], max_depths[child] = before * chance, max_depth
+                    if depth < max_depth:
+                        nodes.append(child)
+                    max_depth = depth + num_drafts  # of a branch
+            node += len(siblings)
+        self.nodes = [node for node in nodes if not sequence.children(node)]
+        self.nodes.sort(key=all_chances.__getitem__, reverse=True)
 
 
 def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
-    """As `Frontier.chances`, of a sequence whose proposals are trees: what those after the likely outcomes lack."""
+    """What the proposals after the likely outcomes lack, of a sequence whose proposals are trees: the nodes to extend,
+    the likeliest first, and the chance that each is needed."""
     end = sequence.proposal_depth
     nodes = {sequence.tip: 1.0} if sequence.num_drafted <= end else {}
-    node, chance = -1, 1.0
+    node, before = -1, 1.0
     while (children := sequence.children(node)) and sequence.depth(node) <= end:
-        for rank, child in enumerate(children):
+        chances = run_ahead.chances(sequence, node)
+        for rank, (child, chance) in enumerate(zip(children, chances, strict=True)):
             if rank or sequence.depth(child) > end:
-                outcome = chance * run_ahead.chance(sequence, node, rank)
-                nodes |= dict.fromkeys(sequence.missing(sys.maxsize, child), outcome)
-        chance *= run_ahead.chance(sequence, node, 0)
+                nodes |= dict.fromkeys(sequence.missing(sys.maxsize, child), before * chance)
+        before *= chances[0]
         node = children[0]
     return dict(sorted(nodes.items(), key=itemgetter(1), reverse=True))
 

@@ -265,21 +265,14 @@ class DraftWorker:
     def _nodes_ahead(self, owed: Mapping[Entry, Sequence[int]], num_rows: int) -> list[tuple[Entry, int]]:
         """What runs ahead in a step whose proposals that are owed have `num_rows`: the likeliest nodes."""
         limit = self._drafter.max_model_len
-        lists: list[list[tuple[float, int, Entry, int]]] = []
-        for number, entry in enumerate(self._entries.values()):
-            if entry.is_computed and entry.runs_ahead and not entry.sequence.is_exhausted:
-                sequence, nodes = entry.sequence, owed.get(entry, ())
-                max_depth = limit - sequence.num_committed
-                lists.append(
-                    [
-                        (-chance, number, entry, node)
-                        for node, chance in entry.follow(self.run_ahead).items()
-                        if node not in nodes and sequence.depth(node) < max_depth
-                    ]
-                )
-        found = list(itertools.islice(heapq.merge(*lists, key=itemgetter(0)), MAX_ROWS_AHEAD))
-        taken = num_rows_ahead([-chance for chance, *_ in found], num_rows, self._curve)
-        return [(entry, node) for *_, entry, node in found[:taken]]
+        lists = [
+            entry.ahead(self.run_ahead, limit - entry.sequence.num_committed, owed.get(entry, ()))
+            for entry in self._entries.values()
+            if entry.is_computed and entry.runs_ahead and not entry.sequence.is_exhausted
+        ]
+        found = list(itertools.islice(heapq.merge(*lists, key=itemgetter(0), reverse=True), MAX_ROWS_AHEAD))
+        taken = num_rows_ahead([chance for chance, *_ in found], num_rows, self._curve)
+        return [(entry, node) for _, entry, node in found[:taken]]
 
     @property
     def _may_branch(self) -> bool:

@@ -95,7 +95,7 @@ class TestTrees:
         assert (sequence.parents, sequence.tip) == (drafts.parents, tip)
         assert sequence.gaps == [gaps[node] for node in kept[len(kept) - len(drafts) :]]
         for node in range(-1, len(drafts)):
-            assert sequence.children(node) == [n for n, parent in enumerate(sequence.parents) if parent == node]
+            assert [*sequence.children(node)] == [n for n, parent in enumerate(sequence.parents) if parent == node]
             assert sequence.depth(node) == len(sequence.path_tokens(node))
 
     @pytest.mark.parametrize(

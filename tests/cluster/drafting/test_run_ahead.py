@@ -24,7 +24,7 @@ def new_sequence(num_extended: int = K, gaps: tuple[float, ...] = (1.0,) * 20) -
 def chances(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
     frontier = Frontier(sequence, run_ahead)
     frontier.follow()
-    return frontier.chances
+    return {node: frontier.chances[node] for node in frontier.nodes}
 
 
 def runner_up(sequence: DraftSequence, position: int) -> int:
@@ -42,7 +42,7 @@ def test_without_branches_only_the_main_path_goes_on() -> None:
 def test_branches_start_at_each_outcome_and_the_likeliest_where_the_scores_are_close() -> None:
     sequence = new_sequence(gaps=(3.0, 0.1, 2.0))
     found = chances(sequence, RunAhead(1))
-    assert sorted(found, key=found.__getitem__, reverse=True) == [
+    assert [*found] == [
         sequence.tip,
         runner_up(sequence, 1),
         runner_up(sequence, 2),
@@ -73,9 +73,8 @@ def test_a_next_best_is_as_likely_as_it_was_right() -> None:
             [0, 9],
         ):  # of four at the second place one is the next best
             run_ahead.observe(sequence, news)
-    assert run_ahead.chance(sequence, -1, 0) == pytest.approx(1.0, abs=0.01)
-    assert run_ahead.chance(sequence, sequence.children(-1)[0], 0) == pytest.approx(1 / 5, abs=0.02)
-    assert run_ahead.chance(sequence, sequence.children(-1)[0], 1) == pytest.approx(4 / 5 / 4, abs=0.02)
+    assert run_ahead.stays(sequence, -1) == pytest.approx(1.0, abs=0.01)
+    assert run_ahead.chances(sequence, sequence.children(-1)[0]) == pytest.approx([1 / 5, 4 / 5 / 4], abs=0.02)
 
 
 def test_a_branch_goes_on_along_its_best_child_and_ends_as_deep_as_a_proposal() -> None:
