@@ -2,16 +2,18 @@
 
 The engine's thread calls, once a step:
 
-    drafts = coordinator.begin(decoding, joining)     # what to verify, by sequence, once the proposals are here
+    coordinator.plan(decoding, joining)               # chooses depths, opens sequences on draft workers
+    drafts = coordinator.collect(decoding)            # what to verify, by sequence, once the proposals are here
     ...                                               # the step: the sequences' token_ids grow
     coordinator.end(rounds, timing)                   # notifies the drafters at once; the rest is put off
 
 and `close` for a sequence that has ended. A sequence without drafts decodes plainly. Nothing here can change a token:
-drafts are only ever compared with the target's choices.
+drafts are only ever compared with the target's choices. An engine that schedules a step while the one before it runs
+plans it before that one ends, and collects afterwards; any other calls `begin`, which is both.
 
 Two stretches are critical, as draft or target stands idle meanwhile: from the choices to the advances that tell them
-(`end`), and from the last proposal that a step waits for to its drafts (the end of `begin`). All else, such as plans
-and counting, is done at the start of the next `begin`, while the drafters draft; steps are learned from at a plan.
+(`end`), and from the last proposal that a step waits for to its drafts (the end of `collect`). All else, such as plans
+and counting, is done in the next `plan`, while the drafters draft; steps are learned from at a plan.
 """
 
 from __future__ import annotations
@@ -94,6 +96,8 @@ class Coordinator:
             drafts_in_turn=pool.drafts_in_turn,
         )
         self._begun: Sequence[SpeculativeSequence] = ()
+        self._uncounted: Sequence[SpeculativeSequence] = ()  # of a step whose depths are not in `stats` yet
+        self._is_plain_step = False  # the one that was collected for
         self._began_at = 0.0
         self._waited_seconds = 0.0  # for proposals, before this step
         self._ended: list[_EndedStep] = []
@@ -106,19 +110,21 @@ class Coordinator:
     def begin(
         self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence] = ()
     ) -> dict[SpeculativeSequence, Drafts]:
-        """What the next step verifies after the committed tokens of each of `decoding`, whose next token it chooses.
+        """`plan`, then `collect`."""
+        self.plan(decoding, joining)
+        return self.collect(decoding)
 
-        `joining` will soon be among these; they are opened on draft workers, and depths are chosen for all. Waits for
-        proposals, at most the draft timeout each; a sequence whose proposal is not worth the wait decodes plainly.
+    def plan(self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence] = ()) -> None:
+        """Chooses the depths of the next step's sequences: `decoding` choose a token in it, `joining` soon will.
+
+        All of them are opened on draft workers.
 
         A sequence that the engine preempts stays open: what was proposed for it still fits when it runs again, and no
         step waits for it until then.
         """
         started_at = time.thread_time()
-        begun, self._begun = self._begun, ()
-        if not (decoding and begun):  # else it began when the step before it ended
-            self._began_at = self._clock()
-        self.stats.depths.update([sequence.depth for sequence in begun])
+        self.stats.depths.update([sequence.depth for sequence in self._uncounted])
+        self._uncounted = ()
         self._take_events()
         for sequence in chain(joining, decoding):
             self._openings.add(sequence)
@@ -126,20 +132,34 @@ class Coordinator:
         self._plan(decoding, joining)
         self._openings.assign()
         self._send()
-        put_off_until, drafting_before = time.thread_time(), self._pool.drafting_seconds
+        self.stats.other_seconds += time.thread_time() - started_at
+
+    def depth(self, sequence: SpeculativeSequence) -> int:
+        """The most drafts of `sequence` that the planned step verifies."""
+        return self.planner.verified_depth(sequence)
+
+    def collect(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
+        """What the planned step verifies after the committed tokens of each of `decoding`.
+
+        Waits for proposals, at most the draft timeout each; a sequence whose proposal is not worth the wait decodes
+        plainly.
+        """
+        started_at, drafting_before = time.thread_time(), self._pool.drafting_seconds
+        if not (decoding and self._begun):  # else it began when the step before it ended
+            self._began_at = self._clock()
         waited_before = self.stats.wait_seconds
-        self.stats.other_seconds += put_off_until - started_at
+        self._is_plain_step = self.planner.is_plain_step
         self._take_events()
-        if not self.planner.is_plain_step:
+        if not self._is_plain_step:
             self._waits.wait(decoding)
         if decoding:  # the first step of an answer, and with it its first token, does not wait for a drafter
             self._pool.lend_turn()
             self._take_events()
         self._waited_seconds = self.stats.wait_seconds - waited_before
-        self._begun = decoding
+        self._begun = self._uncounted = decoding
         drafts = self._drafts(decoding)
         drafting_seconds = self._pool.drafting_seconds - drafting_before
-        self.stats.critical_seconds += time.thread_time() - put_off_until - drafting_seconds
+        self.stats.critical_seconds += time.thread_time() - started_at - drafting_seconds
         return drafts
 
     def end(
@@ -166,7 +186,7 @@ class Coordinator:
             self._openings.assign()
         self._send()
         if rounds or timing is not None:  # else nothing ran
-            is_as_planned = len(rounds) == len(self._begun) and not planner.is_plain_step
+            is_as_planned = len(rounds) == len(self._begun) and not self._is_plain_step
             seconds, self._began_at = now - self._began_at, now
             self._ended.append(_EndedStep(rounds, timing, seconds, self._waited_seconds, is_as_planned))
         if timing is not None:

@@ -33,7 +33,7 @@ from cluster.targets.torch import TorchTarget
 from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
 from cluster.vllm.compatibility import TARGET, check
-from cluster.vllm.engine_args import set_environment
+from cluster.vllm.engine_args import set_environment, wants_v2_runner
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
 
 
 def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target:
-    set_environment(config.target)  # vLLM reads some of it when it is imported
+    set_environment(config.target, v2_runner=wants_v2_runner())  # vLLM reads some of it when it is imported
     check(TARGET)
     from cluster.targets.vllm.target import VllmTarget  # and only this engine needs it
 

@@ -21,6 +21,8 @@ from cluster.model_folder import resolve_model_folder
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is made for multiples of it
 
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
 # Decided by other settings, or by how this project uses vLLM.
 _OWNED = {
     "model": "model",
@@ -87,10 +89,15 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"engine_args: vLLM says: {error}") from error
 
 
-def set_environment(worker: WorkerConfig) -> None:
+def wants_v2_runner() -> bool:
+    """Whether the target worker is to use vLLM's V2 model runner, with asynchronous scheduling."""
+    return os.environ.get(_RUNNER) == "1"
+
+
+def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
     """What vLLM reads from the environment, for the processes that it starts; a matter of taste stays as it is set."""
-    # Drafts from outside have no place in the other runner (`cluster.vllm.v2`); and threads are running by then.
-    os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    os.environ[_RUNNER] = str(int(v2_runner))
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # threads are running by then
     wanted = {
         "VLLM_LOGGING_LEVEL": "ERROR",  # its news is of no use to an operator
         "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # of its processes

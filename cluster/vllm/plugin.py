@@ -43,8 +43,17 @@ def _create_engine_config(original: Callable[..., Any], engine_args: Any, *argum
 
 
 def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
+    if _drafts_come_with_steps(vllm_config):
+        from cluster.vllm.v2.bound_steps import NoSpeculator
+
+        return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)
     if not is_asked_for(vllm_config.additional_config):
         return original(vllm_config, device, req_states)
     from cluster.vllm.v2.speculator import make_speculator
 
     return make_speculator(vllm_config, device, req_states)
+
+
+def _drafts_come_with_steps(vllm_config: Any) -> bool:
+    """Whether it is an engine with `cluster.vllm.async_scheduler`, which has the drafts."""
+    return getattr(vllm_config.scheduler_config.get_scheduler_cls(), "drafts_come_with_steps", False)

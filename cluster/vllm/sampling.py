@@ -45,6 +45,12 @@ class CoupledWorker(LoraWorker):
                 # Its proposer has no model. With a limit, one sequence near it would cost the whole batch its drafts.
                 runner.effective_drafter_max_model_len = _NO_LIMIT
 
+    def install_bound_steps(self) -> None:
+        """On the V2 runner, where a logits processor couples the sampling. Called once, before the first request."""
+        from cluster.vllm.v2.bound_steps import BoundSteps
+
+        BoundSteps(self.model_runner)
+
     def know_grammar_vocabulary(self, written: str) -> None:
         """Called before the first request with a grammar."""
         self._coupled_requests.constraints.know_vocabulary(written)
@@ -124,7 +130,7 @@ class CoupledSampler(Sampler):
     def best(self, logits: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor:
         """The choice of every row, int64 [num_rows], on the device of `logits`."""
         if self._sampler is None:
-            self._sampler = sampling.Sampler(logits.device)
+            self._sampler = sampling.Sampler(logits.device, "triton" if logits.device.type == "cuda" else "torch")
         token_ids, _ = self._sampler.best_tokens(logits, requests, 1)
         return token_ids.flatten()
 

@@ -64,8 +64,11 @@ class EngineStep:
 class Rounds(Protocol):
     """Who runs the rounds; called from the engine core's thread, and must not raise."""
 
-    def begin(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, Sequence[int]] | None:
-        """The drafts of `decoding`, by request ID; one without an entry is left out of the step. None: no rounds."""
+    def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int] | None:
+        """The most drafts that the next step verifies of each of `decoding`, by request ID. None: no rounds."""
+
+    def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]] | None:
+        """The drafts of the planned step, by request ID, once they have come; one without an entry has none."""
 
     def scheduled(self, joining: Sequence[Request]) -> None:
         """The step is about to run; `joining`, whose prompts it computes, decode soon."""
@@ -113,7 +116,8 @@ class RoundScheduler(Scheduler):
         return EngineLoad(num_running, num_waiting, num_waiting_tokens, num_used_blocks, num_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        with self._prompts_in_turn(self._begin()) as held_back:
+        self._set_drafts()
+        with self._prompts_in_turn() as held_back:
             return self._schedule(held_back, throttle_prefills)
 
     def _schedule(self, held_back: set[str], throttle_prefills: bool) -> SchedulerOutput:
@@ -148,22 +152,22 @@ class RoundScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        seconds = time.perf_counter() - self._scheduled_at
+        seconds = time.perf_counter() - self._step_began_at()
         # Of those that finish nothing is left afterwards.
         requests = {request_id: self.requests.get(request_id) for request_id in scheduler_output.num_scheduled_tokens}
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        rounds, drafts_of = [], scheduler_output.scheduled_spec_decode_tokens
+        rounds, num_rows, num_drafts_of = [], 0, scheduler_output.scheduled_spec_decode_tokens
+        drafts_of = self._drafts_of(scheduler_output)
         for of_client in outputs.values():
             for output in of_client.outputs:
                 request = requests.get(output.request_id)
                 if request is not None and output.new_token_ids:
-                    # Where it drafts by itself vLLM fills a request's first step up with -1.
-                    drafts = [draft for draft in drafts_of.get(output.request_id, ()) if draft >= 0]
                     asked = request.sampling_params
+                    num_rows += 1 + len(num_drafts_of.get(output.request_id, ()))
                     rounds.append(
                         CommittedRound(
                             request,
-                            drafts,
+                            drafts_of.get(output.request_id, ()),
                             output.new_token_ids,
                             output.finish_reason,
                             _logprobs(output.new_logprobs, asked.logprobs),
@@ -172,12 +176,13 @@ class RoundScheduler(Scheduler):
                     )
         step = EngineStep(
             rounds,
-            num_rows=sum(1 + len(committed.draft_token_ids) for committed in rounds),
+            num_rows=num_rows,
             seconds=seconds,
             prompts=[
-                PromptPart(num_tokens, request.num_computed_tokens - num_tokens)
+                PromptPart(num_tokens, request.num_computed_tokens - request.num_in_flight_tokens - num_tokens)
                 for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
-                if num_tokens > 1 + len(drafts_of.get(request_id, ())) and (request := requests[request_id]) is not None
+                if num_tokens > 1 + len(num_drafts_of.get(request_id, ()))
+                and (request := requests[request_id]) is not None
             ],
             left_prompts=self._leaves_prompts,
         )
@@ -186,6 +191,16 @@ class RoundScheduler(Scheduler):
             self.rounds.end(step)
         self.on_step(step)
         return outputs
+
+    def _step_began_at(self) -> float:
+        """When the step whose output has come began to run."""
+        return self._scheduled_at
+
+    def _drafts_of(self, scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
+        """The drafts that a step has verified, by request ID."""
+        # Where it drafts by itself vLLM fills a request's first step up with -1.
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        return {name: [draft for draft in drafts if draft >= 0] for name, drafts in drafted.items()}
 
     def allowed(self, request: Request, draft_token_ids: Sequence[int]) -> Sequence[int]:
         """Those of `draft_token_ids` that may come, up to the first that may not."""
@@ -202,36 +217,37 @@ class RoundScheduler(Scheduler):
             self.rounds.close(request)
         return super()._free_request(request, delay_free_blocks)
 
-    def _begin(self) -> set[str]:
-        """Sets the drafts of the next step; returns the requests that it leaves out."""
+    def _set_drafts(self) -> None:
+        """Sets the drafts of the next step."""
         if self.rounds is None:
-            return set()
+            return
+        decoding, joining = self._running()
+        if self.rounds.plan(decoding, joining) is None:
+            return
+        drafts = self.rounds.collect(decoding)
+        if drafts is not None:
+            allowed = {r.request_id: self.allowed(r, drafts.get(r.request_id, ())) for r in decoding}
+            self._place(decoding, allowed, joining)
+
+    def _running(self) -> tuple[list[Request], list[Request]]:
+        """The running requests that choose a token in the next step, and those that only compute a prompt in it."""
         decoding = [request for request in self.running if not request.is_prefill_chunk]
-        joining = [request for request in self.running if request.is_prefill_chunk]
-        drafts = self.rounds.begin(decoding, joining)
-        if drafts is None:
-            return set()
-        taking_part = [request for request in decoding if request.request_id in drafts]
-        if self._place(taking_part, drafts, joining):
-            return {request.request_id for request in decoding if request.request_id not in drafts}
-        # vLLM preempts the youngest of those that it schedules: blocks are short, and all are among them.
-        for request in taking_part:
-            request.spec_token_ids = []
-        return set()
+        return decoding, [request for request in self.running if request.is_prefill_chunk]
 
     @contextmanager
-    def _prompts_in_turn(self, held_back: set[str]) -> Iterator[set[str]]:
+    def _prompts_in_turn(self) -> Iterator[set[str]]:
         """In it vLLM gives prompts what `pace` allows and `share` says; yields the requests to leave out of the step.
 
         vLLM serves its running requests in order, and has one limit for all of them: those with no share are left out.
         """
+        held_back: set[str] = set()
         budget, threshold = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
         prompts = [request for request in self.running if request.is_prefill_chunk]
         waiting = list(itertools.islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running))))
         if not (prompts or waiting):
             yield held_back
             return
-        decoding = [r for r in self.running if not r.is_prefill_chunk and r.request_id not in held_back]
+        decoding = [request for request in self.running if not request.is_prefill_chunk]
         num_rows = sum(1 + len(request.spec_token_ids) for request in decoding)
         lengths = [request.num_tokens - request.num_computed_tokens for request in [*prompts, *waiting]]
         # As vLLM has one limit for all of them, all are taken to cost what the one that is furthest does.
@@ -245,7 +261,7 @@ class RoundScheduler(Scheduler):
         if num_blocks > len(self.running) + budget // self.block_size:
             # One that has a part due would have that of those that wait, too: vLLM serves it before them.
             least = [length if any(shares[len(prompts) :]) else 1 for length in lengths]
-            held_back = held_back | {
+            held_back = {
                 request.request_id
                 for request, tokens, at_least in list(zip(prompts, shares, least, strict=False))[1:]
                 if tokens < at_least
@@ -283,31 +299,34 @@ class RoundScheduler(Scheduler):
         return limited
 
     def _place(
-        self, taking_part: Sequence[Request], drafts: Mapping[str, Sequence[int]], joining: Sequence[Request]
-    ) -> bool:
-        """Sets as many of the drafts as there is budget for; returns whether there are blocks for all of it.
+        self, decoding: Sequence[Request], drafts: Mapping[str, Sequence[int]], joining: Sequence[Request]
+    ) -> None:
+        """Sets as many of the drafts as there is budget for; none at all unless there are blocks for all of it.
 
         While prompts wait, drafts get at most half of what the budget leaves, so that prefill is not starved.
         """
-        budget = self.max_num_scheduled_tokens - len(taking_part)
+        budget = self.max_num_scheduled_tokens - len(decoding)
         prompt_tokens = min(budget, sum(request.num_tokens - request.num_computed_tokens for request in joining))
         budget = budget // 2 if joining or self.waiting else budget
         num_free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         num_free_blocks -= -(-prompt_tokens // self.block_size)
-        for request in taking_part:
+        for request in decoding:
             token_ids = drafts[request.request_id][: max(0, min(budget, self._useful_drafts(request)))]
-            token_ids = self.allowed(request, token_ids)
             request.spec_token_ids = list(token_ids)
             budget -= len(token_ids)
-            num_tokens = request.num_tokens
+            num_tokens = request.num_tokens + request.num_output_placeholders
             num_free_blocks -= (num_tokens + len(token_ids) - 1) // self.block_size
             num_free_blocks += (num_tokens - 2) // self.block_size
-        return bool(num_free_blocks >= 0)
+        if num_free_blocks < 0:
+            # vLLM preempts the youngest of those that it schedules.
+            for request in decoding:
+                request.spec_token_ids = []
 
     def _useful_drafts(self, request: Request) -> int:
-        """More could not be committed: the bonus token takes the last place."""
+        """More could not be committed: the bonus token takes the last place, and a step that runs commits one."""
         max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        return min(self.max_drafts, max_len - int(request.num_tokens) - 1)
+        num_tokens = int(request.num_tokens) + (request.num_output_placeholders > 0)
+        return min(self.max_drafts, max_len - num_tokens - 1)
 
 
 def _adapter(request: Request) -> int | None:

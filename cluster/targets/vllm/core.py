@@ -40,6 +40,7 @@ from cluster.vllm.coupling import Coupling
 from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
+ASYNC_SCHEDULER = "cluster.targets.vllm.async_core.AsyncCoordinatedScheduler"
 REQUEST_ID_KEY = "outrider_request_id"  # in a request's `extra_args`: vLLM makes IDs of its own
 TRACED_KEY = "outrider_is_traced"  # there, of requests whose admission is published
 
@@ -122,7 +123,7 @@ class CoordinatedScheduler(RoundScheduler):
             of_client.outputs = [output for output in of_client.outputs if output.finish_reason is not None]
             for output in of_client.outputs:
                 output.new_logprobs = output.new_prompt_logprobs_tensors = None
-        return outputs
+        return {client: told for client, told in outputs.items() if told.outputs or told.finished_requests}
 
     def allowed(self, request: Request, draft_token_ids: Sequence[int]) -> Sequence[int]:
         constraint = self._constraint(request)

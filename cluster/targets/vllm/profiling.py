@@ -22,7 +22,7 @@ class ProfilingRounds:
 
     def __init__(self, max_depth: int) -> None:
         self._max_depth = max_depth
-        self._num_begun = 0
+        self._num_planned = self._depth = 0
         self._seconds: dict[int, float] = {}
 
     @property
@@ -30,10 +30,13 @@ class ProfilingRounds:
         """Rows and seconds, the best of what was tried."""
         return sorted(self._seconds.items())
 
-    def begin(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, Sequence[int]]:
-        depth = min(DEPTHS[self._num_begun % len(DEPTHS)], self._max_depth)
-        self._num_begun += bool(decoding)
-        return {request.request_id: [0] * depth for request in decoding}
+    def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
+        self._depth = min(DEPTHS[self._num_planned % len(DEPTHS)], self._max_depth)
+        self._num_planned += bool(decoding)
+        return dict.fromkeys([request.request_id for request in decoding], self._depth)
+
+    def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        return {request.request_id: [0] * self._depth for request in decoding}
 
     def scheduled(self, joining: Sequence[Request]) -> None:
         """Nobody drafts for them."""

@@ -110,20 +110,22 @@ class CoordinatedRounds:
         logger.error("speculation is off for %.0f s, its coordinator failed", pause, exc_info=error)
 
     @_contained
-    def begin(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, Sequence[int]]:
-        found = {request.request_id: self._sequence(request) for request in decoding}
-        coupled = [sequence for sequence in found.values() if sequence is not None]
-        drafts = self._coordinator.begin(coupled, self._joining(joining))
-        return {
-            request_id: drafts[sequence].token_ids if sequence is not None else ()
-            for request_id, sequence in found.items()
-        }
+    def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
+        found = self._found(decoding)
+        self._coordinator.plan(list(found.values()), self._known(joining))
+        return {request_id: self._coordinator.depth(sequence) for request_id, sequence in found.items()}
+
+    @_contained
+    def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        found = self._found(decoding)
+        drafts = self._coordinator.collect(list(found.values()))
+        return {request_id: drafts[sequence].token_ids for request_id, sequence in found.items()}
 
     @_contained
     def scheduled(self, joining: Sequence[Request]) -> None:
         new = [request for request in joining if request.request_id not in self._sequences]
         if new:
-            self._coordinator.end((), None, self._joining(new))
+            self._coordinator.end((), None, self._known(new))
 
     @_contained
     def end(self, step: EngineStep) -> None:
@@ -161,9 +163,13 @@ class CoordinatedRounds:
         coordinator.know_step_times(self._step_times)
         return coordinator
 
-    def _joining(self, requests: Sequence[Request]) -> list[SpeculativeSequence]:
-        found = (self._sequence(request) for request in requests)
-        return [sequence for sequence in found if sequence is not None]
+    def _known(self, requests: Sequence[Request]) -> list[SpeculativeSequence]:
+        return list(self._found(requests).values())
+
+    def _found(self, requests: Sequence[Request]) -> dict[str, SpeculativeSequence]:
+        """The sequences of those of `requests` that say how their tokens are chosen, by request ID."""
+        found = {request.request_id: self._sequence(request) for request in requests}
+        return {request_id: sequence for request_id, sequence in found.items() if sequence is not None}
 
     def _sequence(self, request: Request) -> SpeculativeSequence | None:
         """None of a request that does not say how its tokens are chosen."""

@@ -46,14 +46,15 @@ from cluster.targets.base import (
 from cluster.targets.vllm.adapter_loader import AdapterLoader
 from cluster.targets.vllm.adapters import Adapter, Adapters
 from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Outputs, Profiled, Status, Vocabulary
-from cluster.targets.vllm.core import REQUEST_ID_KEY, SCHEDULER, TRACED_KEY, CoreSettings
+from cluster.targets.vllm.core import ASYNC_SCHEDULER, REQUEST_ID_KEY, SCHEDULER, TRACED_KEY, CoreSettings
 from cluster.targets.vllm.profiling import STEPS
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.constraints import to_extra_args
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.engine_args import check_numerics, common_engine_args, make_args
+from cluster.vllm.engine_args import check_numerics, common_engine_args, make_args, wants_v2_runner
 from cluster.vllm.lora import LoraLimits
 from cluster.vllm.sampling import EXTENSION
+from cluster.vllm.v2.front_end import PROCESSOR, carrier
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class VllmTarget(Target):
         self._config = config
         self._is_coupled = config.speculation.acceptance != "engine"
         self._drafts = config.speculation.num_speculative_tokens > 0
+        self._on_v2 = wants_v2_runner()
         self._publish: Publish = lambda _: None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._status: Status | None = None
@@ -124,6 +126,8 @@ class VllmTarget(Target):
             "scheduler_cls": SCHEDULER,
             "scheduling_policy": "priority",
         }
+        if self._on_v2:
+            ours |= {"scheduler_cls": ASYNC_SCHEDULER, "async_scheduling": True, "logits_processors": [PROCESSOR]}
         if self._config.target.takes_adapters:
             ours |= LoraLimits.of(self._config.target).engine_args()
         args = make_args(AsyncEngineArgs, {**values, **ours})
@@ -142,7 +146,9 @@ class VllmTarget(Target):
             self._config.draft.tls_server_name,
         )
         llm = AsyncLLM.from_engine_args(args)
-        if self._is_coupled:
+        if self._on_v2:
+            await llm.collective_rpc("install_bound_steps")
+        elif self._is_coupled:
             await llm.collective_rpc("install_coupled_sampling")
         if self._config.target.takes_adapters:
             await llm.collective_rpc("prepare_adapters")
@@ -187,6 +193,8 @@ class VllmTarget(Target):
             return None
         if draft.drafter != "engine":
             most = speculation.max_speculative_tokens
+            if self._on_v2:
+                return carrier(most)
             return {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": most}
         own = {"num_speculative_tokens": speculation.num_speculative_tokens, **draft.speculative_config}
         if own.get("method") in _WITH_A_MODEL and "model" not in own:

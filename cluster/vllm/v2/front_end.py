@@ -37,13 +37,13 @@ def prepare(engine_args: Any) -> None:
     """Before vLLM makes its configuration of `engine_args`. Raises ConfigurationError."""
     compatibility.check(compatibility.V2_FRONT_END)
     settings = PluginSettings.of(engine_args.additional_config)
-    carrier = _carrier(settings.num_speculative_tokens)
-    if engine_args.speculative_config not in (None, carrier):
+    speculation = carrier(settings.num_speculative_tokens)
+    if engine_args.speculative_config not in (None, speculation):
         raise ConfigurationError(
             f"--speculative-config {engine_args.speculative_config} cannot be set beside the drafts of "
             "`--additional-config` outrider.draft_addresses: leave one of them out"
         )
-    engine_args.speculative_config = carrier
+    engine_args.speculative_config = speculation
     processors = list(engine_args.logits_processors or ())
     if PROCESSOR not in processors:
         engine_args.logits_processors = [*processors, PROCESSOR]
@@ -67,7 +67,7 @@ def check(config: Any) -> None:
         raise ConfigurationError("watermarking draws by its own rule: leave it or outrider.draft_addresses out")
 
 
-def _carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
+def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
     """The speculation that vLLM prepares for, and in whose place our drafts come; see `cluster.vllm.v2.speculator`.
 
     Of its methods the one that needs no model and leaves the committed tokens where they are quickly read.

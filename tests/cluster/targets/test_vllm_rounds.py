@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -90,16 +91,21 @@ def step(
     )
 
 
+def begin(rounds: CoordinatedRounds, decoding: list[Request], joining: list[Request]) -> Mapping[str, Sequence[int]] | None:
+    rounds.plan(decoding, joining)
+    return rounds.collect(decoding)
+
+
 def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink) -> None:
     asked = request()
-    rounds.begin([], [])
+    begin(rounds, [], [])
     rounds.scheduled([asked])
     (message,) = link.take_sent()
     (opening,) = message.opens.values()
     assert (opening.token_ids, opening.params.temperature, opening.num_speculative_tokens) == (PROMPT, 0.7, K)
     reply = SpeculateReply(proposals={opening.wire_id: Proposal(opening.wire_id, 3, (4, 5, 6, 7))})
     links.pool.happens(link, reply)
-    assert rounds.begin([asked], []) == {"a": (4, 5, 6, 7)}
+    assert begin(rounds, [asked], []) == {"a": (4, 5, 6, 7)}
     asked.all_token_ids += [4, 5, 9]
     rounds.end(step(Committed(asked, [4, 5, 6, 7], [4, 5, 9])))
     (message,) = link.take_sent()
@@ -113,7 +119,7 @@ def test_a_round(rounds: CoordinatedRounds, links: ScriptedLinks, link: Scripted
 
 def test_steps_are_told_as_they_were(rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink) -> None:
     asked, other = request(), request("b", k=0)
-    rounds.begin([], [asked])
+    begin(rounds, [], [asked])
     rounds.end(step(seconds=0.03, prompts=(PromptPart(64, 0),)))  # the first of two parts of a prompt
     rounds.end(step())  # nothing ran
     (message,) = link.take_sent()
@@ -121,7 +127,7 @@ def test_steps_are_told_as_they_were(rounds: CoordinatedRounds, links: ScriptedL
     timing = Timing(held_seconds=0.001, step_seconds=0.0005, batch=1)
     proposal = Proposal(opening.wire_id, 3, (4, 5, 6, 7))
     links.pool.happens(link, SpeculateReply(proposals={opening.wire_id: proposal}, timing=timing))
-    rounds.begin([asked, other], [])
+    begin(rounds, [asked, other], [])
     links.pool.now += 0.05
     rounds.end(step(Committed(asked, [4, 5, 6, 7], [4, 5, 9]), Committed(other, [], [8])))
     _, (prompt, verify) = rounds.timeline.steps.since(0)
@@ -134,10 +140,10 @@ def test_steps_are_told_as_they_were(rounds: CoordinatedRounds, links: ScriptedL
 
 def test_steps_of_prompts_alone_teach_what_prompts_are(rounds: CoordinatedRounds) -> None:
     asked = request()
-    rounds.begin([], [asked])
+    begin(rounds, [], [asked])
     rounds.end(step(prompts=(PromptPart(64, 0),), left_prompts=True))
     rounds.end(step(prompts=(PromptPart(16, 64),), left_prompts=True))
-    rounds.begin([asked], [])
+    begin(rounds, [asked], [])
     steps = rounds._coordinator.planner.steps
     assert steps.room_for_drafts(12) == (LIMITS.max_num_batched_tokens - 12) // 2
 
@@ -146,7 +152,7 @@ def test_requests_have_a_k_of_their_own_and_those_of_others_decode_plainly(
     rounds: CoordinatedRounds, link: ScriptedLink
 ) -> None:
     running = [request("a", k=0), request("b", coupled=False)]
-    assert rounds.begin(running, []) == {"a": (), "b": ()}
+    assert begin(rounds, running, []) == {"a": ()}
     assert link.take_sent() == []
 
 
@@ -154,16 +160,16 @@ def test_a_coordinator_that_fails_ends_the_rounds_and_they_begin_anew(
     rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = request()
-    rounds.begin([], [asked])
+    begin(rounds, [], [asked])
 
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("seeded")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Coordinator, "begin", fail)
-        assert rounds.begin([asked], []) is None
+        patched.setattr(Coordinator, "collect", fail)
+        assert begin(rounds, [asked], []) is None
         for _ in range(3):  # it is not tried again at each step
-            assert rounds.begin([asked], []) is None
+            assert begin(rounds, [asked], []) is None
             rounds.end(step(Committed(asked, [], [4])))
     assert links.num_resets == 1
     failures = [r for r in rounds.readings() if r.name == "outrider_coordinator_failures"]
@@ -172,7 +178,7 @@ def test_a_coordinator_that_fails_ends_the_rounds_and_they_begin_anew(
     links.pool.now += 2.0
     again = ScriptedLink("draft again")
     links.pool.happens(again, LinkState.UP)
-    rounds.begin([request("c")], [])
+    begin(rounds, [request("c")], [])
     (message,) = again.take_sent()
     assert len(message.opens) == 1
 
@@ -181,12 +187,12 @@ def test_what_is_not_in_the_vocabulary_or_too_long_is_dropped(
     rounds: CoordinatedRounds, links: ScriptedLinks, link: ScriptedLink
 ) -> None:
     asked = request()
-    rounds.begin([], [asked])
+    begin(rounds, [], [asked])
     (message,) = link.take_sent()
     (opening,) = message.opens.values()
     wrong = (4, VOCAB_SIZE, *[5] * 200)
     links.pool.happens(link, SpeculateReply(proposals={opening.wire_id: Proposal(opening.wire_id, 3, wrong)}))
-    (drafts,) = (rounds.begin([asked], []) or {}).values()
+    (drafts,) = (begin(rounds, [asked], []) or {}).values()
     assert list(drafts) == [4]
     dropped = {r.labels["reason"]: r.value for r in rounds.readings() if r.name == "outrider_proposals_dropped"}
     assert dropped["vocabulary"] > 0

@@ -1,0 +1,135 @@
+"""The rounds beside vLLM's asynchronous scheduler: a step is scheduled and submitted while the one before it runs.
+
+A step without drafts is vLLM's own: nothing waits for the host. One with drafts is *bound*: how many rows each sequence
+has is planned when it is scheduled; the drafts themselves are collected once the output of the step before has been
+processed and the drafters were told, while the device has everything else of the step queued up, behind a gate.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from cluster.vllm.draft_gate import BoundStep, DraftGate
+from cluster.vllm.scheduler import RoundScheduler
+
+logger = logging.getLogger(__name__)
+
+BOUND_STEP = "outrider_bound_step"  # what a SchedulerOutput has of a step whose drafts come later
+_STUCK_SECONDS = 2.0  # that a gate stays closed before it is opened without drafts: longer than any step takes
+
+
+@dataclass(slots=True)
+class _Submitted:
+    """A step whose output has not been processed."""
+
+    decoding: Sequence[Request]
+    bound: BoundStep | None
+    num_drafts: Mapping[str, int]  # rows for drafts, by request ID
+    began_at: float = 0.0  # when its drafts had come, or it was submitted
+    drafts: dict[str, Sequence[int]] = field(default_factory=dict)
+    is_open: bool = False
+    submitted_at: float = field(default_factory=time.monotonic)
+
+
+class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
+    """`RoundScheduler` for vLLM's V2 runner."""
+
+    drafts_come_with_steps = True  # so its runner's own speculator proposes nothing
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._submitted: deque[_Submitted] = deque()
+        self._landing: _Submitted | None = None  # whose output is being processed
+        self._landed_at = 0.0
+        self._gate: DraftGate | None = None
+        if self.max_drafts:
+            self._gate = DraftGate(self.max_num_running_reqs, self.max_drafts)
+            threading.Thread(target=self._watch_gate, name="draft-gate", daemon=True).start()
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        output = super().schedule(throttle_prefills)
+        scheduled = output.num_scheduled_tokens
+        num_drafts = {name: len(drafts) for name, drafts in output.scheduled_spec_decode_tokens.items()}
+        bound = None
+        if num_drafts and self._gate is not None:
+            bound = self._gate.bind(list(num_drafts))
+            setattr(output, BOUND_STEP, bound)
+        decoding = [r for r in self.running if r.request_id in scheduled and not r.is_prefill_chunk]
+        step = _Submitted(decoding, bound, num_drafts, began_at=self._scheduled_at)
+        self._submitted.append(step)
+        if len(self._submitted) == 1:
+            self._collect(step)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        self._landing = self._submitted.popleft()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._landed_at = time.perf_counter()
+        if self._submitted:
+            self._collect(self._submitted[0])
+        return outputs
+
+    def shutdown(self) -> None:
+        for step in self._submitted:
+            self._release(step)
+        super().shutdown()
+
+    def _set_drafts(self) -> None:
+        if self.rounds is None:
+            return
+        decoding, joining = self._running()
+        depths = self.rounds.plan(decoding, joining)
+        if depths:
+            self._place(decoding, {r.request_id: [-1] * depths.get(r.request_id, 0) for r in decoding}, joining)
+
+    def _collect(self, step: _Submitted) -> None:
+        """Finds the drafts of `step`, before which all others have ended, and lets it go on."""
+        try:
+            if self.rounds is not None:
+                decoding = [request for request in step.decoding if request.status == RequestStatus.RUNNING]
+                drafts = self.rounds.collect(decoding) or {}
+                for request in decoding:
+                    number = step.num_drafts.get(request.request_id, 0)
+                    found = drafts.get(request.request_id, ())[:number]
+                    step.drafts[request.request_id] = self.allowed(request, found)
+        finally:
+            if step.bound is not None and self._gate is not None:
+                self._gate.open(step.bound, [step.drafts.get(name, ()) for name in step.bound.request_ids])
+                step.began_at = time.perf_counter()
+            step.is_open = True
+
+    def _step_began_at(self) -> float:
+        assert self._landing is not None
+        return max(self._landing.began_at, self._landed_at)
+
+    def _drafts_of(self, scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
+        assert self._landing is not None
+        return self._landing.drafts
+
+    def _watch_gate(self) -> None:
+        """Opens a gate that has been closed for too long: should the host wait for the device, both would for ever."""
+        while True:
+            time.sleep(_STUCK_SECONDS / 4)
+            for step in list(self._submitted):
+                if not step.is_open and time.monotonic() > step.submitted_at + _STUCK_SECONDS:
+                    self._release(step)
+
+    def _release(self, step: _Submitted) -> None:
+        if step.bound is not None and self._gate is not None and not step.is_open:
+            logger.warning("step %d goes on without its drafts", step.bound.number)
+            step.is_open = True
+            self._gate.release(step.bound)

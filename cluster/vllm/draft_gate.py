@@ -1,0 +1,149 @@
+"""Drafts for a step that is already submitted: the device waits for them, not the host.
+
+The engine core's process writes the drafts of bound step `number` to shared memory and then opens the gate by writing
+`number` to its first word. Every rank has the copy to its device, and all that follows in the step, queued behind a
+wait for that word: on a GPU its stream waits, on a CPU the worker's thread. What is read of a step whose drafts never
+came are those of another step, which the target rejects: a wait that is cut short changes no token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_RING = 4  # steps whose drafts are kept: two are in flight, and the copy of one that has ended is done
+_HEADER_BYTES = 64  # the word, and what keeps the rest in cache lines of its own
+_POLL_SECONDS = 5e-5  # on a CPU, between two looks at the word
+_WORD = 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStep:
+    """Travels with a step to the ranks: for which of its requests there are drafts behind the gate."""
+
+    gate: str  # a path
+    number: int  # of the bound steps, from 1
+    request_ids: tuple[str, ...]
+    max_requests: int
+    max_drafts: int
+
+
+class _Memory:
+    """`word`, uint32 [1], and `drafts`, int64 [steps, requests, drafts], in `buffer`."""
+
+    def __init__(self, buffer: mmap.mmap, max_requests: int, max_drafts: int) -> None:
+        self.buffer = buffer
+        self.word = np.frombuffer(buffer, np.uint32, 1)
+        shape = (_RING, max_requests, max_drafts)
+        self.drafts: npt.NDArray[np.int64] = np.frombuffer(
+            buffer, np.int64, int(np.prod(shape)), _HEADER_BYTES
+        ).reshape(shape)
+
+    @staticmethod
+    def num_bytes(max_requests: int, max_drafts: int) -> int:
+        return _HEADER_BYTES + _RING * max_requests * max_drafts * 8
+
+
+class DraftGate:
+    """The engine core's side."""
+
+    def __init__(self, max_requests: int, max_drafts: int) -> None:
+        self._max_requests, self._max_drafts = max_requests, max_drafts
+        num_bytes = _Memory.num_bytes(max_requests, max_drafts)
+        self._file = os.memfd_create("outrider-draft-gate")
+        os.ftruncate(self._file, num_bytes)
+        self._memory = _Memory(mmap.mmap(self._file, num_bytes), max_requests, max_drafts)
+        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._num_bound = 0
+
+    def bind(self, request_ids: Sequence[str]) -> BoundStep:
+        """The next step that waits at the gate."""
+        self._num_bound += 1
+        return BoundStep(self._path, self._num_bound, tuple(request_ids), self._max_requests, self._max_drafts)
+
+    def open(self, step: BoundStep, drafts: Sequence[Sequence[int]]) -> None:
+        """Lets `step` go on with `drafts`, one sequence for each of its requests."""
+        rows = self._memory.drafts[step.number % _RING]
+        for row, token_ids in zip(rows, drafts, strict=False):
+            row[: len(token_ids)] = token_ids
+            row[len(token_ids) :] = token_ids[-1] if token_ids else 0  # fills a row up: any token will do
+        self.release(step)
+
+    def release(self, step: BoundStep) -> None:
+        """Lets `step` go on with whatever is there. Any thread."""
+        self._memory.word[0] = step.number % _WORD
+
+
+class DraftReader:
+    """A rank's side, for one device."""
+
+    def __init__(self, step: BoundStep, device: torch.device) -> None:
+        """Opens the gate that `step` waits at. Raises RuntimeError when the device cannot wait for it."""
+        num_bytes = _Memory.num_bytes(step.max_requests, step.max_drafts)
+        file = os.open(step.gate, os.O_RDWR)
+        try:
+            buffer = mmap.mmap(file, num_bytes)
+        finally:
+            os.close(file)
+        self._memory = _Memory(buffer, step.max_requests, step.max_drafts)
+        self._device = device
+        self._word_address = _register(self._memory.word, num_bytes) if device.type == "cuda" else 0
+        self._rings = [torch.from_numpy(drafts) for drafts in self._memory.drafts]
+
+    def read(self, step: BoundStep) -> torch.Tensor:
+        """The drafts of `step`, int64 [num_requests, max_drafts], on the device once the gate is open.
+
+        On a GPU it returns at once: what is queued after it in the current stream waits.
+        """
+        if self._device.type == "cuda":
+            _wait_in_stream(torch.cuda.current_stream().cuda_stream, self._word_address, step.number % _WORD)
+        else:
+            while self._is_closed(step):
+                time.sleep(_POLL_SECONDS)
+        return self._rings[step.number % _RING][: len(step.request_ids)].to(self._device, non_blocking=True)
+
+    def _is_closed(self, step: BoundStep) -> bool:
+        return 0 < (step.number - int(self._memory.word[0])) % _WORD < _WORD // 2
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _register(word: npt.NDArray[np.uint32], num_bytes: int) -> int:
+    """Lets the GPU read the memory that begins with `word`; returns the address of the word there."""
+    host = word.ctypes.data
+    portable_and_mapped = 1 | 2
+    failed = torch.cuda.cudart().cudaHostRegister(host, num_bytes, portable_and_mapped)
+    if int(failed) != 0:
+        raise RuntimeError(f"CUDA cannot read the memory of drafts: cudaHostRegister returned {failed}")
+    address = ctypes.c_uint64()
+    _check(
+        _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(address), ctypes.c_void_p(host), ctypes.c_uint(0)),
+        "cuMemHostGetDevicePointer",
+    )
+    return address.value
+
+
+def _wait_in_stream(stream: int, address: int, number: int) -> None:
+    """What is queued in `stream` from now on waits until the word at `address` is `number` or a later one."""
+    until_reached = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32)(word - number) >= 0
+    failed = _driver().cuStreamWaitValue32_v2(
+        ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(number), ctypes.c_uint(until_reached)
+    )
+    _check(failed, "cuStreamWaitValue32")
+
+
+def _check(failed: int, what: str) -> None:
+    if failed:
+        raise RuntimeError(f"{what} returned CUDA error {failed}: this GPU cannot wait for drafts; use the V1 runner")

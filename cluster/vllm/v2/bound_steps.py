@@ -1,0 +1,81 @@
+"""Drafts that come after their step was submitted, in the V2 runner of every rank.
+
+Where the runner puts sampled tokens and drafts together as the input of a step, the drafts that were collected for it
+take the place of what its speculator, which proposes nothing, has left there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import vllm.v1.worker.gpu.model_runner as model_runner
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from cluster.vllm.async_scheduler import BOUND_STEP
+from cluster.vllm.doors import put_in
+from cluster.vllm.draft_gate import BoundStep, DraftReader
+
+_executing: BoundSteps | None = None  # whose runner prepares a step in this process: one at a time does
+
+
+class BoundSteps:
+    """Fills the drafts of a runner's steps in."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._reader: DraftReader | None = None
+        self._step: BoundStep | None = None
+        self._execute_model = runner.execute_model
+        runner.execute_model = self.execute_model
+        put_in(model_runner, "combine_sampled_and_draft_tokens", _combine)
+
+    def execute_model(self, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        global _executing
+        self._step, _executing = getattr(scheduler_output, BOUND_STEP, None), self
+        try:
+            return self._execute_model(scheduler_output, *arguments, **options)
+        finally:
+            self._step = _executing = None
+
+    def fill(self) -> None:
+        """Has the drafts of the step, if it is bound, in the runner's table before what is queued from now on."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        states = self._runner.req_states
+        if self._reader is None:
+            self._reader = DraftReader(step, states.device)
+        slots = np.array([states.req_id_to_index[request_id] for request_id in step.request_ids], dtype=np.int64)
+        places = async_tensor_h2d(slots, device=states.device)
+        states.draft_tokens[places] = self._reader.read(step)
+
+
+def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    if _executing is not None:
+        _executing.fill()
+    return original(*arguments, **options)
+
+
+class NoSpeculator(BaseSpeculator):
+    """Proposes nothing: drafts come with the steps that verify them."""
+
+    supports_mm_inputs = False
+    draft_logits = None  # nothing but token IDs
+    pcp_manager = None  # assigned by the model runner
+
+    def __init__(self, max_num_reqs: int, num_speculative_tokens: int, device: torch.device) -> None:
+        self._nothing = torch.zeros((max_num_reqs, num_speculative_tokens), dtype=torch.int64, device=device)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Nothing is captured."""
+
+    def capture(self) -> None:
+        """Nothing to."""
+
+    def propose(self, input_batch: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        """int64 [num_reqs, k]; no step verifies them."""
+        return self._nothing[: input_batch.num_reqs]
