@@ -26,20 +26,24 @@ class Heartbeat:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._begun_at: float | None = None
+        self._num_begun = 0  # steps: one may begin before the one before it ends
+        self._begun_at: float | None = None  # the first of them, or the end of the one before it
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._limit = _FIRST_STEP_SECONDS
         self._busy_seconds = 0.0  # of all steps that have ended
 
     def begin(self) -> None:
-        self._begun_at = self._clock()
+        self._num_begun += 1
+        if self._begun_at is None:
+            self._begun_at = self._clock()
 
     def end(self) -> None:
         assert self._begun_at is not None
-        seconds = self._clock() - self._begun_at
-        self._seconds.append(seconds)
-        self._busy_seconds += seconds
-        self._begun_at = None
+        now = self._clock()
+        self._seconds.append(now - self._begun_at)
+        self._busy_seconds += self._seconds[-1]
+        self._num_begun -= 1
+        self._begun_at = now if self._num_begun else None
         self._limit = max(_MIN_SECONDS, _TIMES_THE_LONGEST * max(self._seconds))
 
     @property

@@ -56,6 +56,18 @@ def _spare_bookkeeping(_: ModuleType) -> None:
         setattr(owner, name, value)
 
 
+def _stay_asynchronous(cpu: ModuleType) -> None:
+    """Has vLLM schedule asynchronously on a CPU where that is asked for."""
+    check = cpu.CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        is_async = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = is_async
+
+    cpu.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 class _After(MetaPathFinder):
     """Imports a module as ever, then does something to it."""
 
@@ -83,4 +95,5 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     sys.meta_path[:0] = [
         _After("triton.backends", _add_backend),
         _After("triton", _spare_bookkeeping),
+        _After("vllm.platforms.cpu", _stay_asynchronous),
     ]

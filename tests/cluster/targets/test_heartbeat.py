@@ -77,3 +77,18 @@ def test_a_long_step_is_forgotten_after_a_hundred(clock: Clock) -> None:
     heartbeat.begin()
     clock.now += 5.1
     assert heartbeat.is_stuck
+
+
+def test_steps_may_overlap(clock: Clock) -> None:
+    heartbeat = Heartbeat(clock)
+    heartbeat.begin()
+    clock.now += 4.0
+    heartbeat.begin()
+    clock.now += 4.0
+    heartbeat.end()
+    clock.now += 3.0
+    assert not heartbeat.is_stuck
+    heartbeat.end()
+    assert heartbeat.busy.value == 11.0
+    clock.now += 100.0
+    assert not heartbeat.is_stuck

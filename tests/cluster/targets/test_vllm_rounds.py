@@ -91,7 +91,9 @@ def step(
     )
 
 
-def begin(rounds: CoordinatedRounds, decoding: list[Request], joining: list[Request]) -> Mapping[str, Sequence[int]] | None:
+def begin(
+    rounds: CoordinatedRounds, decoding: list[Request], joining: list[Request]
+) -> Mapping[str, Sequence[int]] | None:
     rounds.plan(decoding, joining)
     return rounds.collect(decoding)
 

@@ -1,0 +1,303 @@
+"""Outrider on vLLM beside `vllm serve`, on one GPU: `python -m bench.gpu_vllm --pair DIR`.
+
+Every server is in the GPU's memory at once, and they answer in turn, each point by each of them before the next, so
+that a drift of the machine meets all alike: `vllm serve` alone and with its own draft model, and a cluster of this
+project whose draft worker computes on the machine's CPU, at fixed k and at one that it chooses. Answers are not
+streamed. DIR has `target` and `draft`, as `bench.models` writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from bench.workload import held_out_prompts, read_counters
+from services.launch.child import Child
+from services.launch.local import free_ports
+
+ANSWER_TOKENS = 128
+MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 64
+_READY_SECONDS = 300.0
+_KV_CACHE_BYTES = 2**30
+_SHARED_MEMORY = 0.1  # of the GPU, as vLLM checks it: what has to be free when an engine starts
+_WARM_TOKENS = 24
+
+
+@dataclass(slots=True)
+class Server:
+    name: str
+    child: Child
+    url: str
+    k: int | str | None = None  # what Outrider is asked for; None: of vLLM's own
+    page: str = ""  # of its target worker's metrics
+
+    def ask(self, prompts: Sequence[Sequence[int]], num_streams: int, temperature: float, num_tokens: int) -> float:
+        """Tokens a second of answers to `prompts`, `num_streams` at a time."""
+        body: dict[str, Any] = {"model": "target", "max_tokens": num_tokens, "ignore_eos": True}
+        body |= {"temperature": temperature} | ({} if self.k is None else {"num_speculative_tokens": self.k})
+
+        def one(prompt: Sequence[int]) -> int:
+            reply = client.post("/v1/completions", json=body | {"prompt": list(prompt)})
+            reply.raise_for_status()
+            return int(reply.json()["usage"]["completion_tokens"])
+
+        with httpx.Client(base_url=self.url, timeout=120) as client, ThreadPoolExecutor(num_streams) as threads:
+            started_at = time.perf_counter()
+            total = sum(threads.map(one, prompts))
+            return total / (time.perf_counter() - started_at)
+
+    def is_up(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+@dataclass(slots=True)
+class Cell:
+    """Tokens a second of each repeat; `serve` and `draft_model` are those of the same run."""
+
+    pair: str
+    streams: int
+    temperature: float
+    k: int | str
+    where: str
+    tokens_per_second: list[float] = field(default_factory=list)
+    serve: list[float] = field(default_factory=list)
+    draft_model: list[float] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="outrider-gpu-vllm-") as name:
+        servers = _servers(Path(name), arguments)
+        try:
+            for server in {id(server.child): server for server in servers}.values():
+                server.child.start()
+            up = _wait(servers)
+            rates = _measure(up, arguments)
+        finally:
+            for server in servers:
+                server.child.kill()
+    document = _document(up, rates, arguments)
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(table(document))
+    return 0
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """A row for each number of streams and temperature; the median of the repeats."""
+    cells = document["cells"]
+    ks = list(dict.fromkeys(str(cell["k"]) for cell in cells))
+    lines = ["| streams | T | vllm serve | its draft_model | " + " | ".join(f"k = {k}" for k in ks) + " |"]
+    lines.append("| --- " * (4 + len(ks)) + "|")
+    for streams, temperature in dict.fromkeys((cell["streams"], cell["temperature"]) for cell in cells):
+        own = {str(c["k"]): c for c in cells if (c["streams"], c["temperature"]) == (streams, temperature)}
+        first = next(iter(own.values()))
+        serve, drafted = (_median(first[peer]) for peer in ("serve", "draft_model"))
+        row = [f"{_median(own[k]['tokens_per_second']):.0f} ({_ratio(own[k], 'serve'):.2f})" for k in ks]
+        lines.append(f"| {streams} | {temperature:g} | {serve:.0f} | {drafted:.0f} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def _median(rates: Sequence[float]) -> float:
+    return statistics.median(rates) if rates else 0.0
+
+
+def _ratio(cell: Mapping[str, Any], peer: str) -> float:
+    return _median(cell["tokens_per_second"]) / (_median(cell[peer]) or float("nan"))
+
+
+def _servers(folder: Path, arguments: argparse.Namespace) -> list[Server]:
+    target, draft = str(arguments.pair / "target"), str(arguments.pair / "draft")
+    made = [_vllm("serve", target, None, arguments)]
+    for name in arguments.draft_models:
+        k, way = name.split("-")
+        own = {"method": "draft_model", "model": draft, "num_speculative_tokens": int(k), "draft_sample_method": way}
+        made.append(_vllm(f"draft_model {name}", target, own, arguments))
+    outrider = _outrider(folder, target, draft, arguments)
+    made += [replace(outrider, name=f"outrider k={k}", k=k) for k in arguments.ks]
+    return made
+
+
+def _vllm(name: str, model: str, speculative: Mapping[str, Any] | None, arguments: argparse.Namespace) -> Server:
+    (port,) = free_ports(1)
+    values = {
+        **{"model": model, "served-model-name": "target", "host": "127.0.0.1", "port": port, "dtype": "bfloat16"},
+        **{"max-model-len": MAX_MODEL_LEN, "max-num-seqs": MAX_NUM_SEQS, "max-num-batched-tokens": 2048},
+        **{"kv-cache-memory-bytes": _KV_CACHE_BYTES, "gpu-memory-utilization": _SHARED_MEMORY},
+    }
+    given = [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    given += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    for key, value in arguments.engine_args.items():
+        given += [f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    if speculative is not None:
+        given += ["--speculative-config", json.dumps(speculative)]
+    child = Child(name, given, module="vllm.entrypoints.openai.api_server")
+    return Server(name, child, f"http://127.0.0.1:{port}")
+
+
+def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespace) -> Server:
+    port, metrics_port = free_ports(2)
+    shared = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "enable_prefix_caching": False}
+    settings = {
+        "target": {
+            **shared,
+            **{
+                "engine": "vllm",
+                "model": target,
+                "device": "cuda",
+                "dtype": "bfloat16",
+                "max_num_batched_tokens": 2048,
+            },
+            **{"kv_cache_bytes": _KV_CACHE_BYTES, "memory_utilization": _SHARED_MEMORY},
+            **{"engine_args": arguments.engine_args, "metrics_port": metrics_port},
+        },
+        "draft": {**shared, "model": draft, "device": "cpu", "threads": arguments.draft_threads},
+        "speculation": {"num_speculative_tokens": 4, "max_speculative_tokens": 8},
+        "router": {"port": port, "served_model_name": "target"},
+        "logging": {"level": "warning"},
+    }
+    for path, value in (text.split("=", 1) for text in arguments.set):
+        section, key = path.split(".")
+        settings[section][key] = yaml.safe_load(value)
+    file = folder / "outrider.yaml"
+    file.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(arguments.runner == "V2"))}
+    child = Child("outrider", ["serve", "--config", str(file)], environment=environment)
+    return Server("outrider", child, f"http://127.0.0.1:{port}", page=f"http://127.0.0.1:{metrics_port}/metrics")
+
+
+def _wait(servers: Sequence[Server]) -> list[Server]:
+    """Those that came up."""
+    started_at = time.monotonic()
+    waiting, up = list(servers), []
+    while waiting and time.monotonic() < started_at + _READY_SECONDS:
+        for server in list(waiting):
+            if server.child.has_ended():
+                print(f"{server.name} did not start", file=sys.stderr, flush=True)
+                waiting.remove(server)
+            elif server.is_up():
+                print(f"{server.name}: ready after {time.monotonic() - started_at:.0f} s", file=sys.stderr, flush=True)
+                waiting.remove(server)
+                up.append(server)
+        time.sleep(0.3)
+    return [server for server in servers if server in up]
+
+
+def _measure(servers: Sequence[Server], arguments: argparse.Namespace) -> dict[tuple[int, float, str], list[float]]:
+    """Tokens a second of each repeat, by streams, temperature and server."""
+    rates: dict[tuple[int, float, str], list[float]] = {}
+    num_prompts: dict[tuple[int, str], int] = {}
+    for repeat in range(-1, arguments.repeats):  # the first is not counted
+        for streams in arguments.streams:
+            prompts = held_out_prompts(64 * streams, seed=streams)
+            for temperature in arguments.temperatures:
+                for server in servers:
+                    if repeat < 0:
+                        rate = server.ask(prompts[: 2 * streams], streams, temperature, _WARM_TOKENS)
+                        rounds = max(1, round(arguments.seconds * rate / (streams * ANSWER_TOKENS)))
+                        num_prompts[streams, server.name] = streams * min(64, rounds)
+                        continue
+                    own = prompts[: num_prompts[streams, server.name]]
+                    before = _steps(server) if repeat == 0 and server.k is not None else {}
+                    rate = server.ask(own, streams, temperature, ANSWER_TOKENS)
+                    rates.setdefault((streams, temperature, server.name), []).append(rate)
+                    if before:
+                        _tell(server, streams, temperature, rate, before)
+        print(f"repeat {repeat + 1} of {arguments.repeats} done", file=sys.stderr, flush=True)
+    return rates
+
+
+def _steps(server: Server) -> dict[str, float]:
+    return read_counters(server.page)
+
+
+def _tell(server: Server, streams: int, temperature: float, rate: float, before: Mapping[str, float]) -> None:
+    """Where the time of a cluster's steps went."""
+    grown = {name: value - before.get(name, 0.0) for name, value in _steps(server).items()}
+    rounds = grown.get("vllm:spec_decode_num_drafts_total", 0.0)
+    accepted = grown.get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
+    text = ", ".join(
+        f"{name.removeprefix('outrider_')} {value:.3f}"
+        for name, value in grown.items()
+        if "seconds_total" in name and value
+    )
+    print(
+        f"{server.name}, {streams} streams, T = {temperature:g}: {rate:.0f} tokens/s, "
+        f"{1 + accepted / rounds if rounds else 1:.2f} tokens a round; seconds: {text}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _document(
+    servers: Sequence[Server], rates: Mapping[tuple[int, float, str], list[float]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    import torch
+
+    names = [server.name for server in servers]
+    cells = []
+    for streams in arguments.streams:
+        for temperature in arguments.temperatures:
+            drafted = [rates[streams, temperature, name] for name in names if name.startswith("draft_model")]
+            best = max(drafted, key=_median, default=[])
+            for server in servers:
+                if server.k is None:
+                    continue
+                own = rates[streams, temperature, server.name]
+                where = "" if server.k == 0 else "remote"
+                serve = rates.get((streams, temperature, "serve"), [])
+                cells.append(Cell(arguments.pair_name, streams, temperature, server.k, where, own, serve, best))
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": arguments.commit,
+        "command": f"python -m bench.gpu_vllm {' '.join(sys.argv[1:])}",
+        "runner": arguments.runner,
+        "cells": [asdict(cell) for cell in cells],
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.gpu_vllm", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--pair", type=Path, required=True, help="folder with `target` and `draft`")
+    parser.add_argument("--pair-name", default="4.2B + 2M")
+    parser.add_argument("--runner", choices=["V1", "V2"], default="V2", help="of the cluster's target worker")
+    parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
+    parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0])
+    parser.add_argument(
+        "--ks", type=lambda text: [int(k) if k.isdigit() else k for k in text.split(",")], default=[0, 4, "auto"]
+    )
+    parser.add_argument(
+        "--draft-models",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=["3-greedy", "5-greedy", "3-probabilistic"],
+        help="of `vllm serve`: K and how drafts are sampled",
+    )
+    parser.add_argument("--draft-threads", type=int, default=4, help="of the draft worker")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="about what one measurement takes")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vLLM, as JSON")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the cluster")
+    parser.add_argument("--commit", default="", help="of the code that is measured")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/gpu-vllm.json"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
