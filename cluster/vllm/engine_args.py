@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import importlib.util
 import logging
 import os
 import sys
@@ -103,6 +104,8 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
         "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # of its processes
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if importlib.util.find_spec("flashinfer") is None:
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else engines on a GPU end while they start
     if resolve_device(worker.device).type == "cpu":
         cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))[: worker.threads]]
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cpus, worker.tensor_parallel_size)  # of ranks in processes
