@@ -186,7 +186,8 @@ def _climb(arguments: argparse.Namespace) -> None:
         _seconds(engine, rung, prompts[:count], 1.0, 8)
         _seconds(engine, rung, prompts[:count], 0.0, 8)
     print("loaded", file=answers, flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # whoever waits for it has ended
+        os._exit(1)
     times = {}
     for count in arguments.streams:
         for temperature in arguments.temperatures:

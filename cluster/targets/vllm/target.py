@@ -350,7 +350,10 @@ class VllmTarget(Target):
     def _sampling_params(self, request: GenerationRequest) -> VllmSamplingParams:
         k = request.num_speculative_tokens
         coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k)
-        values: dict[str, Any] = {"temperature": 0.0} if self._is_coupled else _own_params(request)
+        values = _own_params(request)
+        if self._is_coupled:  # to vLLM all are greedy
+            shaped = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias") if self._on_v2 else ()
+            values = {name: values[name] for name in shaped} | {"temperature": 0.0}
         end_token_ids = request.end_token_ids(self.model)
         grammar = None if request.grammar is None else request.grammar.written
         constraints = to_extra_args(request.constraints, end_token_ids, grammar)
