@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -43,7 +43,7 @@ class Server:
     child: Child
     url: str
     k: int | str | None = None  # what Outrider is asked for; None: of vLLM's own
-    page: str = ""  # of its target worker's metrics
+    pages: Sequence[str] = ()  # of its workers' metrics
 
     def ask(self, prompts: Sequence[Sequence[int]], num_streams: int, temperature: float, num_tokens: int) -> float:
         """Tokens a second of answers to `prompts`, `num_streams` at a time."""
@@ -89,13 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for server in {id(server.child): server for server in servers}.values():
                 server.child.start()
             up = _wait(servers)
-            rates = _measure(up, arguments)
+            for rates in _measure(up, arguments):
+                document = _document(up, rates, arguments)
+                arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                print(table(document), flush=True)
         finally:
             for server in servers:
                 server.child.kill()
-    document = _document(up, rates, arguments)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(table(document))
     return 0
 
 
@@ -152,7 +152,7 @@ def _vllm(name: str, model: str, speculative: Mapping[str, Any] | None, argument
 
 
 def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespace) -> Server:
-    port, metrics_port = free_ports(2)
+    port, *page_ports = free_ports(3)
     shared = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "enable_prefix_caching": False}
     settings = {
         "target": {
@@ -165,9 +165,15 @@ def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespa
                 "max_num_batched_tokens": 2048,
             },
             **{"kv_cache_bytes": _KV_CACHE_BYTES, "memory_utilization": _SHARED_MEMORY},
-            **{"engine_args": arguments.engine_args, "metrics_port": metrics_port},
+            **{"engine_args": arguments.engine_args, "metrics_port": page_ports[0]},
         },
-        "draft": {**shared, "model": draft, "device": "cpu", "threads": arguments.draft_threads},
+        "draft": {
+            **shared,
+            "model": draft,
+            "device": "cpu",
+            "threads": arguments.draft_threads,
+            "metrics_port": page_ports[1],
+        },
         "speculation": {"num_speculative_tokens": 4, "max_speculative_tokens": 8},
         "router": {"port": port, "served_model_name": "target"},
         "logging": {"level": "warning"},
@@ -179,7 +185,8 @@ def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespa
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(arguments.runner == "V2"))}
     child = Child("outrider", ["serve", "--config", str(file)], environment=environment)
-    return Server("outrider", child, f"http://127.0.0.1:{port}", page=f"http://127.0.0.1:{metrics_port}/metrics")
+    pages = [f"http://127.0.0.1:{own}/metrics" for own in (port, *page_ports)]
+    return Server("outrider", child, f"http://127.0.0.1:{port}", pages=pages)
 
 
 def _wait(servers: Sequence[Server]) -> list[Server]:
@@ -199,8 +206,10 @@ def _wait(servers: Sequence[Server]) -> list[Server]:
     return [server for server in servers if server in up]
 
 
-def _measure(servers: Sequence[Server], arguments: argparse.Namespace) -> dict[tuple[int, float, str], list[float]]:
-    """Tokens a second of each repeat, by streams, temperature and server."""
+def _measure(
+    servers: Sequence[Server], arguments: argparse.Namespace
+) -> Iterator[dict[tuple[int, float, str], list[float]]]:
+    """Tokens a second, by streams, temperature and server, of the repeats so far: after each of them."""
     rates: dict[tuple[int, float, str], list[float]] = {}
     num_prompts: dict[tuple[int, str], int] = {}
     for repeat in range(-1, arguments.repeats):  # the first is not counted
@@ -214,32 +223,34 @@ def _measure(servers: Sequence[Server], arguments: argparse.Namespace) -> dict[t
                         num_prompts[streams, server.name] = streams * min(64, rounds)
                         continue
                     own = prompts[: num_prompts[streams, server.name]]
-                    before = _steps(server) if repeat == 0 and server.k is not None else {}
+                    before = _counters(server) if repeat == 0 and server.k is not None else {}
                     rate = server.ask(own, streams, temperature, ANSWER_TOKENS)
                     rates.setdefault((streams, temperature, server.name), []).append(rate)
                     if before:
                         _tell(server, streams, temperature, rate, before)
-        print(f"repeat {repeat + 1} of {arguments.repeats} done", file=sys.stderr, flush=True)
-    return rates
+        if repeat >= 0:
+            yield rates
 
 
-def _steps(server: Server) -> dict[str, float]:
-    return read_counters(server.page)
+def _counters(server: Server) -> dict[str, float]:
+    counters: dict[str, float] = {}
+    for page in server.pages:
+        counters |= read_counters(page)
+    return counters
 
 
 def _tell(server: Server, streams: int, temperature: float, rate: float, before: Mapping[str, float]) -> None:
     """Where the time of a cluster's steps went."""
-    grown = {name: value - before.get(name, 0.0) for name, value in _steps(server).items()}
+    grown = {name: value - before.get(name, 0.0) for name, value in _counters(server).items()}
     rounds = grown.get("vllm:spec_decode_num_drafts_total", 0.0)
     accepted = grown.get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
-    text = ", ".join(
-        f"{name.removeprefix('outrider_')} {value:.3f}"
-        for name, value in grown.items()
-        if "seconds_total" in name and value
-    )
+    told = {
+        name: value for name, value in grown.items() if "seconds_total" in name or name.startswith("outrider_steps")
+    }
+    text = ", ".join(f"{name.removeprefix('outrider_')} {value:.3f}" for name, value in told.items() if value)
     print(
         f"{server.name}, {streams} streams, T = {temperature:g}: {rate:.0f} tokens/s, "
-        f"{1 + accepted / rounds if rounds else 1:.2f} tokens a round; seconds: {text}",
+        f"{1 + accepted / rounds if rounds else 1:.2f} tokens a round; {text}",
         file=sys.stderr,
         flush=True,
     )

@@ -49,6 +49,7 @@ class Rung:
     num_drafts: int = 0  # rows that the engine has room for, of each sequence
     is_coupled: bool = False
     rounds: Literal["", "none", "coordinator", "drafts"] = ""  # of our scheduler; "": it is vLLM's own
+    in_process: bool = True  # the runner, in the engine core's
 
 
 RUNGS = {
@@ -65,7 +66,8 @@ RUNGS = {
     "R10": Rung("asynchronous, our scheduler, room for 4 drafts", "V2", is_async=True, num_drafts=4, rounds="none"),
     "R11": Rung("coupled sampling", "V2", is_async=True, num_drafts=4, is_coupled=True, rounds="none"),
     "R12": Rung("a coordinator", "V2", is_async=True, num_drafts=4, is_coupled=True, rounds="coordinator"),
-    "R13": Rung("4 drafts a step", "V2", is_async=True, num_drafts=4, is_coupled=True, rounds="drafts"),
+    "R13": Rung("the runner in a process", "V2", True, 4, is_coupled=True, rounds="coordinator", in_process=False),
+    "R14": Rung("4 drafts a step", "V2", True, 4, is_coupled=True, rounds="drafts", in_process=False),
 }
 
 
@@ -195,7 +197,8 @@ def _climb(arguments: argparse.Namespace) -> None:
                 _seconds(engine, rung, prompts[:count], temperature, arguments.tokens) for _ in range(arguments.repeats)
             ]
             times[f"{count} streams, T = {temperature:g}"] = [1e3 * seconds / arguments.tokens for seconds in runs]
-    idle = _gpu_idle_ms(engine, rung, prompts[:1]) if arguments.device == "cuda" else None
+    is_seen = arguments.device == "cuda" and rung.in_process
+    idle = _gpu_idle_ms(engine, rung, prompts[:1]) if is_seen else None
     print(json.dumps({"ms": times, "gpu_idle_ms": idle}), file=answers, flush=True)
     sys.stdin.readline()
     os._exit(0)  # some of vLLM's threads would not end
@@ -223,6 +226,8 @@ def _engine(rung: Rung, arguments: argparse.Namespace) -> LLMEngine:
         "disable_log_stats": True,
         "worker_extension_cls": EXTENSION,
     }
+    if not rung.in_process:
+        values["distributed_executor_backend"] = "mp"
     if rung.num_drafts:
         own = {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": rung.num_drafts}
         values["speculative_config"] = carrier(rung.num_drafts) if is_v2 else own

@@ -135,8 +135,9 @@ class Coordinator:
         self.stats.other_seconds += time.thread_time() - started_at
 
     def depth(self, sequence: SpeculativeSequence) -> int:
-        """The most drafts of `sequence` that the planned step verifies."""
-        return self.planner.verified_depth(sequence)
+        """The most drafts of `sequence` that the planned step verifies: 0 where none can be there in time."""
+        may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
+        return self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
 
     def collect(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
         """What the planned step verifies after the committed tokens of each of `decoding`.

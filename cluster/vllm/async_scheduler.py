@@ -27,7 +27,7 @@ from cluster.vllm.scheduler import RoundScheduler
 logger = logging.getLogger(__name__)
 
 BOUND_STEP = "outrider_bound_step"  # what a SchedulerOutput has of a step whose drafts come later
-_STUCK_SECONDS = 2.0  # that a gate stays closed before it is opened without drafts: longer than any step takes
+_STUCK_SECONDS = 0.25  # that a gate stays closed before it is opened without drafts: longer than nearly all steps take
 
 
 @dataclass(slots=True)
@@ -39,7 +39,6 @@ class _Submitted:
     num_drafts: Mapping[str, int]  # rows for drafts, by request ID
     began_at: float = 0.0  # when its drafts had come, or it was submitted
     drafts: dict[str, Sequence[int]] = field(default_factory=dict)
-    is_open: bool = False
     submitted_at: float = field(default_factory=time.monotonic)
 
 
@@ -53,6 +52,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         self._submitted: deque[_Submitted] = deque()
         self._landing: _Submitted | None = None  # whose output is being processed
         self._landed_at = 0.0
+        self.num_without_drafts = 0  # steps whose gate was closed for too long
         self._gate: DraftGate | None = None
         if self.max_drafts:
             self._gate = DraftGate(self.max_num_running_reqs, self.max_drafts)
@@ -84,8 +84,8 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return outputs
 
     def shutdown(self) -> None:
-        for step in self._submitted:
-            self._release(step)
+        for step in list(self._submitted):
+            self._open(step, None)
         super().shutdown()
 
     def _set_drafts(self) -> None:
@@ -107,10 +107,10 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
                     found = drafts.get(request.request_id, ())[:number]
                     step.drafts[request.request_id] = self.allowed(request, found)
         finally:
-            if step.bound is not None and self._gate is not None:
-                self._gate.open(step.bound, [step.drafts.get(name, ()) for name in step.bound.request_ids])
+            if step.bound is not None:
+                if not self._open(step, [step.drafts.get(name, ()) for name in step.bound.request_ids]):
+                    step.drafts.clear()
                 step.began_at = time.perf_counter()
-            step.is_open = True
 
     def _step_began_at(self) -> float:
         assert self._landing is not None
@@ -120,16 +120,15 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         assert self._landing is not None
         return self._landing.drafts
 
+    def _open(self, step: _Submitted, drafts: Sequence[Sequence[int]] | None) -> bool:
+        """Whether `step` is bound, and goes on with `drafts`, not without."""
+        return step.bound is not None and self._gate is not None and self._gate.open(step.bound, drafts)
+
     def _watch_gate(self) -> None:
         """Opens a gate that has been closed for too long: should the host wait for the device, both would for ever."""
         while True:
             time.sleep(_STUCK_SECONDS / 4)
             for step in list(self._submitted):
-                if not step.is_open and time.monotonic() > step.submitted_at + _STUCK_SECONDS:
-                    self._release(step)
-
-    def _release(self, step: _Submitted) -> None:
-        if step.bound is not None and self._gate is not None and not step.is_open:
-            logger.warning("step %d goes on without its drafts", step.bound.number)
-            step.is_open = True
-            self._gate.release(step.bound)
+                if time.monotonic() > step.submitted_at + _STUCK_SECONDS and self._open(step, None):
+                    self.num_without_drafts += 1
+                    logger.debug("a step of %d sequences went on without its drafts", len(step.decoding))

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import mmap
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,24 +64,29 @@ class DraftGate:
         os.ftruncate(self._file, num_bytes)
         self._memory = _Memory(mmap.mmap(self._file, num_bytes), max_requests, max_drafts)
         self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._num_bound = 0
+        self._num_bound = self._num_open = 0
+        self._opening = threading.Lock()
 
     def bind(self, request_ids: Sequence[str]) -> BoundStep:
         """The next step that waits at the gate."""
         self._num_bound += 1
         return BoundStep(self._path, self._num_bound, tuple(request_ids), self._max_requests, self._max_drafts)
 
-    def open(self, step: BoundStep, drafts: Sequence[Sequence[int]]) -> None:
-        """Lets `step` go on with `drafts`, one sequence for each of its requests."""
-        rows = self._memory.drafts[step.number % _RING]
-        for row, token_ids in zip(rows, drafts, strict=False):
-            row[: len(token_ids)] = token_ids
-            row[len(token_ids) :] = token_ids[-1] if token_ids else 0  # fills a row up: any token will do
-        self.release(step)
+    def open(self, step: BoundStep, drafts: Sequence[Sequence[int]] | None) -> bool:
+        """Lets `step` go on with `drafts`, one sequence for each of its requests; None: with whatever is there.
 
-    def release(self, step: BoundStep) -> None:
-        """Lets `step` go on with whatever is there. Any thread."""
-        self._memory.word[0] = step.number % _WORD
+        Any thread. False when it was let go on before, as then ranks have perhaps read what is there.
+        """
+        with self._opening:
+            if step.number <= self._num_open:
+                return False
+            self._num_open = step.number
+            rows = self._memory.drafts[step.number % _RING]
+            for row, token_ids in zip(rows, drafts or (), strict=False):
+                row[: len(token_ids)] = token_ids
+                row[len(token_ids) :] = token_ids[-1] if token_ids else 0  # fills a row up: any token will do
+            self._memory.word[0] = step.number % _WORD
+            return True
 
 
 class DraftReader:

@@ -54,7 +54,7 @@ from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import check_numerics, common_engine_args, make_args, wants_v2_runner
 from cluster.vllm.lora import LoraLimits
 from cluster.vllm.sampling import EXTENSION
-from cluster.vllm.v2.front_end import PROCESSOR, carrier
+from cluster.vllm.v2.front_end import PROCESSOR, allow_bias, carrier
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,10 @@ class VllmTarget(Target):
         }
         if self._on_v2:
             ours |= {"scheduler_cls": ASYNC_SCHEDULER, "async_scheduling": True, "logits_processors": [PROCESSOR]}
+            # With the runner in a process of its own the coordinator goes on while a launch waits for the device, and
+            # neither takes the other's interpreter.
+            ours |= {"distributed_executor_backend": "mp"}
+            allow_bias()
         if self._config.target.takes_adapters:
             ours |= LoraLimits.of(self._config.target).engine_args()
         args = make_args(AsyncEngineArgs, {**values, **ours})
@@ -352,7 +356,9 @@ class VllmTarget(Target):
         coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k)
         values = _own_params(request)
         if self._is_coupled:  # to vLLM all are greedy
-            shaped = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias") if self._on_v2 else ()
+            shaped = (
+                ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias") if self._on_v2 else ()
+            )
             values = {name: values[name] for name in shaped} | {"temperature": 0.0}
         end_token_ids = request.end_token_ids(self.model)
         grammar = None if request.grammar is None else request.grammar.written

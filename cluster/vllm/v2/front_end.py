@@ -51,6 +51,11 @@ def prepare(engine_args: Any) -> None:
     put_in(ParentRequest, "get_child_info", _get_child_info)
 
 
+def allow_bias() -> None:
+    """Has vLLM take requests with a bias beside speculation: in the V2 runner its own table of biases does them."""
+    put_in(VllmSamplingParams, "_validate_spec_decode", lambda original, *arguments: None)
+
+
 def check(config: Any) -> None:
     """What vLLM has made of it. Raises ConfigurationError where coupled sampling would not be exact."""
     if not config.use_v2_model_runner:

@@ -1,0 +1,82 @@
+"""A step that is submitted before its drafts are known commits the same tokens: over two ranks, in the interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.workload import held_out_prompts
+from cluster.model_folder import resolve_model_folder
+
+from .environment import ROOT, environment
+from .test_exactness import SAMPLING
+
+NUM_CASES = 8
+ENGINE = {
+    "model": str(resolve_model_folder("outrider-target-12m")),
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_model_len": 96,
+    "max_num_seqs": 6,  # so that requests wait, and join those that decode
+    "max_num_batched_tokens": 64,  # so that prompts come in chunks
+    "block_size": 32,
+    "num_gpu_blocks_override": 10,  # so that sequences are preempted
+    "kv_cache_memory_bytes": 64 * 2**20,
+    "gpu_memory_utilization": 0.05,
+    "enable_prefix_caching": False,
+    "tensor_parallel_size": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    """What the program says of each way to draft."""
+    lengths = (1, 31, 33, 60)
+    cases = [
+        {"prompt": prompt[: lengths[index % len(lengths)]], "fields": SAMPLING[index % len(SAMPLING)]}
+        for index, prompt in enumerate(held_out_prompts(NUM_CASES, seed=3))
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.vllm.v2.bound_steps_program"],
+        cwd=ROOT,
+        env={**environment(tmp_path_factory.mktemp("plugin")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        input=json.dumps({"engine": ENGINE, "cases": cases}) + "\n",
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, "the engine has ended; why is on stderr"
+    yield {line["way"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("way", ["good", "random", "too few", "missing", "late"])
+def test_drafts_change_no_token(told: dict[str, dict[str, Any]], way: str) -> None:
+    assert told[way]["num_answers"] == NUM_CASES
+    assert told[way]["different"] == []
+
+
+def test_requests_that_are_aborted_change_no_other(told: dict[str, dict[str, Any]]) -> None:
+    assert 0 < told["aborted"]["num_answers"] < NUM_CASES
+    assert told["aborted"]["different"] == []
+
+
+def test_drafts_are_verified_and_counted(told: dict[str, dict[str, Any]]) -> None:
+    assert told["without drafts"]["drafted"] == told["missing"]["drafted"] == 0
+    assert told["good"]["accepted"] > 0.4 * told["good"]["drafted"] > 0
+    assert told["random"]["accepted"] < 0.1 * told["random"]["drafted"]
+
+
+def test_a_gate_that_stays_closed_is_opened(told: dict[str, dict[str, Any]]) -> None:
+    assert told["late"]["without_drafts"] > told["missing"]["without_drafts"]
+
+
+def test_sequences_were_preempted(told: dict[str, dict[str, Any]]) -> None:
+    assert told["good"]["preemptions"] > 0
