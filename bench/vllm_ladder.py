@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.run:
         _climb(arguments)
         return 0
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for group in arguments.rungs:
         results |= _measure_together(group, arguments)
     document = {
@@ -242,7 +242,7 @@ def _engine(rung: Rung, arguments: argparse.Namespace) -> LLMEngine:
     if rung.rounds:
         if is_v2:
             engine.collective_rpc("install_bound_steps")
-        scheduler = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        scheduler = engine.engine_core.engine_core.scheduler
         if rung.rounds == "coordinator":
             limits = StepLimits(MAX_MODEL_LEN, 32, 2048)
             vocab_size = config.model_config.get_vocab_size()
@@ -302,13 +302,14 @@ def _gpu_idle_ms(engine: LLMEngine, rung: Rung, prompts: Sequence[Sequence[int]]
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if str(event.device_type).endswith("CUDA")
     )
-    busy, until = 0.0, spans[0][0]
+    begun_at: float = spans[0][0]
+    busy, until = 0.0, begun_at
     for start, end in spans:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    return (until - spans[0][0] - busy) / 1e3 / _PROFILED_STEPS
+    return (until - begun_at - busy) / 1e3 / _PROFILED_STEPS
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from cluster.coordination.base import Link
 from cluster.coordination.stats import CoordinatorStats
 from cluster.speculation.acceptance_model import SequenceAcceptance
@@ -49,6 +51,7 @@ class SpeculativeSequence:
     depth: int = 0  # draft tokens wanted in the next round
     template: Template | None = None  # from which a tree of so many is cut; None: a chain, or what its number asks for
     expected_tokens: float = 1.0  # what a round of that depth commits on the average
+    expected_by: Sequence[float] | None = None  # and one of fewer drafts, by their number; None: not computed yet
 
     # Where it is drafted for.
     link: ActiveLink | None = None
@@ -88,7 +91,7 @@ class SpeculativeSequence:
         self.acceptance = acceptance
 
     def planned(self, depth: int, template: Template | None, expected_tokens: float = 1.0) -> None:
-        self.depth, self.template, self.expected_tokens = depth, template, expected_tokens
+        self.depth, self.template, self.expected_tokens, self.expected_by = depth, template, expected_tokens, None
 
     def left(self) -> None:
         """It has ended: nothing more is learned from its rounds."""
@@ -213,7 +216,9 @@ class SpeculativeSequence:
             return 1.0
         if num_drafts >= self.depth or self.acceptance is None:
             return self.expected_tokens
-        return 1.0 + sum(self.acceptance.survival()[:num_drafts])
+        if self.expected_by is None:
+            self.expected_by = [1.0, *(1.0 + np.cumsum(self.acceptance.survival())).tolist()]
+        return self.expected_by[num_drafts]
 
     def drafts(self, depth: int) -> Drafts:
         """What of the last proposal follows the committed tokens, `depth` tokens at most."""

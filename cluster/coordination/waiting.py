@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
@@ -98,12 +96,11 @@ class Waits:
             return True  # every request asked for its own number of drafts, and none has its proposal
         ready = [self._num_ready(s) for s in decoding]
         now_rows = len(decoding) + sum(ready)
-        at_once, together = steps.curve.at(
-            np.array([now_rows, now_rows + sum(s.depth - self._num_ready(s) for s in awaited)])
-        )
+        at_once = steps.curve.seconds(now_rows)
+        together = steps.curve.seconds(now_rows + sum(s.depth - self._num_ready(s) for s in awaited))
         tokens = sum(s.expected_of(number) for s, number in zip(decoding, ready, strict=True))
         more = sum(s.expected_tokens - s.expected_of(self._num_ready(s)) for s in awaited)
-        return bool((tokens + more) / (together + seconds_to_wait) >= tokens / at_once)
+        return (tokens + more) / (together + seconds_to_wait) >= tokens / at_once
 
     def _num_ready(self, sequence: SpeculativeSequence) -> int:
         return min(sequence.num_ready, self._planner.verified_depth(sequence))

@@ -275,10 +275,12 @@ class LinkCosts:
         """Seconds from asking for a proposal to having it, when nothing was drafted ahead."""
         if depth == 0:
             return self.round_trip_seconds
-        first, level = (
-            float(self._rows_seconds(rows * max(batch, 1))) for rows in (self._first_rows, self._level_rows)
-        )
+        first, level = (self._step_seconds(rows * max(batch, 1)) for rows in (self._first_rows, self._level_rows))
         return self.round_trip_seconds + first + (depth - 1) * level
+
+    def _step_seconds(self, rows: float) -> float:
+        """As `_rows_seconds`, of one number."""
+        return self._draft_step.seconds(min(rows, self._largest_rows)) if self.is_known else 0.0
 
     def _rows_seconds(self, rows: float | FloatArray) -> FloatArray:
         """A step's seconds.

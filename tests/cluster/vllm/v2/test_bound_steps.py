@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +34,7 @@ ENGINE = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the program says of each way to draft."""
     lengths = (1, 31, 33, 60)
     cases = [
@@ -54,7 +52,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
         timeout=600,
     )
     assert done.returncode == 0, "the engine has ended; why is on stderr"
-    yield {line["way"]: line for line in map(json.loads, done.stdout.splitlines())}
+    return {line["way"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("way", ["good", "random", "too few", "missing", "late"])
