@@ -83,6 +83,15 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
             self._collect(self._submitted[0])
         return outputs
 
+    @property
+    def num_submitted(self) -> int:
+        """Steps whose output has not been processed."""
+        return len(self._submitted)
+
+    def drafts_in_flight(self, request: Request) -> Sequence[int]:
+        """Those of `request` in the step that was submitted last, once they have come."""
+        return self._submitted[-1].drafts.get(request.request_id, ())
+
     def shutdown(self) -> None:
         for step in list(self._submitted):
             self._open(step, None)

@@ -31,6 +31,11 @@ def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], gram
     }
 
 
+def is_constrained(sampling_params: Any) -> bool:
+    """Whether a request of vLLM's with these parameters has any."""
+    return sampling_params is not None and EXTRA_ARGS_KEY in (sampling_params.extra_args or {})
+
+
 class RequestConstraints:
     """Those of the requests in one process."""
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.request import Request
+
+from cluster.speculation.drafts import Drafts
 from cluster.targets.base import TargetLoad
 from cluster.targets.vllm.core import CoordinatedScheduler
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.async_scheduler import AsyncRoundScheduler
+from cluster.vllm.constraints import is_constrained
 from cluster.vllm.coupling import Coupling
 
 
@@ -17,12 +23,42 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output = super().schedule(throttle_prefills)
+        if self.num_submitted > 1 and any(self._constrained(output)):
+            # vLLM has this step's tokens sampled once the step before has ended, and asks for the masks then.
+            output.pending_structured_output_tokens = True
         for new in output.scheduled_new_reqs:
             coupling = Coupling.of(new.sampling_params.extra_args)
             if coupling is not None and coupling.params.has_penalty:
                 # The runner counts as generated what follows the prompt: tokens of another worker do, too.
                 new.prompt_token_ids = new.prompt_token_ids[: coupling.num_prompt_tokens]
         return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """What the constraints of the step's requests leave, for the target's choice at each row."""
+        request_ids, masks, num_drafts = [], [], []
+        for request in self._constrained(scheduler_output):
+            constraint = self._constraint(request)
+            assert constraint is not None
+            drafts = self.drafts_in_flight(request)
+            found = constraint.masks(Drafts(drafts))
+            num_rows = 1 + len(scheduler_output.scheduled_spec_decode_tokens.get(request.request_id, ()))
+            if found is not None:
+                rows = np.full((num_rows, found.shape[1]), -1, dtype=np.int32)  # after the drafts nothing is accepted
+                rows[: len(found)] = found.numpy()
+                request_ids.append(request.request_id)
+                masks.append(rows)
+                num_drafts.append(len(drafts))
+        return GrammarOutput(request_ids, np.concatenate(masks), num_drafts) if masks else None
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
+        """The runner's own, of which there are none."""
+
+    def _constrained(self, scheduler_output: SchedulerOutput) -> Iterator[Request]:
+        """The requests that choose a token in this step, and may not choose any."""
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is not None and not request.is_prefill_chunk and is_constrained(request.sampling_params):
+                yield request
 
     def _readings(self, load: TargetLoad) -> Iterator[Reading]:
         yield from super()._readings(load)

@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from cluster.vllm.async_scheduler import BOUND_STEP
 from cluster.vllm.doors import put_in
 from cluster.vllm.draft_gate import BoundStep, DraftReader
+from cluster.vllm.v2.coupled_sampling import CoupledSampling
 
 _executing: BoundSteps | None = None  # whose runner prepares a step in this process: one at a time does
 
@@ -32,6 +33,9 @@ class BoundSteps:
         self._execute_model = runner.execute_model
         runner.execute_model = self.execute_model
         put_in(model_runner, "combine_sampled_and_draft_tokens", _combine)
+        (self._coupled,) = [own for own in runner.sampler.logits_processors if isinstance(own, CoupledSampling)]
+        self._apply_mask = runner.structured_outputs_worker.apply_grammar_bitmask
+        runner.structured_outputs_worker.apply_grammar_bitmask = self._keep_mask
 
     def execute_model(self, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
         global _executing
@@ -52,6 +56,16 @@ class BoundSteps:
         slots = np.array([states.req_id_to_index[request_id] for request_id in step.request_ids], dtype=np.int64)
         places = async_tensor_h2d(slots, device=states.device)
         states.draft_tokens[places] = self._reader.read(step)
+
+    def _keep_mask(self, logits: torch.Tensor, *arguments: Any) -> None:
+        """Leaves the mask to the sampling, which has a copy: log-probabilities are those of all tokens."""
+        num_rows = len(logits)
+
+        def mask(processed: torch.Tensor) -> None:
+            assert len(processed) == num_rows, "a step's logits are processed as a whole"
+            self._apply_mask(processed, *arguments)
+
+        self._coupled.mask = mask
 
 
 def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

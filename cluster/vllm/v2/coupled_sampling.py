@@ -7,6 +7,7 @@ are vLLM's own, and come before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from cluster.speculation.device_noise import signed_word
 from cluster.speculation.filters import NO_TOP_P, filter_rows
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import noise_of_rows
+from cluster.vllm.constraints import is_constrained
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.v2.couplings import couplings_of
 
@@ -34,6 +36,7 @@ class CoupledSampling(LogitsProcessor):
         self._host = _Slots.on_host(req_states.max_num_reqs)
         self._slots = self._host.to(self._device)
         self._is_stale = False
+        self.mask: Callable[[torch.Tensor], None] | None = None  # of the next logits: forbids what may not be chosen
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         coupling = Coupling.of(sampling_params.extra_args)
@@ -44,7 +47,7 @@ class CoupledSampling(LogitsProcessor):
             self._couplings[req_idx] = coupling
             self._host.put(req_idx, coupling)
         self._is_stale = True
-        return coupling is not None and not coupling.params.is_greedy
+        return coupling is not None and (not coupling.params.is_greedy or is_constrained(sampling_params))
 
     def apply_staged_writes(self) -> None:
         if self._is_stale:
@@ -53,6 +56,9 @@ class CoupledSampling(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """`logits` float32 [num_rows, vocab_size]; the row that is fed the token at `pos` draws that at `pos + 1`."""
+        if self.mask is not None:
+            mask, self.mask = self.mask, None
+            mask(logits)
         in_batch = [self._couplings[slot].params for slot in ctx.idx_mapping_np.tolist() if slot in self._couplings]
         if all(params.is_greedy for params in in_batch):
             return logits
