@@ -4,18 +4,22 @@ Every server is in the GPU's memory at once, and they answer in turn, each point
 that a drift of the machine meets all alike: `vllm serve` alone and with its own draft model, and a cluster of this
 project whose draft worker computes on the machine's CPU, at fixed k and at one that it chooses. Answers are not
 streamed. DIR has `target` and `draft`, as `bench.models` writes them.
+
+Before that, `--exact` compares answers of the bundled pair without drafts with those under speculation.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,9 +28,12 @@ from typing import Any
 import httpx
 import yaml
 
+from bench.exactness import answers, num_differing
 from bench.workload import held_out_prompts, read_counters
+from cluster.config import Config
+from cluster.config_file import load_config
 from services.launch.child import Child
-from services.launch.local import free_ports
+from services.launch.local import LocalCluster, free_ports
 
 ANSWER_TOKENS = 128
 MAX_MODEL_LEN = 1024
@@ -35,6 +42,7 @@ _READY_SECONDS = 300.0
 _KV_CACHE_BYTES = 2**30
 _SHARED_MEMORY = 0.1  # of the GPU, as vLLM checks it: what has to be free when an engine starts
 _WARM_TOKENS = 24
+_EXACT_PROMPTS = 20  # answers of 250 tokens
 
 
 @dataclass(slots=True)
@@ -88,9 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             for server in {id(server.child): server for server in servers}.values():
                 server.child.start()
+            exactness = _exactness(arguments)  # while they load
             up = _wait(servers)
             for rates in _measure(up, arguments):
-                document = _document(up, rates, arguments)
+                document = _document(up, rates, exactness, arguments)
                 arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
                 print(table(document), flush=True)
         finally:
@@ -189,6 +198,49 @@ def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespa
     return Server("outrider", child, f"http://127.0.0.1:{port}", pages=pages)
 
 
+def _exactness(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """How many tokens differ from those without drafts, of the bundled pair with its draft on the CPU."""
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(arguments.runner == "V2")), "TRITON_F32_DEFAULT": "ieee"}
+    prompts = held_out_prompts(_EXACT_PROMPTS, seed=1)
+    found = []
+    with ExitStack() as running:
+        before = dict(os.environ)
+        os.environ.update(environment)
+        clusters = {
+            kind: running.enter_context(LocalCluster(_exact_config(kind, arguments))) for kind in arguments.exact
+        }
+        os.environ.clear()
+        os.environ.update(before)
+        for kind, cluster in clusters.items():
+            cluster.wait_ready(_READY_SECONDS)
+            expected = answers(cluster.url, prompts, k=0, concurrency=8)
+            others = {k: answers(cluster.url, prompts, k=k, concurrency=at_once) for k, at_once in ((4, 8), (7, 20))}
+            counters = read_counters(f"{cluster.url}/metrics")
+            found.append(
+                {
+                    "kind": kind,
+                    "num_tokens": sum(map(len, expected)),
+                    "num_accepted_drafts": int(counters["vllm:spec_decode_num_accepted_tokens_total"]),
+                    "num_different_tokens": {k: num_differing(expected, other)[0] for k, other in others.items()},
+                }
+            )
+            print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def _exact_config(kind: str, arguments: argparse.Namespace) -> Config:
+    dtype, _, numerics = kind.partition("-")
+    engine_args = arguments.engine_args | ({"attention_backend": "TRITON_ATTN"} if numerics else {})
+    settings = {
+        **{"router.port": 0, "logging.level": "warning", "target.engine": "vllm", "target.device": "cuda"},
+        **{"target.dtype": dtype, "target.numerics": numerics or "fast", "target.engine_args": json.dumps(engine_args)},
+        **{"target.kv_cache_bytes": 2**28, "target.max_model_len": MAX_MODEL_LEN, "target.max_num_seqs": 32},
+        **{"target.max_num_batched_tokens": 2048, "target.memory_utilization": 0.02, "draft.device": "cpu"},
+        **{"draft.dtype": dtype, "speculation.max_speculative_tokens": 8, "speculation.draft_timeout_ms": 1000},
+    }
+    return load_config(None, [f"{key}={value}" for key, value in settings.items()])
+
+
 def _wait(servers: Sequence[Server]) -> list[Server]:
     """Those that came up."""
     started_at = time.monotonic()
@@ -257,7 +309,10 @@ def _tell(server: Server, streams: int, temperature: float, rate: float, before:
 
 
 def _document(
-    servers: Sequence[Server], rates: Mapping[tuple[int, float, str], list[float]], arguments: argparse.Namespace
+    servers: Sequence[Server],
+    rates: Mapping[tuple[int, float, str], list[float]],
+    exactness: Sequence[Mapping[str, Any]],
+    arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     import torch
 
@@ -280,6 +335,7 @@ def _document(
         "commit": arguments.commit,
         "command": f"python -m bench.gpu_vllm {' '.join(sys.argv[1:])}",
         "runner": arguments.runner,
+        "exactness": list(exactness),
         "cells": [asdict(cell) for cell in cells],
     }
 
@@ -301,6 +357,12 @@ def _parser() -> argparse.ArgumentParser:
         help="of `vllm serve`: K and how drafts are sampled",
     )
     parser.add_argument("--draft-threads", type=int, default=4, help="of the draft worker")
+    parser.add_argument(
+        "--exact",
+        type=lambda text: [kind for kind in text.split(",") if kind],
+        default=["float32", "bfloat16-invariant"],
+        help="kinds of arithmetic in which answers are compared",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="about what one measurement takes")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="further arguments of vLLM, as JSON")

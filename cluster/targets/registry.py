@@ -32,7 +32,7 @@ from cluster.targets.simulated import SimulatedTarget
 from cluster.targets.torch import TorchTarget
 from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
-from cluster.vllm.compatibility import TARGET, check
+from cluster.vllm.compatibility import TARGET, V2_TARGET, check
 from cluster.vllm.engine_args import set_environment, wants_v2_runner
 
 logger = logging.getLogger(__name__)
@@ -160,8 +160,9 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
 
 
 def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target:
-    set_environment(config.target, v2_runner=wants_v2_runner())  # vLLM reads some of it when it is imported
-    check(TARGET)
+    on_v2 = wants_v2_runner()
+    set_environment(config.target, v2_runner=on_v2)  # vLLM reads some of it when it is imported
+    check(V2_TARGET if on_v2 else TARGET)
     from cluster.targets.vllm.target import VllmTarget  # and only this engine needs it
 
     return VllmTarget(config, fingerprint)

@@ -210,6 +210,46 @@ LORA = (
     Internal("vllm.v1.core.kv_cache_utils", "_gen_lora_extra_hash_keys", ("request",)),
 )
 
+# The target worker on the V2 runner.
+V2_TARGET = (
+    *V1_SCHEDULER,
+    *V1_CLIENT,
+    *EXECUTOR,
+    *V2_WORKER,
+    Internal("vllm.sampling_params", "SamplingParams._validate_spec_decode", ("self", "speculative_config")),
+    Internal(
+        "vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule", ("self", "scheduler_output")
+    ),
+    Internal("vllm.v1.core.sched.scheduler", "Scheduler.get_grammar_bitmask", ("self", "scheduler_output")),
+    Internal(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_draft_token_ids_in_output",
+        ("self", "draft_token_ids", "scheduler_output"),
+    ),
+    Internal("vllm.v1.core.sched.output", "SchedulerOutput", some=("num_spec_tokens_to_schedule",)),
+    Internal("vllm.v1.core.sched.output", "SchedulerOutput.pending_structured_output_tokens"),
+    Internal(
+        "vllm.v1.core.sched.output",
+        "GrammarOutput",
+        ("structured_output_request_ids", "grammar_bitmask", "num_acceptable_drafts"),
+    ),
+    Internal("vllm.v1.engine.core", "EngineCore.step_with_batch_queue", ("self",)),
+    Internal(
+        "vllm.v1.worker.gpu.model_runner",
+        "combine_sampled_and_draft_tokens",
+        (
+            *("input_ids", "idx_mapping", "last_sampled_tokens", "query_start_loc", "seq_lens", "prefill_len"),
+            *("draft_tokens", "cu_num_logits", "num_logits", "num_new_sampled_tokens"),
+        ),
+    ),
+    Internal(
+        "vllm.v1.worker.gpu.structured_outputs",
+        "StructuredOutputsWorker.apply_grammar_bitmask",
+        ("self", "logits", "input_batch", "grammar_req_ids", "grammar_bitmask"),
+    ),
+    Internal("vllm.utils.torch_utils", "async_tensor_h2d", some=("data", "device")),
+)
+
 TARGET = V1_SAMPLING + V1_SCHEDULER + V1_CLIENT + LORA + EXECUTOR
 
 DRAFTER = (

@@ -74,6 +74,8 @@ class VllmTarget(Target):
         """Loads the model. Raises ConfigurationError."""
         target, folder = config.target, resolve_model_folder(config.target.model)
         check_numerics(target, target.numerics)
+        if wants_v2_runner():
+            _check_v2(config)
         self._config = config
         self._is_coupled = config.speculation.acceptance != "engine"
         self._drafts = config.speculation.num_speculative_tokens > 0
@@ -408,6 +410,17 @@ class VllmTarget(Target):
                 f"vLLM's engine core has ended: {cause if is_recent else 'its own message, if any, is above'}"
             )
             logger.error("%s", self.error)
+
+
+def _check_v2(config: Config) -> None:
+    """Raises ConfigurationError where the V2 runner has not been tried, or cannot keep the promise."""
+    for setting, is_there in (
+        ("target.lora and target.lora_root", config.target.takes_adapters),
+        ("speculation.acceptance engine", config.speculation.acceptance == "engine"),
+        ("draft.drafter engine", config.draft.drafter == "engine"),
+    ):
+        if is_there:
+            raise ConfigurationError(f"{setting}: not on vLLM's V2 runner; unset VLLM_USE_V2_MODEL_RUNNER")
 
 
 def _own_params(request: GenerationRequest) -> dict[str, Any]:

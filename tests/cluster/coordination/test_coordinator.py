@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
 from cluster.config_speculation import SpeculationConfig
+from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.sequence import Round
 from cluster.speculation.drafts import Drafts
@@ -336,3 +338,27 @@ def test_others_do_not_wait_for_a_drafter_that_computes_a_prompt(
     pool.happens(rounds.link, SpeculateReply(proposals={wire_id: Proposal(wire_id, 3, [7, 8])}))
     assert coordinator.begin([rounds.sequence, newcomer])[newcomer] == Drafts([7, 8])
     assert coordinator.stats.num_late_rounds == 0
+
+
+def test_a_step_may_be_planned_before_the_one_before_it_has_ended(rounds: Rounds) -> None:
+    """As in an engine that schedules a step while another runs."""
+    coordinator, sequence = rounds.coordinator, rounds.sequence
+    rounds.proposes(3, 4, 5, 6, 7)
+    drafts = coordinator.begin([sequence])[sequence]
+    coordinator.plan([sequence])
+    assert coordinator.depth(sequence) == K
+    cast(list[int], sequence.token_ids).extend([4, 9])
+    coordinator.end([Round(sequence, drafts, [4, 9])])
+    assert rounds.link.take_sent() == rounds.advance(3, 4, 9)
+    rounds.proposes(5, 10, 11, 12, 13)
+    assert list(coordinator.collect([sequence])[sequence].token_ids) == [10, 11, 12, 13]
+
+
+def test_no_rows_are_planned_for_drafts_that_cannot_come(rounds: Rounds) -> None:
+    rounds.coordinator.plan([rounds.sequence])
+    assert rounds.coordinator.depth(rounds.sequence) == 0  # its drafter still computes the prompt
+    rounds.proposes(3, 4, 5, 6, 7)
+    rounds.drafts()
+    rounds.pool.happens(rounds.link, LinkState.DOWN)
+    rounds.coordinator.plan([rounds.sequence])
+    assert rounds.coordinator.depth(rounds.sequence) == 0
