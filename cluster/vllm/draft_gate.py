@@ -130,7 +130,7 @@ def _register(word: npt.NDArray[np.uint32], num_bytes: int) -> int:
     """Lets the GPU read the memory that begins with `word`; returns the address of the word there."""
     host = word.ctypes.data
     portable_and_mapped = 1 | 2
-    failed = torch.cuda.cudart().cudaHostRegister(host, num_bytes, portable_and_mapped)
+    failed = torch.cuda.cudart().cudaHostRegister(host, num_bytes, portable_and_mapped)  # type: ignore[no-untyped-call]
     if int(failed) != 0:
         raise RuntimeError(f"CUDA cannot read the memory of drafts: cudaHostRegister returned {failed}")
     address = ctypes.c_uint64()

@@ -325,8 +325,8 @@ class RoundScheduler(Scheduler):
     def _useful_drafts(self, request: Request) -> int:
         """More could not be committed: the bonus token takes the last place, and a step that runs commits one."""
         max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-        num_tokens = int(request.num_tokens) + (request.num_output_placeholders > 0)
-        return min(self.max_drafts, max_len - num_tokens - 1)
+        num_tokens = request.num_tokens + (request.num_output_placeholders > 0)
+        return min(self.max_drafts, max_len - int(num_tokens) - 1)
 
 
 def _adapter(request: Request) -> int | None:
