@@ -209,9 +209,9 @@ def _engine(rung: Rung, arguments: argparse.Namespace) -> LLMEngine:
     from vllm.v1.executor import Executor
 
     from cluster.vllm.async_scheduler import AsyncRoundScheduler
+    from cluster.vllm.engine_args import COUPLED_SAMPLING, carrier
     from cluster.vllm.sampling import EXTENSION
     from cluster.vllm.scheduler import RoundScheduler
-    from cluster.vllm.v2.front_end import PROCESSOR, carrier
 
     is_v2, values = rung.runner == "V2", dict(arguments.engine_args)
     values |= {
@@ -232,7 +232,7 @@ def _engine(rung: Rung, arguments: argparse.Namespace) -> LLMEngine:
         own = {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": rung.num_drafts}
         values["speculative_config"] = carrier(rung.num_drafts) if is_v2 else own
     if rung.is_coupled and is_v2:
-        values["logits_processors"] = [PROCESSOR]
+        values["logits_processors"] = [COUPLED_SAMPLING]
     if rung.rounds:
         values["scheduler_cls"] = AsyncRoundScheduler if is_v2 else RoundScheduler
     config = EngineArgs(**values).create_engine_config()

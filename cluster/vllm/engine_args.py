@@ -15,6 +15,7 @@ from cluster.config_workers import WorkerConfig
 from cluster.engine.loader import resolve_device
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
+from cluster.vllm.doors import put_in
 
 # The executor that vLLM uses for one rank on a GPU. On a CPU it refuses its short name, "uni", as it sets the threads'
 # environment only for processes that it starts; here `set_environment` does. With the runner in a process of its own
@@ -22,6 +23,7 @@ from cluster.model_folder import resolve_model_folder
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is made for multiples of it
 
+COUPLED_SAMPLING = "cluster.vllm.coupled_sampling:CoupledSampling"  # a logits processor, of the V2 runner
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 # Decided by other settings, or by how this project uses vLLM.
@@ -93,6 +95,24 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
 def wants_v2_runner() -> bool:
     """Whether the target worker is to use vLLM's V2 model runner, with asynchronous scheduling."""
     return os.environ.get(_RUNNER) == "1"
+
+
+def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
+    """The speculation that the V2 runner prepares for, and in whose place our drafts come.
+
+    Of its methods the one that needs no model and leaves the committed tokens where they are quickly read.
+    """
+    if num_speculative_tokens == 0:
+        return None
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    return {"method": "ngram_gpu", "num_speculative_tokens": num_speculative_tokens, **lookup}
+
+
+def allow_bias() -> None:
+    """Has vLLM take requests with a bias beside speculation: on the V2 runner its own table of biases does them."""
+    from vllm.sampling_params import SamplingParams
+
+    put_in(SamplingParams, "_validate_spec_decode", lambda original, *arguments: None)
 
 
 def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:

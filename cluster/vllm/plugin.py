@@ -44,7 +44,7 @@ def _create_engine_config(original: Callable[..., Any], engine_args: Any, *argum
 
 def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
     if _drafts_come_with_steps(vllm_config):
-        from cluster.vllm.v2.bound_steps import NoSpeculator
+        from cluster.vllm.bound_steps import NoSpeculator
 
         return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)
     if not is_asked_for(vllm_config.additional_config):

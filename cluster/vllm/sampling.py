@@ -47,7 +47,7 @@ class CoupledWorker(LoraWorker):
 
     def install_bound_steps(self) -> None:
         """On the V2 runner, where a logits processor couples the sampling. Called once, before the first request."""
-        from cluster.vllm.v2.bound_steps import BoundSteps
+        from cluster.vllm.bound_steps import BoundSteps
 
         BoundSteps(self.model_runner)
 

@@ -51,10 +51,17 @@ from cluster.targets.vllm.profiling import STEPS
 from cluster.telemetry.metrics import Reading
 from cluster.vllm.constraints import to_extra_args
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.engine_args import check_numerics, common_engine_args, make_args, wants_v2_runner
+from cluster.vllm.engine_args import (
+    COUPLED_SAMPLING,
+    allow_bias,
+    carrier,
+    check_numerics,
+    common_engine_args,
+    make_args,
+    wants_v2_runner,
+)
 from cluster.vllm.lora import LoraLimits
 from cluster.vllm.sampling import EXTENSION
-from cluster.vllm.v2.front_end import PROCESSOR, allow_bias, carrier
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +136,11 @@ class VllmTarget(Target):
             "scheduling_policy": "priority",
         }
         if self._on_v2:
-            ours |= {"scheduler_cls": ASYNC_SCHEDULER, "async_scheduling": True, "logits_processors": [PROCESSOR]}
+            ours |= {
+                "scheduler_cls": ASYNC_SCHEDULER,
+                "async_scheduling": True,
+                "logits_processors": [COUPLED_SAMPLING],
+            }
             # With the runner in a process of its own the coordinator goes on while a launch waits for the device, and
             # neither takes the other's interpreter.
             ours |= {"distributed_executor_backend": "mp"}

@@ -25,10 +25,10 @@ from cluster.speculation.params import SamplingParams
 from cluster.vllm import compatibility
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.doors import put_in
+from cluster.vllm.engine_args import COUPLED_SAMPLING, carrier
 from cluster.vllm.v2 import is_asked_for
 from cluster.vllm.v2.settings import PluginSettings
 
-PROCESSOR = "cluster.vllm.v2.coupled_sampling:CoupledSampling"
 _K = "num_speculative_tokens"
 _INT64 = range(-(2**63), 2**63)
 
@@ -45,15 +45,10 @@ def prepare(engine_args: Any) -> None:
         )
     engine_args.speculative_config = speculation
     processors = list(engine_args.logits_processors or ())
-    if PROCESSOR not in processors:
-        engine_args.logits_processors = [*processors, PROCESSOR]
+    if COUPLED_SAMPLING not in processors:
+        engine_args.logits_processors = [*processors, COUPLED_SAMPLING]
     put_in(InputProcessor, "process_inputs", _process_inputs)
     put_in(ParentRequest, "get_child_info", _get_child_info)
-
-
-def allow_bias() -> None:
-    """Has vLLM take requests with a bias beside speculation: in the V2 runner its own table of biases does them."""
-    put_in(VllmSamplingParams, "_validate_spec_decode", lambda original, *arguments: None)
 
 
 def check(config: Any) -> None:
@@ -70,17 +65,6 @@ def check(config: Any) -> None:
         )
     if config.watermark_config is not None:
         raise ConfigurationError("watermarking draws by its own rule: leave it or outrider.draft_addresses out")
-
-
-def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
-    """The speculation that vLLM prepares for, and in whose place our drafts come; see `cluster.vllm.v2.speculator`.
-
-    Of its methods the one that needs no model and leaves the committed tokens where they are quickly read.
-    """
-    if num_speculative_tokens == 0:
-        return None
-    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 1}
-    return {"method": "ngram_gpu", "num_speculative_tokens": num_speculative_tokens, **lookup}
 
 
 # Requests.

@@ -18,7 +18,7 @@ from cluster.engine.limits import StepLimits
 from cluster.telemetry.metrics import Reading, WorkerMetrics
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
 from cluster.transport.listening import Listener
-from cluster.vllm.v2.couplings import couplings_of
+from cluster.vllm.couplings import couplings_of
 from cluster.vllm.v2.drafting import RemoteDrafting, Stepped
 from cluster.vllm.v2.links import LinkThread
 from cluster.vllm.v2.settings import PluginSettings

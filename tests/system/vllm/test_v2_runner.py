@@ -35,25 +35,26 @@ BODIES: dict[str, Body] = {
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def on_v2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with pytest.MonkeyPatch.context() as patched:
         for name, value in environment(tmp_path_factory.mktemp("plugin")).items():
             patched.setenv(name, value)
-        running = LocalCluster(load_config(None, SETTINGS))
-        with running:
+        with LocalCluster(load_config(None, SETTINGS)) as running:
             running.wait_ready(300)
-            with httpx.Client(base_url=running.url, timeout=300) as client:
-                yield client
+            yield running
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_it_answers_as_our_own_engine(cluster: LocalCluster, client: httpx.Client, k: int) -> None:
-    before = read_counters(f"{client.base_url}metrics")
-    with httpx.Client(base_url=cluster.url, timeout=300) as other:
+def test_it_answers_as_our_own_engine(cluster: LocalCluster, on_v2: LocalCluster, k: int) -> None:
+    before = read_counters(f"{on_v2.url}/metrics")
+    with (
+        httpx.Client(base_url=cluster.url, timeout=300) as other,
+        httpx.Client(base_url=on_v2.url, timeout=300) as client,
+    ):
         for name, body in BODIES.items():
             try:
                 assert_alike(answer(other, body), answer(client, {**body, "num_speculative_tokens": k}))
             except AssertionError as error:
                 raise AssertionError(name) from error
-    grown = {name: value - before.get(name, 0.0) for name, value in read_counters(f"{client.base_url}metrics").items()}
+    grown = {name: value - before.get(name, 0.0) for name, value in read_counters(f"{on_v2.url}/metrics").items()}
     assert (grown["vllm:spec_decode_num_accepted_tokens_total"] > 0) == (k > 0)

@@ -80,13 +80,13 @@ def main() -> None:
     from vllm.v1.executor import Executor
 
     from cluster.vllm.async_scheduler import AsyncRoundScheduler
+    from cluster.vllm.engine_args import COUPLED_SAMPLING, allow_bias, carrier
     from cluster.vllm.sampling import EXTENSION
-    from cluster.vllm.v2.front_end import PROCESSOR, allow_bias, carrier
 
     asked = json.loads(sys.stdin.readline())
     allow_bias()
     values = asked["engine"] | {"scheduler_cls": AsyncRoundScheduler, "worker_extension_cls": EXTENSION}
-    values |= {"logits_processors": [PROCESSOR], "speculative_config": carrier(MAX_DRAFTS)}
+    values |= {"logits_processors": [COUPLED_SAMPLING], "speculative_config": carrier(MAX_DRAFTS)}
     config = EngineArgs(**values, async_scheduling=True, distributed_executor_backend="mp").create_engine_config()
     assert config.scheduler_config.async_scheduling
     engine = LLMEngine(config, Executor.get_class(config), log_stats=False)

@@ -13,7 +13,7 @@ from cluster.coordination.pool import DraftPool
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.v2.couplings import couplings_of
+from cluster.vllm.couplings import couplings_of
 from cluster.vllm.v2.requests import EngineRequests
 from cluster.vllm.v2.settings import PluginSettings
 from tests.background_loop import BackgroundLoop

@@ -16,9 +16,9 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from cluster.vllm.async_scheduler import BOUND_STEP
+from cluster.vllm.coupled_sampling import CoupledSampling
 from cluster.vllm.doors import put_in
 from cluster.vllm.draft_gate import BoundStep, DraftReader
-from cluster.vllm.v2.coupled_sampling import CoupledSampling
 
 _executing: BoundSteps | None = None  # whose runner prepares a step in this process: one at a time does
 

@@ -21,7 +21,7 @@ from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import noise_of_rows
 from cluster.vllm.constraints import is_constrained
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.v2.couplings import couplings_of
+from cluster.vllm.couplings import couplings_of
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
