@@ -6,6 +6,7 @@ grammar leaves, and it refuses some of them beside speculation.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from cluster.engine.constraint import TokenConstraint
 from cluster.grammars import matching
 
 EXTRA_ARGS_KEY = "outrider_constraints"
+_VOCABULARY_SECONDS = 10.0  # it is on its way when the first grammar comes, and takes some 100 ms to read
 
 
 def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], grammar: str | None) -> dict[str, Any]:
@@ -42,11 +44,13 @@ class RequestConstraints:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._vocabulary: Any = None
+        self._is_known = threading.Event()
         self._constraints: dict[str, TokenConstraint] = {}
 
     def know_vocabulary(self, written: str) -> None:
-        """To be called before the first request with a grammar."""
+        """To be called for the first request with a grammar. Any thread."""
         self._vocabulary = matching.read_vocabulary(written)
+        self._is_known.set()
 
     def of(
         self, request_id: str, extra_args: Mapping[str, Any] | None, generated: Sequence[int]
@@ -78,6 +82,6 @@ class RequestConstraints:
         )
         matcher = None
         if asked["grammar"] is not None:
-            assert self._vocabulary is not None, "a grammar came before the vocabulary"
+            assert self._is_known.wait(_VOCABULARY_SECONDS), "a grammar came without the vocabulary"
             matcher = matching.make_matcher(matching.read_compiled(asked["grammar"], self._vocabulary))
         return TokenConstraint(constraints, matcher, self._vocab_size, asked["end_token_ids"])

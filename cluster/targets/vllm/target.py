@@ -358,7 +358,8 @@ class VllmTarget(Target):
         async with self._telling:
             if not self._has_told:
                 self._channel.send(Vocabulary(written))
-                await self._llm.collective_rpc("know_grammar_vocabulary", args=(written,))
+                if not self._on_v2:  # there masks are made in the engine core
+                    await self._llm.collective_rpc("know_grammar_vocabulary", args=(written,))
                 self._has_told = True
 
     def _fail(self, request: GenerationRequest, error: OutriderError) -> None:
