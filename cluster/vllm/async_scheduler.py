@@ -27,7 +27,7 @@ from cluster.vllm.scheduler import RoundScheduler
 logger = logging.getLogger(__name__)
 
 BOUND_STEP = "outrider_bound_step"  # what a SchedulerOutput has of a step whose drafts come later
-_STUCK_SECONDS = 0.25  # that a gate stays closed before it is opened without drafts: longer than nearly all steps take
+_STUCK_SECONDS = 1.0  # after its submission a step goes on without drafts: longer than nearly all take, and their waits
 
 
 @dataclass(slots=True)
@@ -49,6 +49,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._planned: Sequence[Request] = ()  # that decode in the next step; one that ends its prompt there does not
         self._submitted: deque[_Submitted] = deque()
         self._landing: _Submitted | None = None  # whose output is being processed
         self._landed_at = 0.0
@@ -66,7 +67,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         if num_drafts and self._gate is not None:
             bound = self._gate.bind(list(num_drafts))
             setattr(output, BOUND_STEP, bound)
-        decoding = [r for r in self.running if r.request_id in scheduled and not r.is_prefill_chunk]
+        decoding = [request for request in self._planned if request.request_id in scheduled]
         step = _Submitted(decoding, bound, num_drafts, began_at=self._scheduled_at)
         self._submitted.append(step)
         if len(self._submitted) == 1:
@@ -100,10 +101,11 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
     def _set_drafts(self) -> None:
         if self.rounds is None:
             return
-        decoding, joining = self._running()
-        depths = self.rounds.plan(decoding, joining)
+        self._planned, joining = self._running()
+        depths = self.rounds.plan(self._planned, joining)
         if depths:
-            self._place(decoding, {r.request_id: [-1] * depths.get(r.request_id, 0) for r in decoding}, joining)
+            drafts = {r.request_id: [-1] * depths.get(r.request_id, 0) for r in self._planned}
+            self._place(self._planned, drafts, joining)
 
     def _collect(self, step: _Submitted) -> None:
         """Finds the drafts of `step`, before which all others have ended, and lets it go on."""

@@ -33,7 +33,7 @@ WAYS = (
     Way("random", quality=0.0),
     Way("too few", share=0.5),
     Way("missing", share=0.0),
-    Way("late", late_seconds=0.4),
+    Way("late", late_seconds=1.5),
     Way("aborted", aborts=True),
 )
 
