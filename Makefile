@@ -16,7 +16,7 @@ READY_DEMO := .venv/ready-demo
 WHOLE_CLUSTERS := tests/system tests/bench/test_faults.py
 DEMO_MODEL := .models/smollm2-135m-instruct
 
-.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser serve demo test bench gpu-check format lint typecheck protos docs constraints train images clean
+.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser serve demo test bench gpu-check vllm-next format lint typecheck protos docs constraints train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
@@ -24,6 +24,7 @@ help:
 	@echo "make test  [ARGS='-k name ...']       run the tests"
 	@echo "make bench                            measure speed and acceptance; results in bench/results"
 	@echo "make gpu-check                        what only a GPU can show; results in bench/results"
+	@echo "make vllm-next                        compare what is used of vLLM's internals with the newest release's source"
 	@echo "make setup-vllm                       add vLLM to the environment, for target.engine vllm"
 	@echo "make setup-ray                        add Ray to the environment, for --launcher ray"
 	@echo "make setup-clients                    add the clients that tests/system/clients lets loose on a cluster"
@@ -110,6 +111,9 @@ bench: $(READY_DEV)
 
 gpu-check: $(READY_DEV)
 	$(BIN)/python -m bench.gpu_check $(ARGS)
+
+vllm-next: $(READY_VLLM)
+	$(BIN)/python -m cluster.vllm.compatibility --newest
 
 train: $(READY_DEV)
 	$(BIN)/outrider train $(ARGS)

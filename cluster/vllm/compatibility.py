@@ -2,18 +2,27 @@
 
 They change with every release, without a word: each that is used is a row here, and all are looked at before they are
 touched. A new version is tried, its rows are brought up to date, and `VERSION` is raised.
+
+    python -m cluster.vllm.compatibility --source DIR      (--newest: the newest release; `make vllm-next`)
+
+compares the rows with the source of another version in DIR, and bodies of functions with those that are installed.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import inspect
+import sys
+import tempfile
 from collections.abc import Sequence
 from functools import reduce
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.errors import ConfigurationError
+from cluster.vllm.source import SourceTree, fetch_newest
 
 VERSION = "0.32."
 
@@ -27,6 +36,10 @@ class Internal(NamedTuple):
     attribute: str  # a path, as in `InputProcessor.process_inputs`
     parameters: tuple[str, ...] | None = None  # all of a function's, in order; None: it is enough that it is there
     some: tuple[str, ...] = ()  # in the place of all: a class may have others for what is none of our business
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.attribute}"
 
 
 V2_FRONT_END = (
@@ -297,16 +310,68 @@ def check_installation() -> None:
 
 
 def _difference(internal: Internal) -> str | None:
-    name = f"{internal.module}.{internal.attribute}"
     try:
         found: Any = reduce(getattr, internal.attribute.split("."), importlib.import_module(internal.module))
     except (ImportError, AttributeError):
-        return f"{name} is not there"
+        return f"{internal.name} is not there"
     if internal.parameters is None and not internal.some:
         return None
-    parameters = tuple(inspect.signature(found).parameters)
+    return _other_parameters(internal, tuple(inspect.signature(found).parameters))
+
+
+def _other_parameters(internal: Internal, parameters: tuple[str, ...]) -> str | None:
+    name = internal.name
     if missing := [some for some in internal.some if some not in parameters]:
         return f"{name} has no {', '.join(missing)}"
     if internal.parameters in (None, parameters):
         return None
     return f"{name} takes ({', '.join(parameters)}), not ({', '.join(internal.parameters or ())})"
+
+
+def compare_source(folder: Path, installed: Path) -> tuple[list[str], list[str]]:
+    """What of all rows differs in the source in `folder`; the functions whose bodies are not those in `installed`."""
+    tree, own = SourceTree(folder), SourceTree(installed)
+    differences, bodies = [], []
+    for internal in dict.fromkeys([*V2_FRONT_END, *V2_TARGET, *TARGET, *DRAFTER]):
+        found = tree.find(internal.module, internal.attribute)
+        if found is None:
+            differences.append(f"{internal.name} is not there")
+            continue
+        if internal.parameters is not None or internal.some:
+            difference = _other_parameters(internal, tree.parameters(found))
+            if difference is not None:
+                differences.append(difference)
+        before = own.find(internal.module, internal.attribute)
+        if before is not None and before.body_hash != found.body_hash:
+            bodies.append(internal.name)
+    return differences, bodies
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="cluster.vllm.compatibility", description="Compares what is used of vLLM's with another version's source."
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--source", type=Path, help="folder with that version's package `vllm`")
+    which.add_argument("--newest", action="store_true", help="the newest release, from PyPI")
+    arguments = parser.parse_args(argv)
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        parser.error("vLLM is not installed: run `make setup-vllm`")
+    installed = Path(spec.origin).parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        source = fetch_newest(Path(folder)) if arguments.newest else arguments.source
+        if not (source / "vllm" / "__init__.py").is_file():
+            parser.error(f"--source {source}: there is no package vllm in it")
+        print(f"{source.name} beside the installed version:")
+        differences, bodies = compare_source(source, installed)
+    for difference in differences:
+        print(difference)
+    for name in bodies:
+        print(f"{name} does something else: its body differs from the installed version's")
+    print(f"{len(differences)} names or signatures differ, {len(bodies)} bodies do")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
