@@ -118,14 +118,14 @@ class LinkBalancer:
         """Links whose workers owe proposals and say nothing; from now on they are ejected."""
         ejected = []
         for link in self.active.values():
-            if link.late_since is None and self._owes_first_answers(link, now):
+            if link.late_since is None and (self._owes_first_answers(link, now) or self._owes_answers(link, now)):
                 link.was_late(now)
             if link.late_since is None or now < link.late_since + self._silent_seconds:
                 continue
             num_out = sum(other.ejected_until > now for other in self.active.values())
             if 2 * (num_out + 1) > len(self.active):
                 break
-            link.late_since = None
+            link.owes_since = link.late_since = None
             link.ejected_until = now + min(_EJECT_SECONDS * 2**link.num_ejections, _MAX_EJECT_SECONDS)
             link.num_ejections += 1
             link.costs = LinkCosts(
@@ -143,6 +143,11 @@ class LinkBalancer:
             s.is_late and not s.has_answered and s.awaited_since is not None and s.awaited_since <= limit
             for s in link.sequences.values()
         )
+
+    def _owes_answers(self, link: ActiveLink, now: float) -> bool:
+        """Whether a step would have given up waiting by now, had it not gone on earlier as that paid more."""
+        is_late = link.owes_since is not None and link.owes_since <= now - self._timeout
+        return is_late and any(s.has_answered and s.awaited_since is not None for s in link.sequences.values())
 
     def to_move(self, now: float) -> list[SpeculativeSequence]:
         """Once a second: half of the sequences of the worker that is worth least, if they would do better elsewhere;

@@ -152,6 +152,8 @@ class SpeculativeSequence:
         self.asked(num_drafts, shape, now)
         if num_drafts:
             assert self.link is not None
+            if self.has_answered and self.link.owes_since is None:
+                self.link.owes_since = now
             wire_id, known = self.wire_id, self.num_acknowledged
             self.link.request.advances[wire_id] = Advance(wire_id, known, self.token_ids[known:], num_drafts, shape)
 
@@ -257,6 +259,7 @@ class ActiveLink:
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
     has_proposed: bool = False  # drafts of anything
     credit: int | None = None  # tokens of new sequences there is room for, as far as is known
+    owes_since: float | None = None  # when a proposal was asked for, and nothing has come since
     late_since: float | None = None  # when a proposal was late, and nothing has come since
     num_ready: list[int] = field(default_factory=list)  # levels of its drafts that a sequence's step found there
     num_asked: list[int] = field(default_factory=list)  # and those that were asked for
@@ -282,7 +285,8 @@ class ActiveLink:
 
     def heard(self, reply: SpeculateReply, answer_seconds: float) -> None:
         """`reply` came, so long after the last message was sent; its proposals and refusals are the caller's."""
-        self.late_since, self.credit = None, reply.credit
+        self.owes_since = self.late_since = None
+        self.credit = reply.credit
         self.has_proposed = self.has_proposed or bool(reply.proposals)
         if reply.timing is not None:
             timing = reply.timing

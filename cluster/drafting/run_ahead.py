@@ -23,6 +23,7 @@ from cluster.telemetry.metrics import Reading
 _NUM_POSITIONS = 64
 _DECAY = 0.998  # of what was counted, a round
 MAX_ROWS_AHEAD = 64  # that run ahead in a step: finding out which takes as long as a small step
+MAX_SEQUENCES_AHEAD = 32  # with more none runs ahead: a step's bookkeeping takes 80 us for each that does
 _SLOWER = 1.1  # times what a step takes without rows that run ahead, where a proposal is owed
 _MAX_BRANCH_CHANCE = 0.5  # of a next best: it scored lower
 

@@ -14,7 +14,7 @@ from operator import itemgetter
 from cluster.config_speculation import window_of
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.drafting.entries import Deliver, Entry, Link, Sent
-from cluster.drafting.run_ahead import MAX_ROWS_AHEAD, RunAhead, num_rows_ahead, runs_ahead
+from cluster.drafting.run_ahead import MAX_ROWS_AHEAD, MAX_SEQUENCES_AHEAD, RunAhead, num_rows_ahead, runs_ahead
 from cluster.drafting.temperature_tuning import TemperatureTuning
 from cluster.speculation.costs import LearnedCurve
 from cluster.telemetry.metrics import Reading, StepTime
@@ -264,6 +264,8 @@ class DraftWorker:
 
     def _nodes_ahead(self, owed: Mapping[Entry, Sequence[int]], num_rows: int) -> list[tuple[Entry, int]]:
         """What runs ahead in a step whose proposals that are owed have `num_rows`: the likeliest nodes."""
+        if len(self._entries) > MAX_SEQUENCES_AHEAD:
+            return []
         limit = self._drafter.max_model_len
         lists = [
             entry.ahead(self.run_ahead, limit - entry.sequence.num_committed, owed.get(entry, ()))
@@ -276,9 +278,10 @@ class DraftWorker:
 
     @property
     def _may_branch(self) -> bool:
-        """Whether branches leave blocks enough to those that only want to go on."""
+        """Whether anything runs ahead, and branches leave blocks enough to those that only want to go on."""
         num_blocks = self._drafter.num_blocks
-        return not num_blocks or self._drafter.num_used_blocks < _BRANCHING_SHARE * num_blocks
+        has_blocks = not num_blocks or self._drafter.num_used_blocks < _BRANCHING_SHARE * num_blocks
+        return has_blocks and len(self._entries) <= MAX_SEQUENCES_AHEAD
 
     def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
         limit = self._drafter.max_model_len

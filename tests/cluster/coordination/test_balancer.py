@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import cast
 
 import pytest
 
@@ -11,8 +12,10 @@ from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
+from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.worth import Worth
 from cluster.speculation.costs import DraftStep
+from cluster.wire.messages import Proposal
 
 from .scripted import new_sequence
 
@@ -242,6 +245,28 @@ class TestEjection:
         assert pool.balancer.to_eject(TIMEOUT_S / 2) == []
         assert pool.balancer.to_eject(TIMEOUT_S) == []
         assert pool.balancer.to_eject(TIMEOUT_S + SILENT_S) == [silent]
+
+    def test_one_that_falls_silent_is_ejected_though_no_step_waits_for_it(self, pool: Pool) -> None:
+        silent, _ = pool.link(), pool.link()
+        (sequence,) = put(silent)
+        sequence.answered(Proposal(sequence.wire_id, 3, (4, 5)), 0.0, CoordinatorStats())
+        now = ejected_at = 0.0
+        while not ejected_at and now < 2 * (TIMEOUT_S + SILENT_S):
+            now += STEP_S
+            cast(list[int], sequence.token_ids).append(7)
+            sequence.advance(4, None, now)
+            if pool.balancer.to_eject(now):
+                ejected_at = now
+        assert 0.0 < ejected_at <= TIMEOUT_S + SILENT_S + STEP_S
+
+    def test_one_that_owes_nothing_is_not(self, pool: Pool) -> None:
+        idle, _ = pool.link(), pool.link()
+        (sequence,) = put(idle)
+        sequence.answered(Proposal(sequence.wire_id, 3, (4, 5)), 0.0, CoordinatorStats())
+        sequence.advance(4, None, 0.1)
+        sequence.detached()  # it has ended, and nobody answers for it
+        assert pool.balancer.to_eject(0.1 + TIMEOUT_S) == []
+        assert pool.balancer.to_eject(100.0) == []
 
     def test_at_most_half_are_out(self, pool: Pool) -> None:
         for _ in range(4):

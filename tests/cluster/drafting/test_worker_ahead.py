@@ -54,6 +54,24 @@ class TestRunAhead:
         drafter.let_all()
         worker.stop()
 
+    def test_ends_where_there_are_too_many_sequences(
+        self, drafter: ScriptedDrafter, link: Link, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cluster.drafting.worker.MAX_SEQUENCES_AHEAD", 1)
+        link.open(1)
+        for _ in range(K):
+            assert drafter.step() == [1]
+        assert link.reply() == proposal(1, base=2)
+        assert drafter.next_step() == [1]  # running ahead, when another sequence comes
+        link.open(2)
+        drafter.let()
+        for _ in range(K):
+            assert drafter.step() == [2]
+        assert link.reply() == proposal(2, base=2)
+        drafter.let_all()
+        time.sleep(0.05)
+        assert drafter.num_steps_asked == 0  # since then
+
     def test_a_sequence_whose_window_is_full_is_left_out(self, drafter: ScriptedDrafter, link: Link) -> None:
         link.open(1, window=K)
         for _ in range(K):
