@@ -98,14 +98,15 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
             self._open(step, None)
         super().shutdown()
 
-    def _set_drafts(self) -> None:
+    def _set_drafts(self) -> set[str]:
         if self.rounds is None:
-            return
+            return set()
         self._planned, joining = self._running()
         depths = self.rounds.plan(self._planned, joining)
         if depths:
             drafts = {r.request_id: [-1] * depths.get(r.request_id, 0) for r in self._planned}
             self._place(self._planned, drafts, joining)
+        return set()
 
     def _collect(self, step: _Submitted) -> None:
         """Finds the drafts of `step`, before which all others have ended, and lets it go on."""

@@ -104,7 +104,10 @@ class _Named:
         self.request_ids: frozenset[str] = frozenset()
         self.token_ids: dict[str, int] = {}
 
-    def begin(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+    def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
+        return {}
+
+    def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         return {request.request_id: () for request in decoding if request.request_id in self.request_ids}
 
     def scheduled(self, joining: Sequence[Request]) -> None: ...

@@ -68,7 +68,10 @@ class Rounds(Protocol):
         """The most drafts that the next step verifies of each of `decoding`, by request ID. None: no rounds."""
 
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]] | None:
-        """The drafts of the planned step, by request ID, once they have come; one without an entry has none."""
+        """The drafts of the planned step, by request ID, once they have come.
+
+        One without an entry is left out of a step that is not yet scheduled. None: no rounds.
+        """
 
     def scheduled(self, joining: Sequence[Request]) -> None:
         """The step is about to run; `joining`, whose prompts it computes, decode soon."""
@@ -116,8 +119,7 @@ class RoundScheduler(Scheduler):
         return EngineLoad(num_running, num_waiting, num_waiting_tokens, num_used_blocks, num_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._set_drafts()
-        with self._prompts_in_turn() as held_back:
+        with self._prompts_in_turn(self._set_drafts()) as held_back:
             return self._schedule(held_back, throttle_prefills)
 
     def _schedule(self, held_back: set[str], throttle_prefills: bool) -> SchedulerOutput:
@@ -217,17 +219,19 @@ class RoundScheduler(Scheduler):
             self.rounds.close(request)
         return super()._free_request(request, delay_free_blocks)
 
-    def _set_drafts(self) -> None:
-        """Sets the drafts of the next step."""
+    def _set_drafts(self) -> set[str]:
+        """Sets the drafts of the next step; returns the requests that it leaves out."""
         if self.rounds is None:
-            return
+            return set()
         decoding, joining = self._running()
-        if self.rounds.plan(decoding, joining) is None:
-            return
-        drafts = self.rounds.collect(decoding)
-        if drafts is not None:
-            allowed = {r.request_id: self.allowed(r, drafts.get(r.request_id, ())) for r in decoding}
-            self._place(decoding, allowed, joining)
+        drafts = self.rounds.collect(decoding) if self.rounds.plan(decoding, joining) is not None else None
+        if drafts is None:
+            return set()
+        taking_part = [request for request in decoding if request.request_id in drafts]
+        allowed = {request.request_id: self.allowed(request, drafts[request.request_id]) for request in taking_part}
+        if not self._place(taking_part, allowed, joining):
+            return set()  # vLLM preempts the youngest of those that it schedules: all are among them
+        return {request.request_id for request in decoding if request.request_id not in drafts}
 
     def _running(self) -> tuple[list[Request], list[Request]]:
         """The running requests that choose a token in the next step, and those that only compute a prompt in it."""
@@ -235,19 +239,18 @@ class RoundScheduler(Scheduler):
         return decoding, [request for request in self.running if request.is_prefill_chunk]
 
     @contextmanager
-    def _prompts_in_turn(self) -> Iterator[set[str]]:
+    def _prompts_in_turn(self, held_back: set[str]) -> Iterator[set[str]]:
         """In it vLLM gives prompts what `pace` allows and `share` says; yields the requests to leave out of the step.
 
         vLLM serves its running requests in order, and has one limit for all of them: those with no share are left out.
         """
-        held_back: set[str] = set()
         budget, threshold = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
         prompts = [request for request in self.running if request.is_prefill_chunk]
         waiting = list(itertools.islice(self.waiting, max(0, self.max_num_running_reqs - len(self.running))))
         if not (prompts or waiting):
             yield held_back
             return
-        decoding = [request for request in self.running if not request.is_prefill_chunk]
+        decoding = [r for r in self.running if not r.is_prefill_chunk and r.request_id not in held_back]
         num_rows = sum(1 + len(request.spec_token_ids) for request in decoding)
         lengths = [request.num_tokens - request.num_computed_tokens for request in [*prompts, *waiting]]
         # As vLLM has one limit for all of them, all are taken to cost what the one that is furthest does.
@@ -261,7 +264,7 @@ class RoundScheduler(Scheduler):
         if num_blocks > len(self.running) + budget // self.block_size:
             # One that has a part due would have that of those that wait, too: vLLM serves it before them.
             least = [length if any(shares[len(prompts) :]) else 1 for length in lengths]
-            held_back = {
+            held_back = held_back | {
                 request.request_id
                 for request, tokens, at_least in list(zip(prompts, shares, least, strict=False))[1:]
                 if tokens < at_least
@@ -300,8 +303,8 @@ class RoundScheduler(Scheduler):
 
     def _place(
         self, decoding: Sequence[Request], drafts: Mapping[str, Sequence[int]], joining: Sequence[Request]
-    ) -> None:
-        """Sets as many of the drafts as there is budget for; none at all unless there are blocks for all of it.
+    ) -> bool:
+        """Sets as many of the drafts as there is budget for; none, and False, unless there are blocks for all of it.
 
         While prompts wait, drafts get at most half of what the budget leaves, so that prefill is not starved.
         """
@@ -318,9 +321,9 @@ class RoundScheduler(Scheduler):
             num_free_blocks -= (num_tokens + len(token_ids) - 1) // self.block_size
             num_free_blocks += (num_tokens - 2) // self.block_size
         if num_free_blocks < 0:
-            # vLLM preempts the youngest of those that it schedules.
             for request in decoding:
                 request.spec_token_ids = []
+        return bool(num_free_blocks >= 0)
 
     def _useful_drafts(self, request: Request) -> int:
         """More could not be committed: the bonus token takes the last place, and a step that runs commits one."""

@@ -119,7 +119,8 @@ class CoordinatedRounds:
     def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         found = self._found(decoding)
         drafts = self._coordinator.collect(list(found.values()))
-        return {request_id: drafts[sequence].token_ids for request_id, sequence in found.items()}
+        collected: dict[str, Sequence[int]] = {request.request_id: () for request in decoding}
+        return collected | {request_id: drafts[sequence].token_ids for request_id, sequence in found.items()}
 
     @_contained
     def scheduled(self, joining: Sequence[Request]) -> None:

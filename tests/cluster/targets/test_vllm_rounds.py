@@ -154,7 +154,7 @@ def test_requests_have_a_k_of_their_own_and_those_of_others_decode_plainly(
     rounds: CoordinatedRounds, link: ScriptedLink
 ) -> None:
     running = [request("a", k=0), request("b", coupled=False)]
-    assert begin(rounds, running, []) == {"a": ()}
+    assert begin(rounds, running, []) == {"a": (), "b": ()}
     assert link.take_sent() == []
 
 

@@ -42,7 +42,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         for index, prompt in enumerate(held_out_prompts(NUM_CASES, seed=3))
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.vllm.bound_steps_program"],
+        [sys.executable, "-m", "tests.cluster.vllm.v2.bound_steps_program"],
         cwd=ROOT,
         env={**environment(tmp_path_factory.mktemp("plugin")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         input=json.dumps({"engine": ENGINE, "cases": cases}) + "\n",
