@@ -37,6 +37,7 @@ class _Submitted:
     decoding: Sequence[Request]
     bound: BoundStep | None
     num_drafts: Mapping[str, int]  # rows for drafts, by request ID
+    leaves_prompts: bool  # as `EngineStep` has it
     began_at: float = 0.0  # when its drafts had come, or it was submitted
     drafts: dict[str, Sequence[int]] = field(default_factory=dict)
     submitted_at: float = field(default_factory=time.monotonic)
@@ -68,7 +69,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
             bound = self._gate.bind(list(num_drafts))
             setattr(output, BOUND_STEP, bound)
         decoding = [request for request in self._planned if request.request_id in scheduled]
-        step = _Submitted(decoding, bound, num_drafts, began_at=self._scheduled_at)
+        step = _Submitted(decoding, bound, num_drafts, self._leaves_prompts, began_at=self._scheduled_at)
         self._submitted.append(step)
         if len(self._submitted) == 1:
             self._collect(step)
@@ -78,6 +79,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self._landing = self._submitted.popleft()
+        self._leaves_prompts = self._landing.leaves_prompts
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._landed_at = time.perf_counter()
         if self._submitted:

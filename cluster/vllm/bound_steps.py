@@ -6,12 +6,14 @@ take the place of what its speculator, which proposes nothing, has left there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import vllm.v1.worker.gpu.model_runner as model_runner
+import vllm.v1.worker.gpu.spec_decode.rejection_sampler as rejection_sampler
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -21,6 +23,7 @@ from cluster.vllm.doors import put_in
 from cluster.vllm.draft_gate import BoundStep, DraftReader
 
 _executing: BoundSteps | None = None  # whose runner prepares a step in this process: one at a time does
+_has_mask = False  # the step whose tokens are about to be sampled has one
 
 
 class BoundSteps:
@@ -33,6 +36,7 @@ class BoundSteps:
         self._execute_model = runner.execute_model
         runner.execute_model = self.execute_model
         put_in(model_runner, "combine_sampled_and_draft_tokens", _combine)
+        put_in(rejection_sampler, "get_max_chunk_logits", _max_chunk_logits)
         (self._coupled,) = [own for own in runner.sampler.logits_processors if isinstance(own, CoupledSampling)]
         self._apply_mask = runner.structured_outputs_worker.apply_grammar_bitmask
         runner.structured_outputs_worker.apply_grammar_bitmask = self._keep_mask
@@ -59,19 +63,27 @@ class BoundSteps:
 
     def _keep_mask(self, logits: torch.Tensor, *arguments: Any) -> None:
         """Leaves the mask to the sampling, which has a copy: log-probabilities are those of all tokens."""
+        global _has_mask
         num_rows = len(logits)
 
         def mask(processed: torch.Tensor) -> None:
+            global _has_mask
+            _has_mask = False
             assert len(processed) == num_rows, "a step's logits are processed as a whole"
             self._apply_mask(processed, *arguments)
 
-        self._coupled.mask = mask
+        self._coupled.mask, _has_mask = mask, True
 
 
 def _combine(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     if _executing is not None:
         _executing.fill()
     return original(*arguments, **options)
+
+
+def _max_chunk_logits(original: Callable[..., int], *arguments: Any) -> int:
+    """A mask is of all rows of a step, so these are not processed in chunks where there is one."""
+    return sys.maxsize if _has_mask else original(*arguments)
 
 
 class NoSpeculator(BaseSpeculator):

@@ -260,6 +260,7 @@ V2_TARGET = (
         "StructuredOutputsWorker.apply_grammar_bitmask",
         ("self", "logits", "input_batch", "grammar_req_ids", "grammar_bitmask"),
     ),
+    Internal("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "get_max_chunk_logits", ("vocab_size",)),
     Internal("vllm.utils.torch_utils", "async_tensor_h2d", some=("data", "device")),
 )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm.config.lora import LoRAConfig
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -142,7 +142,7 @@ class RoundScheduler(Scheduler):
                 self.lora_config = self.vllm_config.lora_config
         self._leaves_prompts = self._left_prompts(output.total_num_scheduled_tokens)
         self.num_preemptions += len(output.preempted_req_ids or ())
-        for new in output.scheduled_new_reqs:
+        for new in self.admitted(output):
             self.num_queried_tokens += len(new.prompt_token_ids or ())
             self.num_hit_tokens += new.num_computed_tokens
         if self.rounds is not None:
@@ -181,18 +181,24 @@ class RoundScheduler(Scheduler):
             num_rows=num_rows,
             seconds=seconds,
             prompts=[
-                PromptPart(num_tokens, request.num_computed_tokens - request.num_in_flight_tokens - num_tokens)
+                # One that was preempted meanwhile has computed nothing.
+                PromptPart(num_tokens, max(0, request.num_computed_tokens - request.num_in_flight_tokens - num_tokens))
                 for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
                 if num_tokens > 1 + len(num_drafts_of.get(request_id, ()))
                 and (request := requests[request_id]) is not None
             ],
             left_prompts=self._leaves_prompts,
         )
-        self.pace.observe(scheduler_output.total_num_scheduled_tokens, step.prompts, seconds)
+        if scheduler_output.total_num_scheduled_tokens:  # else nothing ran
+            self.pace.observe(scheduler_output.total_num_scheduled_tokens, step.prompts, seconds)
         if self.rounds is not None:
             self.rounds.end(step)
         self.on_step(step)
         return outputs
+
+    def admitted(self, output: SchedulerOutput) -> list[NewRequestData]:
+        """The requests that run for the first time: to the V2 runner those that were preempted are new, too."""
+        return [new for new in output.scheduled_new_reqs if not self.requests[new.req_id].num_preemptions]
 
     def _step_began_at(self) -> float:
         """When the step whose output has come began to run."""

@@ -108,9 +108,10 @@ class CoordinatedScheduler(RoundScheduler):
         self._constraints.forget(self._ended)
         self._ended.clear()
         output = super().schedule(throttle_prefills)
-        for new in output.scheduled_new_reqs:
+        admitted_now = self.admitted(output)
+        for new in admitted_now:
             self._queue_time.observe(time.time() - self.requests[new.req_id].arrival_time)
-        admitted = [_extra_args(new) for new in output.scheduled_new_reqs]
+        admitted = [_extra_args(new) for new in admitted_now]
         if traced := [extra_args[REQUEST_ID_KEY] for extra_args in admitted if TRACED_KEY in extra_args]:
             self._channel.send(Outputs([GenerationOutput.of_admission(request_id) for request_id in traced]))
         return output

@@ -134,7 +134,8 @@ class CoordinatedRounds:
         for committed in step.rounds:
             sequence = self._sequences.get(committed.request.request_id)
             if sequence is not None and committed.finish_reason is None:
-                rounds.append(Round(sequence, Drafts(committed.draft_token_ids), committed.token_ids))
+                drafts = committed.draft_token_ids  # what fills a step's rows up may come true: it is nobody's draft
+                rounds.append(Round(sequence, Drafts(drafts), committed.token_ids[: len(drafts) + 1]))
         self._coordinator.end(rounds, _timing(step) if step.rounds or step.prompts else None)
 
     @_contained
