@@ -1,4 +1,4 @@
-"""Whether drafts ever cost speed where requests come and go: `python -m bench.floor`.
+"""Measures whether drafts ever cost speed while requests come and go: `python -m bench.floor`.
 
 The cases of `bench.capacity` (a 70B target, a 1B draft on an A10G at several round trips, prompts of 128 tokens,
 answers of 32 to 96), in virtual time: tokens a second with k as the controller chooses it, over those without
@@ -36,7 +36,7 @@ _ACCEPTANCE = 0.82
 
 @dataclass(frozen=True, slots=True)
 class Hardship:
-    """What makes it hard for drafts to pay. Times as without the scale."""
+    """A load under which drafts hardly pay. Times are without the scale."""
 
     name: str
     num_clients: int = 32
@@ -161,10 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         row, plain = [], 0.0
         for name in CASES:
             runs = [run(cases()[name], num_clients, seed=seed) for seed in range(arguments.seeds)]
-            rate, depth = (
-                sum(values) / len(runs)
-                for values in zip(*((one.tokens_per_second, one.depth) for one in runs), strict=True)
-            )
+            rate = sum(one.tokens_per_second for one in runs) / len(runs)
+            depth = sum(one.depth for one in runs) / len(runs)
             plain = plain or rate
             least = min(least, rate / plain)
             row.append(f"{rate:.0f} ({rate / plain:.2f}; {depth:.1f})")

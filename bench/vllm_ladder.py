@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from cluster.vllm.scheduler import EngineStep
 
 MAX_MODEL_LEN = 1024
-_LOAD_SECONDS = 240
 _PROFILED_STEPS = 20
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 
@@ -72,7 +71,7 @@ RUNGS = {
 
 
 class FixedDrafts:
-    """`cluster.vllm.scheduler.Rounds` with so many wrong drafts at once, for every sequence."""
+    """`cluster.vllm.scheduler.Rounds` that gives every sequence `num_drafts` wrong drafts at once."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -87,7 +86,7 @@ class FixedDrafts:
         """Nothing is drafted for them."""
 
     def end(self, step: EngineStep) -> None:
-        """Nobody is told."""
+        """There is no drafter to notify."""
 
     def close(self, request: Request) -> None:
         """Nothing is kept of it."""
@@ -188,7 +187,7 @@ def _climb(arguments: argparse.Namespace) -> None:
         _seconds(engine, rung, prompts[:count], 1.0, 8)
         _seconds(engine, rung, prompts[:count], 0.0, 8)
     print("loaded", file=answers, flush=True)
-    if not sys.stdin.readline():  # whoever waits for it has ended
+    if not sys.stdin.readline():  # the parent process has ended
         os._exit(1)
     times = {}
     for count in arguments.streams:
@@ -256,7 +255,7 @@ def _engine(rung: Rung, arguments: argparse.Namespace) -> LLMEngine:
 def _seconds(
     engine: LLMEngine, rung: Rung, prompts: Sequence[Sequence[int]], temperature: float, num_tokens: int
 ) -> float:
-    """What it takes to generate `num_tokens` after each of `prompts`, all at once."""
+    """Seconds to generate `num_tokens` after each of `prompts`, all at once."""
     started_at = time.perf_counter()
     for _ in _steps(engine, rung, prompts, temperature, num_tokens):
         pass

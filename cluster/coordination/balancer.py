@@ -50,8 +50,7 @@ class LinkBalancer:
         self._num_choices = 0  # since sequences were last looked at for a move
 
     def add(self, link: Link) -> None:
-        costs = LinkCosts(self._max_batch, self._max_depth)
-        self.active[link] = ActiveLink(link, costs, link.model, link.expected_round_trip)
+        self.active[link] = ActiveLink(link, self._new_costs(), link.model, link.expected_round_trip)
 
     def remove(self, link: Link) -> ActiveLink | None:
         return self.active.pop(link, None)
@@ -128,13 +127,14 @@ class LinkBalancer:
             link.owes_since = link.late_since = None
             link.ejected_until = now + min(_EJECT_SECONDS * 2**link.num_ejections, _MAX_EJECT_SECONDS)
             link.num_ejections += 1
-            link.costs = LinkCosts(
-                self._max_batch, self._max_depth
-            )  # what it took before says nothing of what it will take then
+            link.costs = self._new_costs()  # the old ones say nothing of what it will take then
             link.observed.clear()
             self.num_ejections += 1
             ejected.append(link)
         return ejected
+
+    def _new_costs(self) -> LinkCosts:
+        return LinkCosts(self._max_batch, self._max_depth)
 
     def _owes_first_answers(self, link: ActiveLink, now: float) -> bool:
         """No step waits for those, so none gives up waiting."""
@@ -145,7 +145,7 @@ class LinkBalancer:
         )
 
     def _owes_answers(self, link: ActiveLink, now: float) -> bool:
-        """Whether a step would have given up waiting by now, had it not gone on earlier as that paid more."""
+        """Returns True if a proposal is overdue, although no step may have waited that long."""
         is_late = link.owes_since is not None and link.owes_since <= now - self._timeout
         return is_late and any(s.has_answered and s.awaited_since is not None for s in link.sequences.values())
 

@@ -140,7 +140,7 @@ class Coordinator:
         return self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
 
     def collect(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
-        """What the planned step verifies after the committed tokens of each of `decoding`.
+        """Returns the drafts that the planned step verifies after the committed tokens of each of `decoding`.
 
         Waits for proposals, at most the draft timeout each; a sequence whose proposal is not worth the wait decodes
         plainly.

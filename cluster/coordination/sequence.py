@@ -213,7 +213,7 @@ class SpeculativeSequence:
         self.proposal, self.num_ready = proposal, 0 if path is None else len(path)
 
     def expected_of(self, num_drafts: int) -> float:
-        """The tokens that a round with so many of the planned drafts commits on the average."""
+        """Expected tokens that a round commits with the first `num_drafts` of the planned drafts."""
         if num_drafts == 0:
             return 1.0
         if num_drafts >= self.depth or self.acceptance is None:

@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def has_news(self) -> bool:
-        """Whether there are nodes that the coordinator should be told of."""
+        """Returns True if the coordinator has not got all nodes, and takes parts."""
         return len(self.sequence.parents) > self.sent.num_seen and self._comes_in_parts
 
     @property
@@ -95,7 +95,7 @@ class Entry:
         return Proposal(self.wire_id, self.sequence.num_committed, drafts.token_ids, drafts.parents)
 
     def news(self) -> Proposal:
-        """The nodes of which the coordinator was not told."""
+        """The nodes that were not sent to the coordinator yet."""
         start = self.sent.number
         token_ids, parents = self.sent.rest(self.sequence)
         drafts = None if is_chain(parents, start) else parents

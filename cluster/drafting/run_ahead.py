@@ -145,8 +145,8 @@ class Frontier:
 
 
 def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
-    """What the proposals after the likely outcomes lack, of a sequence whose proposals are trees: the nodes to extend,
-    the likeliest first, and the chance that each is needed."""
+    """The nodes to extend for the proposals after likely outcomes, the likeliest first, with the chance that each is
+    needed, of a sequence whose proposals are trees."""
     end = sequence.proposal_depth
     nodes = {sequence.tip: 1.0} if sequence.num_drafted <= end else {}
     node, before = -1, 1.0

@@ -263,8 +263,8 @@ class DraftWorker:
         return list(batch)
 
     def _nodes_ahead(self, owed: Mapping[Entry, Sequence[int]], num_rows: int) -> list[tuple[Entry, int]]:
-        """What runs ahead in a step whose proposals that are owed have `num_rows`: the likeliest nodes."""
-        if len(self._entries) > MAX_SEQUENCES_AHEAD:
+        """The likeliest nodes to draft ahead in a step that has `num_rows` rows for owed proposals."""
+        if not self._runs_ahead:
             return []
         limit = self._drafter.max_model_len
         lists = [
@@ -277,11 +277,15 @@ class DraftWorker:
         return [(entry, node) for _, entry, node in found[:taken]]
 
     @property
+    def _runs_ahead(self) -> bool:
+        return len(self._entries) <= MAX_SEQUENCES_AHEAD
+
+    @property
     def _may_branch(self) -> bool:
-        """Whether anything runs ahead, and branches leave blocks enough to those that only want to go on."""
+        """Returns True if sequences run ahead and enough KV blocks are free for branches."""
         num_blocks = self._drafter.num_blocks
         has_blocks = not num_blocks or self._drafter.num_used_blocks < _BRANCHING_SHARE * num_blocks
-        return has_blocks and len(self._entries) <= MAX_SEQUENCES_AHEAD
+        return has_blocks and self._runs_ahead
 
     def _collect_proposals(self, replies: dict[int, SpeculateReply]) -> None:
         limit = self._drafter.max_model_len

@@ -192,7 +192,7 @@ class LinkCosts:
         self._overhead: float | None = None  # seconds of the network and of the queue behind others' work
         self._first_overheads: list[float] = []
         self._waited_share = 1.0  # what steps waited, over what the proposals were expected to take
-        # By level: sequences that were asked for so many drafts, and those that had them when their step could begin.
+        # By level: sequences whose proposal was to reach it, and those whose proposal did when the step could begin.
         self._asked, self._ready = np.full(max_depth, 1e-9), np.zeros(max_depth)
 
     @property
@@ -233,15 +233,13 @@ class LinkCosts:
     def observe_ready(self, num_ready: Sequence[int], num_asked: Sequence[int]) -> None:
         """Learns from the sequences of a step: the levels of drafts that were there before it waited for any, as a
         drafter had run ahead, and those that were asked for."""
-        size = len(self._asked)
-        asked = np.bincount(np.minimum(num_asked, size), minlength=size + 1)[::-1].cumsum()[::-1][1:]
-        ready = np.bincount(np.minimum(num_ready, size), minlength=size + 1)[::-1].cumsum()[::-1][1:]
-        self._asked = _READY_DECAY * self._asked + asked
-        self._ready = _READY_DECAY * self._ready + ready
+        levels = np.arange(1, len(self._asked) + 1)
+        self._asked = _READY_DECAY * self._asked + (np.asarray(num_asked)[:, None] >= levels).sum(axis=0)
+        self._ready = _READY_DECAY * self._ready + (np.asarray(num_ready)[:, None] >= levels).sum(axis=0)
 
     @property
     def ready_shares(self) -> FloatArray:
-        """By level from 1 on: how often a draft is there when a step could begin."""
+        """For each level from 1 on, the share of steps in which a draft is there when the step could begin."""
         # What was not asked for lately is taken to be there as often as the level before it, so that it is tried again.
         shares, before = np.empty(len(self._asked)), self._ready[0] / self._asked[0]
         for level, (asked, ready) in enumerate(zip(self._asked.tolist(), self._ready.tolist(), strict=True)):

@@ -131,7 +131,7 @@ class Drafts:
 
 
 def chain(length: int, start: int = 0) -> list[int]:
-    """The parents of `length` nodes of a chain, of which the first is number `start`."""
+    """Parents of a chain of `length` nodes whose first has the index `start`."""
     return list(range(start - 1, start + length - 1))
 
 

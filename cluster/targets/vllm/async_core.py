@@ -34,7 +34,7 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """What the constraints of the step's requests leave, for the target's choice at each row."""
+        """Masks of the tokens that the constraints of the step's requests allow, one for each row."""
         request_ids, masks, num_drafts = [], [], []
         for request in self._constrained(scheduler_output):
             constraint = self._constraint(request)
@@ -51,7 +51,7 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
         return GrammarOutput(request_ids, np.concatenate(masks), num_drafts) if masks else None
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: SchedulerOutput) -> None:
-        """The runner's own, of which there are none."""
+        """Does nothing: the runner itself drafts nothing."""
 
     def _constrained(self, scheduler_output: SchedulerOutput) -> Iterator[Request]:
         """The requests that choose a token in this step, and may not choose any."""

@@ -134,7 +134,7 @@ class CoordinatedRounds:
         for committed in step.rounds:
             sequence = self._sequences.get(committed.request.request_id)
             if sequence is not None and committed.finish_reason is None:
-                drafts = committed.draft_token_ids  # what fills a step's rows up may come true: it is nobody's draft
+                drafts = committed.draft_token_ids  # accepted fillers of the step's rows are not drafts
                 rounds.append(Round(sequence, Drafts(drafts), committed.token_ids[: len(drafts) + 1]))
         self._coordinator.end(rounds, _timing(step) if step.rounds or step.prompts else None)
 

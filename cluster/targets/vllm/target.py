@@ -81,12 +81,12 @@ class VllmTarget(Target):
         """Loads the model. Raises ConfigurationError."""
         target, folder = config.target, resolve_model_folder(config.target.model)
         check_numerics(target, target.numerics)
-        if wants_v2_runner():
+        self._on_v2 = wants_v2_runner()
+        if self._on_v2:
             _check_v2(config)
         self._config = config
         self._is_coupled = config.speculation.acceptance != "engine"
         self._drafts = config.speculation.num_speculative_tokens > 0
-        self._on_v2 = wants_v2_runner()
         self._publish: Publish = lambda _: None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._status: Status | None = None

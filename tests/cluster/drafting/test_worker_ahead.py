@@ -36,17 +36,21 @@ class TestRunAhead:
         time.sleep(0.05)
         assert drafter.num_steps_asked == WINDOW + 2
 
-    def test_goes_on_beside_proposals_that_are_owed(self, drafter: ScriptedDrafter) -> None:
-        worker = DraftWorker(drafter, clock=lambda: 0.0)  # rows cost nothing
-        worker.start()
-        link = Link(worker)
+    def let_another_come(self, drafter: ScriptedDrafter, link: Link) -> None:
+        """Sequence 2 comes while sequence 1, which has its proposal, runs ahead."""
         link.open(1)
         for _ in range(K):
             assert drafter.step() == [1]
         assert link.reply() == proposal(1, base=2)
-        assert drafter.next_step() == [1]  # running ahead, when another sequence comes
+        assert drafter.next_step() == [1]
         link.open(2)
         drafter.let()
+
+    def test_goes_on_beside_proposals_that_are_owed(self, drafter: ScriptedDrafter) -> None:
+        worker = DraftWorker(drafter, clock=lambda: 0.0)  # rows cost nothing
+        worker.start()
+        link = Link(worker)
+        self.let_another_come(drafter, link)
         assert drafter.step() == [2]  # its prompt
         for _ in range(1, K):
             assert drafter.step() == [2, 1]
@@ -58,13 +62,7 @@ class TestRunAhead:
         self, drafter: ScriptedDrafter, link: Link, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("cluster.drafting.worker.MAX_SEQUENCES_AHEAD", 1)
-        link.open(1)
-        for _ in range(K):
-            assert drafter.step() == [1]
-        assert link.reply() == proposal(1, base=2)
-        assert drafter.next_step() == [1]  # running ahead, when another sequence comes
-        link.open(2)
-        drafter.let()
+        self.let_another_come(drafter, link)
         for _ in range(K):
             assert drafter.step() == [2]
         assert link.reply() == proposal(2, base=2)
