@@ -132,10 +132,12 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
 
     async def stop(self) -> None:
         if self._server is not None:
-            await self._server.stop(grace=None)
-            self._server = None
+            server, self._server = self._server, None
+            await server.stop(grace=None)
 
     async def Describe(self, request, context):
+        if self._server is None:  # gRPC may accept one more connection while it stops
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the target is stopping")
         description = target_pb2.TargetDescription()
         description.CopyFrom(self.description)
         await asyncio.sleep(self.describe_delay_s)
