@@ -40,6 +40,9 @@ class SimulationConfig(Section):
         description="how often a draft is right when all before it are: one number, or one for each place in the "
         "proposal, of which the last goes on",
     )
+    is_one_pass: bool = Field(
+        False, description="the drafter makes all tokens of a proposal in one step, as `draft.drafter: parallel` does"
+    )
     acceptance_schedule: Annotated[tuple[tuple[NotNegative, Share], ...], AfterValidator(_ascending)] = Field(
         (),
         description="pairs of seconds since the drafter's first sequence and the acceptance from then on",

@@ -14,7 +14,7 @@ DEFAULT_KV_CACHE_BYTES = 256 * 2**20
 Dtype = Literal["auto", "float32", "bfloat16"]
 QuantizationName = Literal["int8", "int4"]
 EngineName = Literal["torch", "vllm", "simulated"]
-DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "vllm", "engine", "simulated"]
+DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "parallel", "vllm", "engine", "simulated"]
 LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
 Numerics = Literal["fast", "invariant"]
 GpuKernels = Literal["torch", "triton"]
@@ -198,9 +198,11 @@ class DraftConfig(WorkerConfig):
     )
     drafter: DrafterName = Field(
         "model",
-        description="model: `draft.model`; ngram: repetitions in the text so far; self-int4, layer-skip: the target's "
-        "model in 4 bits, or some of its layers; vllm: `draft.model`, run by vLLM; engine: no draft worker, the "
-        "target's engine drafts by itself, see `speculative_config`; simulated: for a simulated target",
+        description="model: `draft.model`; parallel: the same, all tokens of a proposal in one step, by a model that "
+        "was trained for it (PARD; `outrider distill --parallel`); ngram: repetitions in the text so far; self-int4, "
+        "layer-skip: the target's model in 4 bits, or some of its layers; vllm: `draft.model`, run by vLLM; engine: no "
+        "draft worker, the target's engine drafts by itself, see `speculative_config`; simulated: for a simulated "
+        "target",
     )
     speculative_config: dict[str, Any] = Field(
         {},

@@ -50,7 +50,7 @@ class LinkBalancer:
         self._num_choices = 0  # since sequences were last looked at for a move
 
     def add(self, link: Link) -> None:
-        self.active[link] = ActiveLink(link, self._new_costs(), link.model, link.expected_round_trip)
+        self.active[link] = ActiveLink(link, self._new_costs(link), link.model, link.expected_round_trip)
 
     def remove(self, link: Link) -> ActiveLink | None:
         return self.active.pop(link, None)
@@ -127,14 +127,14 @@ class LinkBalancer:
             link.owes_since = link.late_since = None
             link.ejected_until = now + min(_EJECT_SECONDS * 2**link.num_ejections, _MAX_EJECT_SECONDS)
             link.num_ejections += 1
-            link.costs = self._new_costs()  # the old ones say nothing of what it will take then
+            link.costs = self._new_costs(link.link)  # the old ones say nothing of what it will take then
             link.observed.clear()
             self.num_ejections += 1
             ejected.append(link)
         return ejected
 
-    def _new_costs(self) -> LinkCosts:
-        return LinkCosts(self._max_batch, self._max_depth)
+    def _new_costs(self, link: Link) -> LinkCosts:
+        return LinkCosts(self._max_batch, self._max_depth, is_one_pass=link.is_one_pass)
 
     def _owes_first_answers(self, link: ActiveLink, now: float) -> bool:
         """No step waits for those, so none gives up waiting."""

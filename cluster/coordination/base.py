@@ -23,6 +23,7 @@ class Link(Protocol):
 
     address: str  # of its worker; "": it is in this process
     model: str  # which draft model its worker runs, as of when the link came up
+    is_one_pass: bool  # its drafter drafts all tokens of a proposal in one step
     expected_round_trip: float | None  # seconds, by its place; None: nobody knows
 
     def send(self, request: SpeculateRequest) -> None:

@@ -70,6 +70,7 @@ class DraftLink:
         self.address = address
         self.expected_round_trip = expected_round_trip  # seconds, by its place; None: nobody knows
         self.model = ""  # which draft model its worker runs, as of when the link came up
+        self.is_one_pass = False  # likewise
         self.traffic = LinkTraffic()
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._notify = notify
@@ -175,7 +176,7 @@ class DraftLink:
         self._refusal = refusal or self._refusal
 
     async def _check_pair(self, stub: draft_pb2_grpc.DraftStub) -> None:
-        """Notes the worker's model. Raises ConfigurationError when its tokenizer is another than the target's."""
+        """Notes what the worker drafts with. Raises ConfigurationError if its tokenizer is not the target's."""
         description = await stub.Describe(types_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_SECONDS)
         fingerprint = description.model.tokenizer_fingerprint
         if fingerprint != self._tokenizer_fingerprint:
@@ -183,7 +184,7 @@ class DraftLink:
                 f"draft worker {self.address} ({description.model.name}) is not used: its tokenizer "
                 f"{fingerprint} differs from the target's {self._tokenizer_fingerprint}"
             )
-        self.model = _label(description.model)
+        self.model, self.is_one_pass = _label(description.model), description.is_one_pass
 
     async def _stream(self, stub: draft_pb2_grpc.DraftStub) -> None:
         """One life of the stream: up, replies, down."""

@@ -140,6 +140,14 @@ class DraftSequence:
                 depth, last = depth + 1, node
         return depth
 
+    def num_drafts_after(self, node: int, max_model_len: int) -> int:
+        """Drafts to make after `node` in one step: until its proposal is complete, and the bonus token's if it may run
+        ahead."""
+        depth, number = self.depth(node), self.proposal_depth + (self.window > self.num_speculative_tokens)
+        if node == self.tip and depth < self.proposal_depth:
+            number -= depth  # the proposal that is owed
+        return max(1, min(number, self.window - depth, max_model_len - self.num_committed - depth))
+
     def proposal(self) -> Drafts:
         """What is there of the tree that is owed."""
         if self.shape is None:
@@ -215,6 +223,7 @@ class Drafter(ABC):
     num_blocks: int  # of the KV cache
     block_size: int  # tokens in one
     num_step_rows: int | None = None  # of the last step; None: one a sequence
+    is_one_pass = False  # one step drafts all tokens of a proposal
 
     @property
     @abstractmethod
@@ -234,10 +243,15 @@ class Drafter(ABC):
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         """One step: extends `sequences` at their nodes `to_extend`, or works towards it (a prefill chunk).
 
+        A node gets its children; from a drafter that `is_one_pass` the first of these gets its own, and so on.
         Takes those first in line when not all of them fit in a step. A drafter that knows one continuation only
         appends to the main path. One that it has nothing to propose for, it marks as exhausted. Returns those that
         cannot go on because there is no room for their next token; the caller releases them.
         """
+
+    def num_rows(self, sequence: DraftSequence, node: int) -> int:
+        """Rows of a step that extends `sequence` at `node`, whose tokens before the tree are computed."""
+        return 1
 
     @abstractmethod
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:

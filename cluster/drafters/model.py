@@ -33,10 +33,15 @@ class _Cache:
 
 
 @dataclass(slots=True)
-class _Step:
+class Step:
     segments: list[Segment] = field(default_factory=list)
-    extended: list[tuple[DraftSequence, int]] = field(default_factory=list)  # with the node, for every row of logits
+    # The nodes that are extended, each with its rows of logits.
+    extended: list[tuple[DraftSequence, int, int]] = field(default_factory=list)
     num_rows: int = 0
+
+    def add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.num_rows += len(segment.token_ids)
 
 
 class ModelDrafter(Drafter):
@@ -96,9 +101,9 @@ class ModelDrafter(Drafter):
             else:
                 others.append(sequence)
         budget = self._limits.max_num_batched_tokens
-        left = [PromptPart(self._num_uncomputed(s), self._caches[s].num_computed_tokens) for s in prompts]
+        left = [PromptPart(self._num_prompt_rows(s), self._caches[s].num_computed_tokens) for s in prompts]
         for_others = budget - min(sum(part.num_tokens for part in left), budget // 2)
-        step = _Step()
+        step = Step()
         for sequence in others:
             self._add(step, sequence, for_others - step.num_rows)
         shares = self._pace.share(left, budget - step.num_rows, self._pace.budget(is_alone=False))
@@ -113,7 +118,7 @@ class ModelDrafter(Drafter):
             if burst is None or not self._may_burst(burst, step.extended):
                 self._extend(step.extended, logits)
             else:
-                self._extend_by(burst, [sequence for sequence, _ in step.extended], logits)
+                self._extend_by(burst, [sequence for sequence, *_ in step.extended], logits)
             if not step.extended:
                 self._runner.wait()  # else the next step would be taken to be as long as both
             self.num_step_rows = step.num_rows
@@ -148,13 +153,16 @@ class ModelDrafter(Drafter):
     def _num_uncomputed(self, sequence: DraftSequence) -> int:
         return sequence.num_committed - self._caches[sequence].num_computed_tokens
 
-    def _add(self, step: _Step, sequence: DraftSequence, most: int) -> None:
+    def _num_prompt_rows(self, sequence: DraftSequence) -> int:
+        """Rows until the first draft of a prompt is there."""
+        return self._num_uncomputed(sequence)
+
+    def _add(self, step: Step, sequence: DraftSequence, most: int) -> None:
         """Gives `sequence` its rows in `step`, so many at most."""
         if most > 0:
             segment, nodes = _next_segment(sequence, self._caches[sequence], most)
-            step.segments.append(segment)
-            step.extended.extend((sequence, node) for node in nodes)
-            step.num_rows += len(segment.token_ids)
+            step.add(segment)
+            step.extended.extend((sequence, node, 1) for node in nodes)
 
     def _count(self, sequence: DraftSequence) -> TokenCounts | None:
         if not sequence.params.has_penalty:
@@ -165,7 +173,7 @@ class ModelDrafter(Drafter):
         cache.counts.count(sequence.token_ids, sequence.num_committed, sequence.num_prompt_tokens)
         return cache.counts
 
-    def _may_burst(self, burst: Burst, extended: Sequence[tuple[DraftSequence, int]]) -> bool:
+    def _may_burst(self, burst: Burst, extended: Sequence[tuple[DraftSequence, int, int]]) -> bool:
         """Whether all of a step's sequences are chains that no token shapes, and some are owed more than one token."""
         return len(extended) <= burst.max_rows and (
             all(
@@ -174,9 +182,9 @@ class ModelDrafter(Drafter):
                 and sequence.width == 1
                 and sequence.shape is None
                 and not (sequence.params.has_penalty or sequence.params.logit_bias)
-                for sequence, node in extended
+                for sequence, node, _ in extended
             )
-            and any(self._num_owed(sequence) > 1 for sequence, _ in extended)
+            and any(self._num_owed(sequence) > 1 for sequence, *_ in extended)
         )
 
     def _num_owed(self, sequence: DraftSequence) -> int:
@@ -199,21 +207,21 @@ class ModelDrafter(Drafter):
                     self._caches[sequence].computed_nodes.add(sequence.tip)
                 sequence.append(token)
 
-    def _extend(self, extended: Sequence[tuple[DraftSequence, int]], logits: torch.Tensor) -> None:
+    def _extend(self, extended: Sequence[tuple[DraftSequence, int, int]], logits: torch.Tensor) -> None:
         """Gives every node its children: the best under the target's noise."""
         if not extended:
             return
         requests = [
             SampleRequest(s.params, s.noise_key, s.tokens_to(node), s.num_prompt_tokens, counts=self._count(s))
-            for s, node in extended
+            for s, node, _ in extended
         ]
-        width = max(sequence.width for sequence, _ in extended)
+        width = max(sequence.width for sequence, *_ in extended)
         if width == 1:
-            for (sequence, node), choice in zip(extended, self._sampler.sample(logits, requests), strict=True):
+            for (sequence, node, _), choice in zip(extended, self._sampler.sample(logits, requests), strict=True):
                 sequence.extend(node, [choice], [0.0])
             return
         best = self._sampler.best_choices(logits, requests, width)
-        for (sequence, node), (token_ids, gaps) in zip(extended, best, strict=True):
+        for (sequence, node, _), (token_ids, gaps) in zip(extended, best, strict=True):
             sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])
 
 

@@ -11,6 +11,7 @@ from cluster.config_workers import DraftConfig, DrafterName, LayerChoice
 from cluster.drafters.base import Drafter
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.ngram import NgramDrafter
+from cluster.drafters.parallel import ParallelDrafter
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.limits import StepLimits
@@ -103,6 +104,15 @@ def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
     """The drafter whose model and cache are `runner`."""
     max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
     limits = StepLimits.of(config.draft, max_model_len)
+    if config.draft.drafter == "parallel":
+        mask_token_id = runner.model.config.mask_token_id
+        if mask_token_id is None:
+            raise ConfigurationError(
+                f"draft.drafter parallel: the config.json of {config.draft.model!r} has no pard_token, so the model "
+                "was not trained to draft several tokens at once: set draft.drafter model, or make one with `outrider "
+                "distill --parallel`"
+            )
+        return ParallelDrafter(runner, limits, mask_token_id)
     if runner.gpu_kernels == "torch" or runner.model.device.type != "cuda":
         return ModelDrafter(runner, limits)
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
@@ -143,6 +153,7 @@ def _simulated(config: Config, progress: Progress | None) -> Drafter:
 
 _MODELS: dict[DrafterName, Callable[[Config, Progress | None, LoadedModel | None], LoadedModel]] = {
     "model": _model,
+    "parallel": _model,
     "self-int4": _self_int4,
     "layer-skip": _layer_skip,
 }

@@ -1,4 +1,4 @@
-"""A drafter without a model, for load, fault and planning runs: right as often as it is told to be."""
+"""A drafter without a model, for load, fault and planning runs: right as often as it is configured."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class SimulatedDrafter(Drafter):
         limits: StepLimits,
         time: Timekeeper = REAL_TIME,
     ) -> None:
+        self.is_one_pass = simulation.is_one_pass
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
         self.acceptance = AcceptanceSchedule(simulation, time.now)
@@ -64,6 +65,11 @@ class SimulatedDrafter(Drafter):
         self.num_steps += 1
         return []
 
+    def num_rows(self, sequence: DraftSequence, node: int) -> int:
+        if not self.is_one_pass:
+            return 1
+        return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len)
+
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         """Nothing was computed."""
 
@@ -79,14 +85,20 @@ class SimulatedDrafter(Drafter):
             if self._uncomputed[sequence]:
                 return rows
         nodes = (sequence.to_extend or [sequence.tip])[: max(1, budget)]
+        num_node_rows = sum([self.num_rows(sequence, node) for node in nodes])
         for node in nodes:
-            choices = self._choices(sequence, sequence.depth(node), sequence.width)
-            sequence.extend(node, choices, _GAPS[: len(choices)])
-        return max(rows, len(nodes))
+            places = [sequence.depth(node)]  # in the proposal
+            if self.is_one_pass:
+                places = list(range(sequence.num_drafts_after(node, self.max_model_len)))
+            for place in places:
+                choices = self._choices(sequence, sequence.depth(node), place, sequence.width)
+                sequence.extend(node, choices, _GAPS[: len(choices)])
+                node = sequence.children(node)[0]
+        return min(max(rows, num_node_rows), budget)
 
-    def _choices(self, sequence: DraftSequence, place: int, width: int) -> list[int]:
-        """The `width` drafts at `place` of the proposal, counted from 0, all different."""
-        key, position = sequence.noise_key, sequence.num_committed + place
+    def _choices(self, sequence: DraftSequence, depth: int, place: int, width: int) -> list[int]:
+        """The `width` drafts after `depth` others, all different; `place` is that in the proposal, counted from 0."""
+        key, position = sequence.noise_key, sequence.num_committed + depth
         token, acceptance = token_at(key, position, self.vocab_size), self.acceptance.at(place)
         for rank in range(width):
             if uniform_at(key, position, rank) < (min(acceptance, _NEXT_BEST) if rank else acceptance):

@@ -22,7 +22,7 @@ from cluster.telemetry.metrics import Reading
 
 _NUM_POSITIONS = 64
 _DECAY = 0.998  # of what was counted, a round
-MAX_ROWS_AHEAD = 64  # that run ahead in a step: finding out which takes as long as a small step
+MAX_NODES_AHEAD = 64  # that a step extends ahead: finding out which takes as long as a small step
 MAX_SEQUENCES_AHEAD = 32  # with more none runs ahead: a step's bookkeeping takes 80 us for each that does
 _SLOWER = 1.1  # times what a step takes without rows that run ahead, where a proposal is owed
 _MAX_BRANCH_CHANCE = 0.5  # of a next best: it scored lower
@@ -160,16 +160,19 @@ def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]
     return dict(sorted(nodes.items(), key=itemgetter(1), reverse=True))
 
 
-def num_rows_ahead(chances: Sequence[float], num_owed_rows: int, curve: LearnedCurve) -> int:
-    """How many of the nodes with these `chances`, the largest first, a step takes beside `num_owed_rows`.
+def num_nodes_ahead(
+    chances: Sequence[float], rows: Sequence[int], num_owed: int, num_owed_rows: int, curve: LearnedCurve
+) -> int:
+    """Returns how many of the nodes with these `chances`, the largest first, a step extends beside those owed.
 
-    As many as draft the most tokens that are needed in its time, and lengthen hardly what others wait for.
+    It extends as many as draft the most tokens that are needed in its time, and hardly lengthen what others wait for.
+    Each node takes its number of `rows`; the `num_owed` nodes together take `num_owed_rows`.
     """
     if not chances or not curve.is_known:
         return len(chances)
-    seconds = curve.at(np.arange(num_owed_rows, num_owed_rows + len(chances) + 1))
-    rates = (num_owed_rows + np.cumsum([0.0, *chances])) / np.maximum(seconds, 1e-9)
-    if num_owed_rows:
+    seconds = curve.at(num_owed_rows + np.cumsum([0, *rows]))
+    rates = (num_owed + np.cumsum([0.0, *chances])) / np.maximum(seconds, 1e-9)
+    if num_owed:
         rates[seconds > _SLOWER * seconds[0]] = 0.0
     return int(rates.argmax())
 

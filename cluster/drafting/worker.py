@@ -14,7 +14,7 @@ from operator import itemgetter
 from cluster.config_speculation import window_of
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.drafting.entries import Deliver, Entry, Link, Sent
-from cluster.drafting.run_ahead import MAX_ROWS_AHEAD, MAX_SEQUENCES_AHEAD, RunAhead, num_rows_ahead, runs_ahead
+from cluster.drafting.run_ahead import MAX_NODES_AHEAD, MAX_SEQUENCES_AHEAD, RunAhead, num_nodes_ahead, runs_ahead
 from cluster.drafting.temperature_tuning import TemperatureTuning
 from cluster.speculation.costs import LearnedCurve
 from cluster.telemetry.metrics import Reading, StepTime
@@ -78,6 +78,11 @@ class DraftWorker:
             self._stopping = True
             self._wake.notify()
         self._thread.join()
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Returns True if one step drafts all tokens of a proposal."""
+        return self._drafter.is_one_pass
 
     @property
     def num_sequences(self) -> int:
@@ -183,7 +188,7 @@ class DraftWorker:
             self._send(replies)
             return
         first_for = {entry.link for entry in batch if not entry.sequence.parents}
-        num_rows = sum([max(1, len(entry.sequence.to_extend)) for entry in batch])
+        num_rows = sum([self._num_rows(entry, entry.sequence.to_extend or [entry.sequence.tip]) for entry in batch])
         started_at = self._clock()
         stuck = self._drafter.draft([entry.sequence for entry in batch])
         seconds = self._clock() - started_at
@@ -253,7 +258,7 @@ class DraftWorker:
         else:
             self._num_steps_without_new = 0
         batch = {entry: list(entry.lacks or ()) for entry in known}
-        num_rows = sum(map(len, batch.values()))
+        num_rows = sum([self._num_rows(entry, nodes) for entry, nodes in batch.items()])
         for entry, node in self._nodes_ahead(batch, num_rows):
             batch.setdefault(entry, []).append(node)
         for entry, nodes in batch.items():
@@ -272,9 +277,16 @@ class DraftWorker:
             for entry in self._entries.values()
             if entry.is_computed and entry.runs_ahead and not entry.sequence.is_exhausted
         ]
-        found = list(itertools.islice(heapq.merge(*lists, key=itemgetter(0), reverse=True), MAX_ROWS_AHEAD))
-        taken = num_rows_ahead([chance for chance, *_ in found], num_rows, self._curve)
+        found = list(itertools.islice(heapq.merge(*lists, key=itemgetter(0), reverse=True), MAX_NODES_AHEAD))
+        rows = [self._drafter.num_rows(entry.sequence, node) for _, entry, node in found]
+        taken = num_nodes_ahead([chance for chance, *_ in found], rows, len(owed), num_rows, self._curve)
         return [(entry, node) for _, entry, node in found[:taken]]
+
+    def _num_rows(self, entry: Entry, nodes: Sequence[int]) -> int:
+        """Rows of a step that extends a sequence at `nodes`."""
+        if not self.is_one_pass:
+            return len(nodes)
+        return sum([self._drafter.num_rows(entry.sequence, node) for node in nodes])
 
     @property
     def _runs_ahead(self) -> bool:

@@ -33,6 +33,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     has_qk_norm: bool = False  # of each head's query and key, before they are rotated
     sliding_windows: tuple[int, ...] = ()  # of each layer, in tokens; empty: no layer has one
+    mask_token_id: int | None = None  # PARD's `pard_token`: with it as input the model drafts several tokens at once
 
     @property
     def q_size(self) -> int:
@@ -98,6 +99,7 @@ class ModelConfig:
             has_output_bias=has_attention_bias,
             has_mlp_bias=bool(values.get("mlp_bias")),
             has_qk_norm=family.has_qk_norm,
+            mask_token_id=None if values.get("pard_token") is None else int(values["pard_token"]),
             sliding_windows=tuple(window or max_position_embeddings for window in windows) if any(windows) else (),
         )
 

@@ -129,6 +129,7 @@ class VirtualLink:
     def __init__(self, draft: VirtualDraft, pool: VirtualPool) -> None:
         self.address = draft.address
         self.model = draft.wanted.name
+        self.is_one_pass = draft.wanted.simulation.is_one_pass
         self.expected_round_trip = draft.wanted.expected_round_trip
         self.draft = draft
         self.pool = pool

@@ -181,10 +181,11 @@ class LinkCosts:
 
     A step of the draft costs by its rows. The first step of a proposal has more than one row per sequence: the last
     accepted draft of a round was never an input of the drafter. So a proposal of one token is dearer per token than a
-    deeper one, and alone says little about the deeper one.
+    deeper one, and alone says little about the deeper one. A drafter that `is_one_pass` takes the first step only.
     """
 
-    def __init__(self, max_batch: int, max_depth: int = 1) -> None:
+    def __init__(self, max_batch: int, max_depth: int = 1, *, is_one_pass: bool = False) -> None:
+        self.is_one_pass = is_one_pass
         self.largest_batch = 0  # of an observed step
         self._draft_step = LearnedCurve(2 * max_batch)  # over its rows
         self._largest_rows = 1  # of an observed step
@@ -259,6 +260,8 @@ class LinkCosts:
         first, level = (
             self._rows_seconds(np.asarray(rows * batches, np.float64)) for rows in (self._first_rows, self._level_rows)
         )
+        if self.is_one_pass:
+            level = np.zeros_like(level)
         shares = self.ready_shares
         if shares[0] == 0.0:
             seconds = self.round_trip_seconds + first + (depths - 1) * level
@@ -266,7 +269,8 @@ class LinkCosts:
             sizes, places = np.unique(batches, return_inverse=True)
             lack = 1.0 - shares ** sizes[:, None]  # [sizes, levels]
             at = places.reshape(np.shape(batches)), np.clip(depths, 1, len(shares)) - 1
-            seconds = self.round_trip_seconds * lack[at] + level * np.cumsum(lack, axis=1)[at]
+            whole = self.round_trip_seconds + (first if self.is_one_pass else 0.0)
+            seconds = whole * lack[at] + level * np.cumsum(lack, axis=1)[at]
         return np.asarray(np.where(depths > 0, self._waited_share * seconds, 0.0))
 
     def proposal_seconds(self, depth: int, batch: int) -> float:
@@ -274,7 +278,7 @@ class LinkCosts:
         if depth == 0:
             return self.round_trip_seconds
         first, level = (self._step_seconds(rows * max(batch, 1)) for rows in (self._first_rows, self._level_rows))
-        return self.round_trip_seconds + first + (depth - 1) * level
+        return self.round_trip_seconds + first + (0.0 if self.is_one_pass else (depth - 1) * level)
 
     def _step_seconds(self, rows: float) -> float:
         """As `_rows_seconds`, of one number."""

@@ -52,6 +52,7 @@ class InProcessLink:
         """`ended` is called when sequences were closed."""
         self.worker = worker
         self.model = model
+        self.is_one_pass = worker.is_one_pass
         self.expected_round_trip: float | None = 0.0
         self._notify = notify
         self._ended = ended

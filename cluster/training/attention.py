@@ -22,14 +22,14 @@ def maskless_causal_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally. With a filled cache, only a single query token is allowed."""
-    assert attention_mask is None
+    """Attend causally, unless a mask is given. With a filled cache, only a single query token is allowed."""
     assert query.shape[2] in (1, key.shape[2])
     output = torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
         value,
-        is_causal=query.shape[2] > 1,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None and query.shape[2] > 1,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )

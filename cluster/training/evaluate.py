@@ -87,7 +87,7 @@ def acceptance_length(matches: list[list[bool]], num_speculative_tokens: int) ->
         [row[start : start + num_speculative_tokens] for start in range(len(row) - num_speculative_tokens)]
         for row in matches
     ]
-    return _mean_committed([[(*drafted, False).index(False) for drafted in row] for row in drafts])
+    return mean_committed([[(*drafted, False).index(False) for drafted in row] for row in drafts])
 
 
 @torch.inference_mode()
@@ -117,14 +117,14 @@ def measure_head_acceptance(
     return Acceptance(
         temperature=0.0,
         acceptance_rate=(accepted > 0).float().mean().item(),
-        acceptance_length=_mean_committed(accepted.tolist()),
+        acceptance_length=mean_committed(accepted.tolist()),
         num_speculative_tokens=num_drafts,
         num_prompts=len(accepted),
         num_tokens=accepted.numel(),
     )
 
 
-def _mean_committed(num_accepted: list[list[int]]) -> float:
+def mean_committed(num_accepted: list[list[int]]) -> float:
     """Walk rounds along each row, whose entries say how many drafts of a round that begins there are accepted."""
     num_rounds = num_committed = 0
     for row in num_accepted:

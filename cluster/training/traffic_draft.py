@@ -21,6 +21,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.training.attention import MASKLESS_ATTENTION
 from cluster.training.batches import random_numbers
 from cluster.training.log_partition import log_partition
+from cluster.training.parallel import MaskRows, mask_rows, parallel_states
 from cluster.training.teaching import Lesson
 from cluster.training.trainer import Recipe, build_optimizer
 
@@ -82,9 +83,17 @@ def load_draft(folder: Path) -> LlamaForCausalLM:
 
 
 def train_draft(
-    model: LlamaForCausalLM, lessons: Sequence[Lesson], recipe: Recipe, did_step: Callable[[float], object]
+    model: LlamaForCausalLM,
+    lessons: Sequence[Lesson],
+    recipe: Recipe,
+    did_step: Callable[[float], object],
+    *,
+    num_masks: int = 0,
 ) -> None:
-    """Trains `model` in place; `recipe.batch_size` answers a step, of like lengths. `did_step` is told each loss."""
+    """Trains `model` in place; `recipe.batch_size` answers a step, of like lengths. `did_step` gets each loss.
+
+    With `num_masks` it also learns to draft from the mask tokens that `model.config.pard_token` names.
+    """
     optimizer = build_optimizer(model, recipe)
     order = sorted(range(len(lessons)), key=lambda index: len(lessons[index].answer.all_token_ids))
     batches = [order[start : start + recipe.batch_size] for start in range(0, len(order), recipe.batch_size)]
@@ -94,7 +103,10 @@ def train_draft(
             turns = random_numbers(recipe.seed, step).permutation(len(batches))
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(step)
-        loss = _loss(model, [lessons[index] for index in batches[turns[step % len(batches)]]])
+        batch = [lessons[index] for index in batches[turns[step % len(batches)]]]
+        generator = random_numbers(recipe.seed, recipe.steps + step)
+        masks = [mask_rows(len(lesson.answer.token_ids), num_masks, generator) for lesson in batch]
+        loss = _loss(model, batch, masks)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), _GRADIENT_NORM)
@@ -106,13 +118,21 @@ def train_draft(
     model.train(False)
 
 
-def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
+def _loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], masks: Sequence[MaskRows]) -> Tensor:
     """Mean cross entropy of a place, in nats: exact over the target's likeliest tokens, an unbiased estimate over the
     others. As a label's weights are 1 in all, it is the logarithm of the partition less the weighted logits."""
-    states, head = _answer_states(model, lessons), model.lm_head.weight
-    probabilities = torch.from_numpy(np.concatenate([lesson.probabilities for lesson in lessons]))
-    likeliest = _logits_of(states, head, [lesson.likeliest for lesson in lessons])
-    drawn = _logits_of(states, head, [lesson.drawn for lesson in lessons])
+    head = model.lm_head.weight
+    if any(own.places for own in masks):
+        states = torch.cat(parallel_states(model, lessons, masks, model.config.pard_token))
+    else:
+        states = _answer_states(model, lessons)
+    pairs = [
+        (lesson, [*range(len(lesson.answer.token_ids)), *own.labels])
+        for lesson, own in zip(lessons, masks, strict=True)
+    ]
+    probabilities = torch.from_numpy(np.concatenate([lesson.probabilities[places] for lesson, places in pairs]))
+    likeliest = _logits_of(states, head, [lesson.likeliest[places] for lesson, places in pairs])
+    drawn = _logits_of(states, head, [lesson.drawn[places] for lesson, places in pairs])
     of_others = 1.0 - probabilities.sum(dim=-1)
     label = (probabilities * likeliest).sum(dim=-1) + of_others * drawn.mean(dim=-1)
     return (log_partition(states, head) - label).mean()

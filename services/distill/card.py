@@ -25,6 +25,7 @@ class Distilled:
     recipe: Recipe
     before: Sequence[TrafficAcceptance]
     after: Sequence[TrafficAcceptance]
+    is_parallel: bool = False  # the draft makes all tokens of a proposal in one step
 
 
 def model_card(name: str, told: Distilled) -> str:
@@ -43,11 +44,15 @@ def model_card(name: str, told: Distilled) -> str:
         f"| {new.temperature:g} | {old.rate:.3f} | {new.rate:.3f} | {new.length:.2f} |"
         for old, new in zip(told.before, told.after, strict=True)
     ]
+    one_step = (
+        " It makes all tokens of a proposal in one step, from mask tokens (PARD, arXiv 2504.18583; `pard_token` in "
+        "config.json): `draft.drafter: parallel`."
+    )
     return "\n".join(
         [
             f"# {name}\n",
             f"A draft for {told.target}, whose tokenizer it has: `outrider distill` taught it what that model says at "
-            "every place of its own answers to logged prompts.\n",
+            f"every place of its own answers to logged prompts.{one_step if told.is_parallel else ''}\n",
             "|  |  |\n| --- | --- |",
             *(f"| {key} | {value} |" for key, value in facts.items()),
             f"\nAcceptance on the target's answers to {told.num_held_out:,} prompts that were held out, given all that "
@@ -55,6 +60,16 @@ def model_card(name: str, told: Distilled) -> str:
             "token included.\n",
             "| temperature | acceptance before | after | acceptance length |\n| --- | --- | --- | --- |",
             *rows,
+            "\nBy position in a proposal, of the drafts whose predecessors are accepted, before and after:\n",
+            "| temperature | acceptance before | after |\n| --- | --- | --- |",
+            *(
+                f"| {new.temperature:g} | {_by_position(old)} | {_by_position(new)} |"
+                for old, new in zip(told.before, told.after, strict=True)
+            ),
             "",
         ]
     )
+
+
+def _by_position(acceptance: TrafficAcceptance) -> str:
+    return ", ".join(f"{share:.2f}" for share in acceptance.by_position)

@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--learning-rate", type=above_zero(float), metavar="R", help="default 1e-3, and 3e-4 from a draft that is there"
     )
     training.add_argument("--seed", type=seed, default=0, metavar="N")
+    training.add_argument(
+        "--parallel",
+        action="store_true",
+        help="teach it to draft all tokens of a proposal in one step, for `draft.drafter: parallel`",
+    )
     shape = parser.add_argument_group("shape of a new draft")
     shape.add_argument("--hidden-size", type=above_zero(int), default=128, metavar="N", help="default 128")
     shape.add_argument("--num-layers", type=above_zero(int), default=3, metavar="N", help="default 3")
@@ -93,9 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from cluster.training.parallel import add_mask_token, unused_token_id
     from cluster.training.teaching import teach
     from cluster.training.traffic import is_held_out
-    from cluster.training.traffic_acceptance import measure_traffic_acceptance
+    from cluster.training.traffic_acceptance import NUM_POSITIONS, measure_traffic_acceptance
     from cluster.training.traffic_draft import load_draft, train_draft
     from cluster.training.trainer import Recipe
 
@@ -117,6 +123,9 @@ def _run(arguments: argparse.Namespace) -> int:
     draft = _new_draft(arguments, config) if draft_folder is None else load_draft(draft_folder)
     with _progress("acceptance before", len(held_out)) as progress:
         before = measure_traffic_acceptance(draft, held_out, progress.update)
+    if arguments.parallel:
+        reserved = ModelConfig.from_folder(folder).eos_token_ids
+        add_mask_token(draft, unused_token_id(draft.config.vocab_size, lessons, reserved))
     recipe = Recipe(
         steps=max(1, round(arguments.epochs * len(taught) / arguments.batch_size)),
         batch_size=arguments.batch_size,
@@ -130,11 +139,11 @@ def _run(arguments: argparse.Namespace) -> int:
             progress.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             progress.update()
 
-        train_draft(draft, taught, recipe, did_step)
+        train_draft(draft, taught, recipe, did_step, num_masks=NUM_POSITIONS if arguments.parallel else 0)
     _save(draft, folder, arguments.out)
     saved = load_draft(arguments.out)  # in bfloat16, as it will serve
     with _progress("acceptance after", len(held_out)) as progress:
-        after = measure_traffic_acceptance(saved, held_out, progress.update)
+        after = measure_traffic_acceptance(saved, held_out, progress.update, is_parallel=arguments.parallel)
     told = Distilled(
         arguments.target,
         arguments.draft,
@@ -145,6 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
         recipe,
         before,
         after,
+        arguments.parallel,
     )
     _tell(arguments.out, told)
     return 0
@@ -229,6 +239,9 @@ def _tell(out: Path, told: Distilled) -> None:
             f"  T = {old.temperature:g}: {old.rate:.3f} -> {new.rate:.3f} ({100 * (new.rate - old.rate):+.1f} points), "
             f"{old.length:.2f} -> {new.length:.2f} tokens a round of 4"
         )
+        if told.is_parallel:
+            by_position = ", ".join(f"{share:.2f}" for share in new.by_position)
+            print(f"    by position in a proposal: {by_position}")
     (out / "report.json").write_text(json.dumps(asdict(told), indent=2) + "\n", encoding="utf-8")
     (out / "README.md").write_text(model_card(out.resolve().name, told), encoding="utf-8")
 

@@ -102,6 +102,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             advertised_address=self._advertised_address,
             wire_version=WIRE_VERSION,
             machine=describe_machine(self._metrics_url),
+            is_one_pass=self._drafter.is_one_pass,
         )
 
 

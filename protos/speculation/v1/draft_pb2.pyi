@@ -30,6 +30,7 @@ class DraftDescription(_message.Message):
     ADVERTISED_ADDRESS_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
+    IS_ONE_PASS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """differs after every restart of the worker"""
     is_draining: _builtins.bool
@@ -38,6 +39,8 @@ class DraftDescription(_message.Message):
     """where others reach it; empty: it does not know"""
     wire_version: _builtins.int
     """of this file and types.proto, which only grow"""
+    is_one_pass: _builtins.bool
+    """one step drafts all tokens of a proposal"""
     @_builtins.property
     def model(self) -> _types_pb2.ModelDescription: ...
     @_builtins.property
@@ -54,10 +57,11 @@ class DraftDescription(_message.Message):
         advertised_address: _builtins.str = ...,
         wire_version: _builtins.int = ...,
         machine: _types_pb2.Machine | None = ...,
+        is_one_pass: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "machine", b"machine", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertised_address", b"advertised_address", "epoch", b"epoch", "is_draining", b"is_draining", "load", b"load", "machine", b"machine", "model", b"model", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertised_address", b"advertised_address", "epoch", b"epoch", "is_draining", b"is_draining", "is_one_pass", b"is_one_pass", "load", b"load", "machine", b"machine", "model", b"model", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

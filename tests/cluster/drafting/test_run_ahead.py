@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.drafters.base import DraftSequence
-from cluster.drafting.run_ahead import Frontier, RunAhead, num_rows_ahead, tree_nodes
+from cluster.drafting.run_ahead import Frontier, RunAhead, num_nodes_ahead, tree_nodes
 from cluster.speculation.costs import LearnedCurve
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -123,22 +123,32 @@ class TestRows:
                 curve.observe(rows, time)
         return curve
 
+    @staticmethod
+    def taken(chances: list[float], num_owed: int, curve: LearnedCurve, rows: int = 1) -> int:
+        """Each node has this number of `rows`."""
+        return num_nodes_ahead(chances, [rows] * len(chances), num_owed, num_owed * rows, curve)
+
     def test_are_as_many_as_cost_nothing(self) -> None:
-        assert num_rows_ahead([0.1] * 40, 8, self.curve((1, 1.0), (64, 1.0))) == 40
+        assert self.taken([0.1] * 40, 8, self.curve((1, 1.0), (64, 1.0))) == 40
 
     def test_beside_what_is_owed_are_those_that_hardly_lengthen_the_step(self) -> None:
         curve = self.curve((8, 1.0), (48, 2.0))  # each row 2.5 % of a step of 8
-        assert num_rows_ahead([0.9] * 40, 8, curve) in (3, 4)
+        assert self.taken([0.9] * 40, 8, curve) in (3, 4)
 
     def test_of_a_step_that_nobody_waits_for_are_those_that_are_worth_their_time(self) -> None:
         curve = self.curve((1, 1.0), (64, 64.0))  # each as long as the first
-        assert num_rows_ahead([0.5, 0.4, 0.1], 0, curve) == 1
+        assert self.taken([0.5, 0.4, 0.1], 0, curve) == 1
         flatter = self.curve((1, 1.0), (64, 7.3))  # each a tenth of it
-        assert num_rows_ahead([0.5, 0.4, 0.01], 0, flatter) == 2
+        assert self.taken([0.5, 0.4, 0.01], 0, flatter) == 2
+
+    def test_of_several_each_lengthen_the_step_by_all_of_them(self) -> None:
+        curve = self.curve((8, 1.0), (48, 2.0))
+        assert self.taken([0.9] * 40, 2, curve, rows=4) == 0
+        assert self.taken([0.9] * 40, 8, curve) > 0
 
     def test_are_all_before_anything_is_known(self) -> None:
-        assert num_rows_ahead([0.5] * 3, 0, LearnedCurve(64)) == 3
-        assert num_rows_ahead([], 0, LearnedCurve(64)) == 0
+        assert self.taken([0.5] * 3, 0, LearnedCurve(64)) == 3
+        assert self.taken([], 0, LearnedCurve(64)) == 0
 
 
 @pytest.mark.parametrize(

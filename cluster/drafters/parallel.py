@@ -1,0 +1,155 @@
+"""A model that drafts all tokens of a proposal in one step, from mask tokens.
+
+PARD (An et al., arXiv 2504.18583, section 3.1): after the last committed token the input has one mask token for each
+further draft. The row of the last committed token gives the first draft, that of the first mask the second, and so on;
+a mask attends to all committed tokens and to the masks before it. Each draft is the best token under the noise of its
+position, as a model's is (`cluster.drafters.model`), but does not know which drafts were chosen before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cluster.drafters.base import DraftSequence
+from cluster.drafters.model import ModelDrafter, Step
+from cluster.engine.batch import Segment
+from cluster.engine.limits import StepLimits
+from cluster.engine.runner import ModelRunner
+from cluster.speculation.drafts import path_to
+from cluster.speculation.sampling import SampleRequest
+
+
+class ParallelDrafter(ModelDrafter):
+    """Drafts with a model of the PyTorch engine that was trained for mask tokens.
+
+    Keys and values of masks are overwritten by the next step. Drafts become inputs only where one after them is
+    extended, which runs ahead: a step extends the drafts that outcomes may lead to, each with masks of its own.
+    """
+
+    is_one_pass = True
+
+    def __init__(self, runner: ModelRunner, limits: StepLimits, mask_token_id: int) -> None:
+        super().__init__(runner, limits)
+        self._mask_token_id = mask_token_id
+
+    def num_rows(self, sequence: DraftSequence, node: int) -> int:
+        return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len)
+
+    def _num_prompt_rows(self, sequence: DraftSequence) -> int:
+        return self._num_uncomputed(sequence) + sequence.num_drafts_after(-1, self.max_model_len) - 1
+
+    def _add(self, step: Step, sequence: DraftSequence, most: int) -> None:
+        cache = self._caches[sequence]
+        start, end = cache.num_computed_tokens, sequence.num_committed
+        if 0 < most < end - start:
+            step.add(Segment(sequence.token_ids[start : start + most], start, cache.block_table, num_logits=0))
+            cache.num_computed_tokens += most
+            return
+        rows = _Rows(sequence, start)
+        for node in sequence.to_extend or [sequence.tip]:
+            path = [other for other in path_to(node, sequence.parents)[:-1] if other not in cache.computed_nodes]
+            num_masks = min(sequence.num_drafts_after(node, self.max_model_len) - 1, most - rows.number(node, path))
+            if num_masks < 0:
+                break
+            num_tokens = len(sequence.token_ids) + rows.num_masks + num_masks
+            if not self._runner.blocks.grow(cache.block_table, num_tokens):
+                num_masks = 0  # there are blocks for all tokens
+            rows.extend(node, path, num_masks)
+            step.extended.append((sequence, node, 1 + num_masks))
+        if not rows.extended:  # there is no room for all of a path
+            rows.inputs.update(path[: most - (end - start)])
+        if rows.extended or rows.inputs:
+            step.add(rows.segment(cache.block_table, self._mask_token_id))
+            cache.num_computed_tokens = end
+            cache.computed_nodes.update(rows.inputs, [node for node, _ in rows.extended if node >= 0])
+
+    def _extend(self, extended: Sequence[tuple[DraftSequence, int, int]], logits: torch.Tensor) -> None:
+        if not extended:
+            return
+        requests = [
+            SampleRequest(
+                s.params,
+                s.noise_key,
+                s.tokens_to(node),
+                s.num_prompt_tokens,
+                num_drafts,
+                [self._mask_token_id] * (num_drafts - 1),
+                counts=self._count(s),
+            )
+            for s, node, num_drafts in extended
+        ]
+        width = max(sequence.width for sequence, *_ in extended)
+        best = iter(self._sampler.best_choices(logits, requests, width))
+        for sequence, node, num_drafts in extended:
+            levels = [next(best) for _ in range(num_drafts)]
+            end = node
+            for token_ids, gaps in levels:
+                sequence.extend(end, token_ids[: sequence.width], gaps[: sequence.width])
+                end = sequence.children(end)[0]
+            if sequence.shape is not None and node == -1:
+                self._complete(sequence, levels)
+
+    def _complete(self, sequence: DraftSequence, levels: Sequence[tuple[list[int], list[float]]]) -> None:
+        """Gives the other nodes of the tree that is owed the best tokens of their depths."""
+        while nodes := [n for n in sequence.missing(self.max_model_len) if sequence.depth(n) < len(levels)]:
+            for node in nodes:
+                token_ids, gaps = levels[sequence.depth(node)]
+                sequence.extend(node, token_ids[: sequence.width], gaps[: sequence.width])
+
+
+class _Rows:
+    """The rows of one sequence in a step.
+
+    They are the committed tokens from `start` on, drafts that become inputs, and the nodes that are extended, each with
+    its masks after it. Places are counted from `start`; drafts have theirs after the committed tokens, then masks.
+    """
+
+    def __init__(self, sequence: DraftSequence, start: int) -> None:
+        self.inputs: set[int] = set()  # nodes that are not extended
+        self.extended: list[tuple[int, int]] = []  # nodes, each with its number of masks
+        self.num_masks = 0
+        self._sequence = sequence
+        self._start = start
+
+    def number(self, node: int, path: Sequence[int]) -> int:
+        """Rows with those of `node`, after the nodes of `path`, but for its masks."""
+        if node < 0:
+            return max(1, self._num_committed)
+        num_others = sum(1 for other in path if other not in self.inputs)
+        return self._num_committed + len(self.inputs) + len(self.extended) + self.num_masks + num_others + 1
+
+    def extend(self, node: int, path: Sequence[int], num_masks: int) -> None:
+        if node < 0:  # the last committed token is its row, even if it was computed before
+            self._start = min(self._start, self._sequence.num_committed - 1)
+        self.inputs.update(path)
+        self.extended.append((node, num_masks))
+        self.num_masks += num_masks
+
+    @property
+    def _num_committed(self) -> int:
+        return self._sequence.num_committed - self._start
+
+    def segment(self, block_table: Sequence[int], mask_token_id: int) -> Segment:
+        sequence, offset = self._sequence, self._num_committed
+        parents = [*range(-1, offset - 1), *(offset + parent for parent in sequence.parents)]
+        places = [*range(offset), *(offset + node for node in sorted(self.inputs))]
+        num_before = len(places)
+        for node, num_masks in self.extended:
+            last = offset + node
+            if node < 0:
+                places.remove(last)
+                num_before -= 1
+            places.append(last)
+            for _ in range(num_masks):
+                places.append(len(parents))
+                parents.append(last)
+                last = places[-1]
+        num_real = offset + len(sequence.parents)
+        tokens = sequence.token_ids
+        token_ids = [tokens[self._start + place] if place < num_real else mask_token_id for place in places]
+        num_logits = len(places) - num_before
+        if all(parent == place - 1 for place, parent in enumerate(parents)):
+            return Segment(token_ids, self._start + places[0], block_table, num_logits)
+        return Segment(token_ids, self._start, block_table, num_logits, parents, places)
