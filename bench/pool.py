@@ -8,6 +8,7 @@ target's own GPUs, and with the bound, which assumes that drafting is hidden beh
 
     E(k) t(n) / max(t(n (1 + k)), k t_draft(n) + delay)    times k = 0, the maximum over k
 
+A parallel draft makes all k tokens in one step of n (1 + k) rows, in place of k steps of n.
 All figures are per target.
 """
 
@@ -38,7 +39,7 @@ from cluster.simulator.traffic import ClosedTraffic, Lengths
 from cluster.speculation.speed import expected_tokens
 
 TARGET, TARGET_GPUS = "70B", "4xA100-80"
-DRAFTS = {"1B": "1B", "1B-int4": "1B:int4"}
+DRAFTS = {"1B": "1B", "1B-int4": "1B:int4", "parallel-1B": "1B"}
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 256
 _ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 _WARM_UP_SHARE = 0.3
@@ -65,13 +66,21 @@ class Case:
         return self.curve(DRAFTS[self.draft], self.card)
 
     @property
+    def is_one_pass(self) -> bool:
+        return self.draft is not None and self.draft.startswith("parallel-")
+
+    @property
     def bound(self) -> float:
         """Speedup over k = 0 if drafting were hidden behind verification."""
         target, draft = StepCurve(self.curve(TARGET, TARGET_GPUS)), StepCurve(self.draft_curve)
         n, delay = self.streams, self.delay_ms / 1e3
+
+        def round_seconds(k: int) -> float:
+            drafting = draft.at(n * (1 + k)) if self.is_one_pass else k * draft.at(n)
+            return max(target.at(n * (1 + k)), drafting + delay)
+
         return max(
-            expected_tokens(self.acceptance, k) * target.at(n) / max(target.at(n * (1 + k)), k * draft.at(n) + delay)
-            for k in range(1, _MAX_DEPTH + 1)
+            expected_tokens(self.acceptance, k) * target.at(n) / round_seconds(k) for k in range(1, _MAX_DEPTH + 1)
         )
 
     @property
@@ -91,6 +100,7 @@ class Case:
             settings |= {"speculation.num_speculative_tokens": 0, "draft.replicas": 0}
         else:
             settings["simulation.draft_step_ms"] = [list(point) for point in self.draft_curve]
+            settings["simulation.is_one_pass"] = str(self.is_one_pass).lower()
             if self.card == TARGET_GPUS:
                 settings |= {"draft.placement": "in-process", "draft.in_process_threads": "shared"}
         return load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items())])
@@ -223,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         return [int(number) for number in text.split(",")]
 
     parser = argparse.ArgumentParser(prog="bench.pool", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--drafts", type=lambda text: text.split(","), default=["1B", "1B-int4"])
+    parser.add_argument("--drafts", type=lambda text: text.split(","), default=[*DRAFTS])
     parser.add_argument("--cards", type=lambda text: text.split(","), default=["A10G"])
     parser.add_argument("--delays", type=numbers, default=[0.5], help="ms, there and back")
     parser.add_argument("--streams", type=counts, default=[1, 8, 16, 32, 64], help="of each target")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
@@ -10,6 +11,12 @@ from cluster.drafting.run_ahead import Frontier, RunAhead, runs_ahead, tree_node
 from cluster.speculation.drafts import is_chain
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
+
+# Learning rates of the time of a round, where one is longer and shorter: a draft step that is under way when an outcome
+# comes costs its target more than a rest before a later one costs the draft. Nine rounds in ten are longer.
+_LONGER_RATE, _SHORTER_RATE = 0.03, 0.3
+_LEAST_REST_SECONDS = 1e-4
+_MAX_CHANGE = 2.0  # times the time of a round that one counts as at most: a step with a prompt says little of the next
 
 Deliver = Callable[[SpeculateReply], None]
 """Takes a reply towards a coordinator; never blocks."""
@@ -27,6 +34,30 @@ class Link:
     batch: int = 0  # its sequences in that step
     rows: int = 0  # and theirs
     is_first: bool = False  # for some of them, of a proposal
+    advanced_at: float | None = None  # the last time that tokens were committed
+    round_seconds: float | None = None  # between two such times, most of which are longer; None: not known
+
+    def advanced(self) -> None:
+        """A request that was just received has committed tokens."""
+        if self.advanced_at is not None:
+            seconds = self.received_at - self.advanced_at
+            if self.round_seconds is None:
+                self.round_seconds = seconds
+            else:
+                change = min(seconds, _MAX_CHANGE * self.round_seconds) - self.round_seconds
+                self.round_seconds += (_LONGER_RATE if change > 0.0 else _SHORTER_RATE) * change
+        self.advanced_at = self.received_at
+
+    def outcome_in(self, now: float) -> tuple[float, float | None]:
+        """Returns the seconds until tokens are expected to be committed, and until they are overdue by a round's time.
+
+        From then on, or when nothing is known, they are not expected: infinity and None.
+        """
+        if self.advanced_at is None or self.round_seconds is None:
+            return math.inf, None
+        seconds = self.advanced_at + self.round_seconds - now
+        until_overdue = seconds + self.round_seconds
+        return (seconds, until_overdue) if until_overdue > _LEAST_REST_SECONDS else (math.inf, None)
 
     def timing(self, now: float) -> Timing:
         return Timing(now - self.received_at, self.step_seconds, self.batch, self.rows, self.is_first)

@@ -161,12 +161,18 @@ def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]
 
 
 def num_nodes_ahead(
-    chances: Sequence[float], rows: Sequence[int], num_owed: int, num_owed_rows: int, curve: LearnedCurve
+    chances: Sequence[float],
+    rows: Sequence[int],
+    num_owed: int,
+    num_owed_rows: int,
+    curve: LearnedCurve,
+    max_seconds: float = math.inf,
 ) -> int:
     """Returns how many of the nodes with these `chances`, the largest first, a step extends beside those owed.
 
     It extends as many as draft the most tokens that are needed in its time, and hardly lengthen what others wait for.
-    Each node takes its number of `rows`; the `num_owed` nodes together take `num_owed_rows`.
+    Each node takes its number of `rows`; the `num_owed` nodes together take `num_owed_rows`. If none is owed the step
+    takes `max_seconds` at most.
     """
     if not chances or not curve.is_known:
         return len(chances)
@@ -174,6 +180,8 @@ def num_nodes_ahead(
     rates = (num_owed + np.cumsum([0.0, *chances])) / np.maximum(seconds, 1e-9)
     if num_owed:
         rates[seconds > _SLOWER * seconds[0]] = 0.0
+    else:
+        rates[seconds > max_seconds] = 0.0
     return int(rates.argmax())
 
 

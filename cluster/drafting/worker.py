@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -65,6 +66,7 @@ class DraftWorker:
         self._stopping = False
         # How long there is nothing to do unless something arrives; None: for ever.
         self.idle_seconds: float | None = 0.0
+        self._rest_seconds: float | None = None  # until running ahead may go on; None: when something arrives
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
         self.step_time = StepTime()
         self.error: BaseException | None = None
@@ -264,11 +266,12 @@ class DraftWorker:
         for entry, nodes in batch.items():
             entry.sequence.to_extend = nodes
         if not batch:
-            self.idle_seconds = None
+            self.idle_seconds = self._rest_seconds
         return list(batch)
 
     def _nodes_ahead(self, owed: Mapping[Entry, Sequence[int]], num_rows: int) -> list[tuple[Entry, int]]:
         """The likeliest nodes to draft ahead in a step that has `num_rows` rows for owed proposals."""
+        self._rest_seconds = None
         if not self._runs_ahead:
             return []
         limit = self._drafter.max_model_len
@@ -279,7 +282,11 @@ class DraftWorker:
         ]
         found = list(itertools.islice(heapq.merge(*lists, key=itemgetter(0), reverse=True), MAX_NODES_AHEAD))
         rows = [self._drafter.num_rows(entry.sequence, node) for _, entry, node in found]
-        taken = num_nodes_ahead([chance for chance, *_ in found], rows, len(owed), num_rows, self._curve)
+        now, chances = self._clock(), [chance for chance, *_ in found]
+        expected = [link.outcome_in(now) for link in self._links.values()]
+        seconds, rest = min(expected, key=itemgetter(0), default=(math.inf, None))
+        taken = num_nodes_ahead(chances, rows, len(owed), num_rows, self._curve, seconds)
+        self._rest_seconds = rest if found and not taken else None
         return [(entry, node) for _, entry, node in found[:taken]]
 
     def _num_rows(self, entry: Entry, nodes: Sequence[int]) -> int:
@@ -323,6 +330,8 @@ class DraftWorker:
         for opening in request.opens.values():
             if opening.wire_id not in request.closes and not self._open(link, opening):
                 reply.refused.add(opening.wire_id)
+        if request.advances and link in self._links:
+            self._links[link].advanced()
         for advance in request.advances.values():
             if advance.wire_id not in reply.refused and not self._advance(link, advance):
                 reply.lost.add(advance.wire_id)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -227,3 +227,55 @@ class TestParts:
         wait_until(lambda: drafter.held[0].num_drafted == WINDOW, WAIT_S)
         link.advance(7, 2, 702)
         assert self.reply(link) == Proposal(7, 3, drafts(7, 3, K))
+
+
+class TestRests:
+    """Steps take 10 ms of a clock that the test moves, and the target commits a token every 65 ms."""
+
+    ROUND, STEP = 0.065, 0.01
+
+    @pytest.fixture
+    def begun_at(self, drafter: ScriptedDrafter, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """When each step began."""
+        draft, begun = drafter.draft, list[float]()
+
+        def draft_in_time(sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
+            begun.append(self.now)
+            self.now += self.STEP
+            return draft(sequences)
+
+        monkeypatch.setattr(drafter, "draft", draft_in_time)
+        drafter.let_all()
+        return begun
+
+    def go_on(self, worker: DraftWorker, until: float) -> None:
+        while True:
+            idle = worker.idle_seconds
+            if idle is None or self.now + idle >= until:
+                self.now = max(self.now, until)
+                return
+            self.now += idle
+            worker.step()
+
+    def test_no_step_is_under_way_when_tokens_are_expected(
+        self, drafter: ScriptedDrafter, begun_at: list[float]
+    ) -> None:
+        self.now = 0.0
+        worker = DraftWorker(drafter, clock=lambda: self.now)
+        link = Link(worker)
+        link.open(7, window=40)
+        worker.step()
+        for round_number in range(8):
+            self.go_on(worker, self.ROUND * (round_number + 1))
+            link.advance(7, 2 + round_number, 1000 + round_number)  # none of the drafts
+            worker.step()
+        advanced_at = self.now - self.STEP
+        begun_at.clear()
+        self.go_on(worker, advanced_at + self.ROUND)
+        assert begun_at
+        assert all(began + self.STEP <= advanced_at + self.ROUND + 1e-9 for began in begun_at)
+        num_steps = len(begun_at)
+        self.go_on(worker, advanced_at + 1.9 * self.ROUND)
+        assert len(begun_at) == num_steps  # they may come any time
+        self.go_on(worker, advanced_at + 3 * self.ROUND)
+        assert len(begun_at) > num_steps

@@ -182,6 +182,17 @@ def test_shallow_proposals_teach_what_deeper_ones_would_take() -> None:
     assert waits == pytest.approx([0.0, costs.proposal_seconds(1, 16), costs.proposal_seconds(4, 16)])
 
 
+def test_a_drafter_that_makes_proposals_in_one_step_takes_as_long_for_each_depth() -> None:
+    costs = LinkCosts(64, 8, is_one_pass=True)
+    for _ in range(30):
+        costs.observe_reply(0.010, DraftStep(0.002, 4, 36, is_first=True))
+    assert costs.proposal_seconds(1, 4) == costs.proposal_seconds(8, 4) == pytest.approx(0.012, rel=0.05)
+    assert costs.wait_seconds(np.array([0, 1, 8]), np.full(3, 4)) == pytest.approx([0.0, 0.012, 0.012], rel=0.05)
+    for _ in range(400):
+        costs.observe_ready([8, 8, 8, 8], [8, 8, 8, 8])
+    assert costs.wait_seconds(np.array([8]), np.array([4])) == pytest.approx([0.0], abs=1e-4)
+
+
 def test_batches_that_were_never_seen_are_not_taken_to_be_dearer() -> None:
     costs = LinkCosts(64)
     for batch in (1, 2):
