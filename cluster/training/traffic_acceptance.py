@@ -77,7 +77,7 @@ def _acceptance(temperature: float, answers: Sequence[Tensor]) -> TrafficAccepta
 def _matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
     """Returns, for each place of the answer, whether each draft of a proposal after it is right where all before it
     are: bool [places, NUM_POSITIONS], False beyond the end."""
-    own = _choices(answer_logits(model, [lesson]), lesson, range(len(lesson.answer.token_ids)))
+    own = choices(answer_logits(model, [lesson]), lesson, range(len(lesson.answer.token_ids)))
     padded = torch.nn.functional.pad(own == torch.tensor(lesson.answer.token_ids), (0, NUM_POSITIONS - 1))
     return padded.unfold(0, NUM_POSITIONS, 1)
 
@@ -88,7 +88,7 @@ def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
     masks = mask_rows(len(token_ids), NUM_POSITIONS - 1)
     (states,) = parallel_states(model, [lesson], [masks], model.config.pard_token)
     labels = [*range(len(token_ids)), *masks.labels]
-    own = _choices(model.lm_head(states), lesson, labels)
+    own = choices(model.lm_head(states), lesson, labels)
     matches = torch.zeros(len(token_ids), NUM_POSITIONS, dtype=torch.bool)
     places = torch.tensor([*range(len(token_ids)), *masks.places])
     offsets = torch.tensor([*(0 for _ in token_ids), *masks.offsets])
@@ -96,7 +96,7 @@ def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
     return matches
 
 
-def _choices(logits: Tensor, lesson: Lesson, places: Sequence[int]) -> Tensor:
+def choices(logits: Tensor, lesson: Lesson, places: Sequence[int]) -> Tensor:
     """The best tokens under the noise that drew those at `places` of the answer; `logits` has a row for each."""
     answer, scores = lesson.answer, logits.float()
     if answer.temperature > 0:

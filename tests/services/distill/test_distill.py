@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import statistics
 from pathlib import Path
@@ -13,13 +14,18 @@ import torch
 from bench.distill import prompts
 from cluster.config_file import load_config
 from cluster.config_workers import TargetConfig
+from cluster.drafters.base import DraftSequence
+from cluster.drafters.registry import make_drafter
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, InvalidRequestError
 from cluster.model_folder import resolve_model_folder
+from cluster.speculation.noise import NoiseKey
+from cluster.speculation.params import SamplingParams
 from cluster.tokenization import Tokenizer
+from cluster.training.parallel import mask_rows, parallel_states
 from cluster.training.teaching import NUM_LIKELIEST, Lesson, teach
 from cluster.training.traffic import Answer, AnswersFile, is_held_out, read_answers, read_prompts
-from cluster.training.traffic_acceptance import measure_traffic_acceptance
+from cluster.training.traffic_acceptance import NUM_POSITIONS, choices, measure_traffic_acceptance
 from cluster.training.traffic_draft import DraftShape, answer_logits, load_draft, new_draft, train_draft
 from cluster.training.trainer import Recipe
 from services.cli import main
@@ -132,6 +138,53 @@ def test_a_new_draft_learns_from_nothing(distilled: Path) -> None:
     assert measure_traffic_acceptance(draft, lessons)[0].rate > before[0].rate + 0.1
     with pytest.raises(ValueError, match="multiple of 32"):
         new_draft(config, embedding, DraftShape(100), seed=3)
+
+
+@pytest.fixture(scope="module")
+def parallel(traffic: Path, distilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled draft, taught on the same answers to draft all tokens of a proposal in one step."""
+    out = tmp_path_factory.mktemp("parallel")
+    shutil.copy(distilled / "answers.jsonl", out)
+    arguments = ["--traffic", str(traffic), "--target", TARGET, "--draft", DRAFT, "--out", str(out), *SETTINGS]
+    arguments += ["--max-tokens", "32", "--epochs", "12", "--batch-size", "8", "--learning-rate", "1e-3", "--parallel"]
+    assert main(["distill", *arguments]) == 0
+    return out
+
+
+def test_a_parallel_draft_learns_to_draft_from_masks(parallel: Path, distilled: Path) -> None:
+    taught = [one for one in lessons_of(distilled) if not is_held_out(one.answer.prompt_token_ids, 10)]
+    draft, before = load_draft(parallel), load_draft(resolve_model_folder(DRAFT))
+    before.config.pard_token = draft.config.pard_token
+    (old, new) = (measure_traffic_acceptance(model, taught, is_parallel=True)[0] for model in (before, draft))
+    assert len(new.by_position) == NUM_POSITIONS
+    assert new.by_position[1] > old.by_position[1] + 0.1
+    report = json.loads((parallel / "report.json").read_text(encoding="utf-8"))
+    assert all(len(one["by_position"]) == NUM_POSITIONS for one in report["after"])
+    assert "draft.drafter: parallel" in (parallel / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_engine_drafts_from_masks_as_it_was_taught(parallel: Path, distilled: Path) -> None:
+    """The drafts after some places of an answer are the choices of the model that was trained, in float32."""
+    config = load_config(
+        None, [f"draft.model={parallel}", "draft.drafter=parallel", "draft.dtype=float32", f"target.model={TARGET}"]
+    )
+    drafter, model = make_drafter(config), load_draft(parallel)
+    lesson = next(one for one in lessons_of(distilled) if one.answer.temperature == 1.0)
+    answer, masks = lesson.answer, mask_rows(len(lesson.answer.token_ids), 4)
+    with torch.no_grad():
+        (states,) = parallel_states(model, [lesson], [masks], model.config.pard_token)
+        labels = [*range(len(answer.token_ids)), *masks.labels]
+        chosen = choices(model.lm_head(states), lesson, labels).tolist()
+    places = [*((place, 0) for place in range(len(answer.token_ids))), *zip(masks.places, masks.offsets, strict=True)]
+    expected = dict(zip(places, chosen, strict=True))
+    for place in (0, 7, 20):
+        tokens = [*answer.prompt_token_ids, *answer.token_ids[:place]]
+        key, params = NoiseKey.derive(answer.seed, 0), SamplingParams(temperature=1.0)
+        sequence = DraftSequence(tokens, len(answer.prompt_token_ids), params, key, 4, window=4)
+        assert drafter.admit(sequence)
+        drafter.draft([sequence])
+        assert sequence.draft_token_ids == [expected[place, offset] for offset in range(4)]
+        drafter.release(sequence)
 
 
 def test_prompts_are_read_from_tokens_texts_and_conversations(tmp_path: Path) -> None:
