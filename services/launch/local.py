@@ -12,7 +12,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -45,7 +45,15 @@ _END_SECONDS = 5.0  # beyond what a program may drain
 class Worker(Child):
     """A target or draft worker of the cluster, with the address and the cores that are set aside for it."""
 
-    def __init__(self, config_file: Path, config: Config, pool: str, index: int, *settings: str) -> None:
+    def __init__(
+        self,
+        config_file: Path,
+        config: Config,
+        pool: str,
+        index: int,
+        *settings: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """`settings`: those that the file does not have."""
         worker = config.target if pool == "target" else config.draft
         metrics_port: int | None = None
@@ -65,7 +73,7 @@ class Worker(Child):
             cpus = (shares.targets if pool == "target" else shares.drafts)[index]
             if cpus is not None:
                 arguments += ["--set", f"{pool}.cpus={list(cpus)}"]
-        super().__init__(pool if worker.replicas == 1 else f"{pool} {index}", arguments)
+        super().__init__(pool if worker.replicas == 1 else f"{pool} {index}", arguments, environment=environment)
 
 
 class Proxy(Child):
@@ -90,7 +98,9 @@ class LocalCluster:
     Raises ConfigurationError when the router's port is taken, the models cannot work, or a program cannot start.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """`environments`: what is added to the environment of the workers of a pool, target or draft."""
+        of_pool = environments or {}
         placed, why = place_draft(config)
         self.config = _resolve(placed)
         _check_pages(self.config)
@@ -106,9 +116,12 @@ class LocalCluster:
             addresses = tuple(proxy.address for proxy in self.proxies)
             called = called.model_copy(update={"draft": called.draft.model_copy(update={"addresses": addresses})})
         config_file.write_text(yaml.safe_dump(called.model_dump(mode="json")), encoding="utf-8")
-        self.drafts = [Worker(config_file, self.config, "draft", i) for i in range(self.config.draft.replicas)]
+        self.drafts = [
+            Worker(config_file, self.config, "draft", i, environment=of_pool.get("draft"))
+            for i in range(self.config.draft.replicas)
+        ]
         self.targets = [
-            Worker(config_file, self.config, "target", i, *_own_drafts(called, i))
+            Worker(config_file, self.config, "target", i, *_own_drafts(called, i), environment=of_pool.get("target"))
             for i in range(self.config.target.replicas)
         ]
         # Which opens what tells how the cluster is, where the router asks for keys. It goes no further than here.
@@ -242,7 +255,11 @@ def _drafts_share_cores(config: Config) -> bool:
     if config.drafts_in_process:
         num_targets = config.target.replicas
         return divide_cores(sorted(os.sched_getaffinity(0)), num_targets, num_targets).drafts_share
-    return config.draft.cpus is None and config.draft.device != "cuda" and _core_shares(config).drafts_share
+    if config.draft.device == "cuda":
+        return False
+    if config.draft.cpus is not None:
+        return config.target.device != "cuda" and not set(config.draft.cpus).isdisjoint(config.target.cpus or ())
+    return _core_shares(config).drafts_share
 
 
 def _resolve(config: Config) -> Config:

@@ -21,6 +21,8 @@ from tests.waiting import wait_until
         (64, [], None),
         (2, ["draft.placement=pool", "speculation.max_run_ahead=7"], 7),
         (2, ["draft.cpus=[1]"], None),
+        (2, ["draft.cpus=[1]", "target.cpus=[0]"], None),
+        (2, ["draft.cpus=[1]", "target.cpus=[0,1]"], 0),
         (2, ["speculation.num_speculative_tokens=0"], None),
         (2, ["draft.placement=in-process", "draft.in_process_threads=own"], 0),
         (64, ["draft.placement=in-process", "draft.in_process_threads=own"], None),
