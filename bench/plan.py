@@ -21,7 +21,7 @@ from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, spread, withou
 from bench.workload import Run, held_out_prompts, run_window
 from cluster.config_file import load_config
 from cluster.planning.planner import Load, plan
-from cluster.speculation.speed import expected_tokens
+from cluster.speculation.speed import acceptance_rate_of
 from services.launch.local import LocalCluster
 from services.plan.measure import measured_options
 
@@ -98,7 +98,7 @@ def compare(
 
     counted = Depth(depth)
     counted.add_repeat(speculative, lambda: run(speculative, depth, seed=1))
-    acceptance = rate_of(counted.acceptance_length, depth)
+    acceptance = acceptance_rate_of(counted.acceptance_length, depth)
     run(plain, 0, seed=1)  # warms up
     cases = [Case(num_streams, 0, 0.0), Case(num_streams, depth, acceptance)]
     prompt_tokens = round(statistics.mean(len(prompt) for prompt in held_out_prompts(NUM_PROMPTS, seed=2)))
@@ -109,18 +109,6 @@ def compare(
             case.predicted.append(plan(option, load).tokens_per_second)
             case.measured.append(run(cluster, case.depth, seed=2).tokens_per_second)
     return cases
-
-
-def rate_of(tokens_a_round: float, num_speculative_tokens: int) -> float:
-    """The acceptance rate with which a round of k commits so many tokens on the average."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if expected_tokens(middle, num_speculative_tokens) < tokens_a_round:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 def _row(case: Case) -> str:

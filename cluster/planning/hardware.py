@@ -70,6 +70,20 @@ GPUS = {
 }
 
 
+def find_gpu(device_name: str) -> Gpu | None:
+    """The GPU that CUDA calls `device_name`, such as `NVIDIA A100-SXM4-80GB`.
+
+    None if its data sheet is not in the table: also for parts of a GPU (MIG), and for PCIe and NVL forms, whose memory
+    has another bandwidth than that of the SXM form.
+    """
+    words = set(re.split(r"[ -]", device_name))
+    if words & {"MIG", "PCIe", "PCIE", "NVL"}:
+        return None
+    if "A100" in words:
+        return GPUS["A100-80" if "80GB" in words else "A100-40"]
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+
+
 def parse_gpus(spec: str, prices: Mapping[str, float] | None = None) -> GpuGroup:
     """`[Nx]NAME` of a known GPU, or `[Nx]MEMORY:BANDWIDTH:TFLOPS:DOLLARS` (GB, GB/s, FP16, an hour) of any other.
 

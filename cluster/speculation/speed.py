@@ -32,6 +32,21 @@ def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> floa
     return float((1 - acceptance_rate ** (num_speculative_tokens + 1)) / (1 - acceptance_rate))
 
 
+def acceptance_rate_of(tokens_a_round: float, num_speculative_tokens: float) -> float:
+    """The one acceptance rate with which a round of k drafts commits `tokens_a_round` on the average.
+
+    k may be a mean over rounds.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if (1 - middle ** (num_speculative_tokens + 1)) / (1 - middle) < tokens_a_round:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def tokens_per_round(survival: Iterable[float]) -> float:
     """E of drafts that survive with these probabilities, the shallowest first."""
     return 1.0 + sum(survival)

@@ -19,7 +19,7 @@ import torch
 
 from cluster.config import Config
 from cluster.config_workers import WorkerConfig
-from cluster.drafters.base import DraftSequence
+from cluster.drafters.base import Drafter, DraftSequence
 from cluster.drafters.registry import make_drafter
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
@@ -72,7 +72,6 @@ def measure_steps(config: Config, load: Load, temperature: float) -> StepTimes:
     """Of `load.num_seqs` sequences in the middle of their answers. Raises ConfigurationError."""
     if config.target.engine != "torch":
         raise ConfigurationError(f"--measure times target.engine torch, not {config.target.engine}")
-    _check_room(config.target, load)
     shares = divide_cores(sorted(os.sched_getaffinity(0)), 1, 1)
     pinned = config.model_copy(
         update={
@@ -80,10 +79,20 @@ def measure_steps(config: Config, load: Load, temperature: float) -> StepTimes:
             "draft": _on(config.draft, shares.drafts[0]),
         }
     )
-    return StepTimes(
-        MeasuredSteps(_apart(_time_target, pinned, load, temperature)),
-        MeasuredSteps(_apart(_time_draft, pinned, load, temperature)),
-    )
+    (target,), (draft,) = (measure(pinned, [load], temperature) for measure in (measure_target, measure_draft))
+    return StepTimes(target, draft)
+
+
+def measure_target(config: Config, loads: Sequence[Load], temperature: float) -> list[MeasuredSteps]:
+    """Times steps of the PyTorch engine for each load, on `target.cpus`. Raises ConfigurationError."""
+    for load in loads:
+        _check_room(config.target, load)
+    return _apart(_time_target, config, loads, temperature)
+
+
+def measure_draft(config: Config, loads: Sequence[Load], temperature: float) -> list[MeasuredSteps]:
+    """Times steps of the drafter for each load, on `draft.cpus`. Raises ConfigurationError."""
+    return _apart(_time_draft, config, loads, temperature)
 
 
 def _check_room(target: WorkerConfig, load: Load) -> None:
@@ -96,22 +105,37 @@ def _on(config: ConfigT, cpus: tuple[int, ...] | None) -> ConfigT:
     return config if config.cpus is not None else config.model_copy(update={"cpus": cpus})
 
 
-def _apart(measure: Callable[[Config, Load, float], Points], config: Config, load: Load, temperature: float) -> Points:
+def _apart(
+    measure: Callable[[Config, Sequence[Load], float], list[Points]],
+    config: Config,
+    loads: Sequence[Load],
+    temperature: float,
+) -> list[MeasuredSteps]:
     """In a process of its own, which takes its cores, threads and memory with it."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, config, load, temperature).result()
+        try:
+            return [MeasuredSteps(points) for points in pool.submit(measure, config, loads, temperature).result()]
+        except KeyboardInterrupt:  # leaving the block waits for what runs
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
-def _time_target(config: Config, load: Load, temperature: float) -> Points:
+def _time_target(config: Config, loads: Sequence[Load], temperature: float) -> list[Points]:
     prepare_process(config.target)
     runner = ModelRunner.from_config(config.target, dtype_on_cpu=torch.bfloat16)
     sampler = Sampler(runner.model.device, runner.gpu_kernels)
+    most_rows = config.target.max_num_batched_tokens
+    return [_target_points(runner, sampler, load, most_rows, temperature) for load in loads]
+
+
+def _target_points(runner: ModelRunner, sampler: Sampler, load: Load, most_rows: int, temperature: float) -> Points:
     context = int(load.mean_context)
     shapes = [_Shape(count, 0) for count in sorted({1, max(1, load.num_seqs // 2), load.num_seqs})]
     shapes += [_Shape(load.num_seqs, depth) for depth in _DEPTHS[1:]]
     points = {}
     for shape in [*shapes, _Shape(load.num_seqs, 0, load.prompt_tokens)]:
-        if shape.num_rows <= config.target.max_num_batched_tokens:
+        if shape.num_rows <= most_rows:
             segments, requests = shape.segments(runner, context, SamplingParams(temperature=temperature))
 
             def step(segments: Sequence[Segment] = segments, requests: Sequence[SampleRequest] = requests) -> None:
@@ -160,9 +184,13 @@ def _blocks(runner: ModelRunner, num_tokens: int) -> list[int]:
     return table
 
 
-def _time_draft(config: Config, load: Load, temperature: float) -> Points:
+def _time_draft(config: Config, loads: Sequence[Load], temperature: float) -> list[Points]:
     prepare_process(config.draft)
     drafter = make_drafter(config)
+    return [_draft_points(drafter, load, temperature) for load in loads]
+
+
+def _draft_points(drafter: Drafter, load: Load, temperature: float) -> Points:
     context, num_steps = int(load.mean_context), _WARM_UP + _REPEATS
     params = SamplingParams(temperature=temperature)
 
@@ -191,6 +219,8 @@ def _time_draft(config: Config, load: Load, temperature: float) -> Points:
     started_at = time.perf_counter()
     step()
     points.append((load.num_seqs + load.prompt_tokens, max(seconds, time.perf_counter() - started_at)))
+    for one in sequences:
+        drafter.release(one)
     return tuple(points)
 
 

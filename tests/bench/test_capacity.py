@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.capacity import Figures, Limit, Point, most_clients
-from bench.plan import rate_of
+from cluster.speculation.speed import acceptance_rate_of
 
 
 def point(num_clients: int, first_token_p99: float, between_tokens_p99: float) -> Point:
@@ -29,4 +29,4 @@ def test_beyond_what_was_run_nothing_is_said() -> None:
 
 def test_the_rate_behind_an_acceptance_length() -> None:
     # 1 + .5 + .25 + .125 = 1.875
-    assert rate_of(1.875, 3) == pytest.approx(0.5)
+    assert acceptance_rate_of(1.875, 3) == pytest.approx(0.5)
