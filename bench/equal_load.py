@@ -19,10 +19,10 @@ from typing import Any
 
 from bench.machine import describe_machine
 from bench.models import make_pair
-from bench.peer_client import Burst, ask_all
 from bench.workload import held_out_prompts, p99
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster
+from services.prove.client import Burst, ask_all
 
 READY_SECONDS = 300.0
 NUM_STREAMS = 64  # as many as may be under way

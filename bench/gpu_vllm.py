@@ -34,6 +34,7 @@ from cluster.config import Config
 from cluster.config_file import load_config
 from services.launch.child import Child
 from services.launch.local import LocalCluster, free_ports
+from services.prove.vllm_server import vllm_server
 
 ANSWER_TOKENS = 128
 MAX_MODEL_LEN = 1024
@@ -145,19 +146,15 @@ def _servers(folder: Path, arguments: argparse.Namespace) -> list[Server]:
 
 def _vllm(name: str, model: str, speculative: Mapping[str, Any] | None, arguments: argparse.Namespace) -> Server:
     (port,) = free_ports(1)
-    values = {
-        **{"model": model, "served-model-name": "target", "host": "127.0.0.1", "port": port, "dtype": "bfloat16"},
+    options = {
+        **{"model": model, "served-model-name": "target", "port": port, "dtype": "bfloat16"},
         **{"max-model-len": MAX_MODEL_LEN, "max-num-seqs": MAX_NUM_SEQS, "max-num-batched-tokens": 2048},
         **{"kv-cache-memory-bytes": _KV_CACHE_BYTES, "gpu-memory-utilization": _SHARED_MEMORY},
+        **{"enable-prefix-caching": False, "disable-uvicorn-access-log": True},
+        **{key.replace("_", "-"): value for key, value in arguments.engine_args.items()},
+        **({} if speculative is None else {"speculative-config": speculative}),
     }
-    given = [part for key, value in values.items() for part in (f"--{key}", str(value))]
-    given += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
-    for key, value in arguments.engine_args.items():
-        given += [f"--{key.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    if speculative is not None:
-        given += ["--speculative-config", json.dumps(speculative)]
-    child = Child(name, given, module="vllm.entrypoints.openai.api_server")
-    return Server(name, child, f"http://127.0.0.1:{port}")
+    return Server(name, vllm_server(name, options), f"http://127.0.0.1:{port}")
 
 
 def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespace) -> Server:

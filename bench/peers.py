@@ -28,12 +28,13 @@ import yaml
 
 from bench.machine import describe_machine
 from bench.models import make_pair
-from bench.peer_client import Burst, answer_all
 from bench.plot_peers import plot
 from bench.workload import held_out_prompts, p99, read_counters
-from cluster.vllm.engine_args import recommended_libraries
+from cluster.errors import ConfigurationError
 from services.launch.child import Child
 from services.launch.local import free_ports
+from services.prove.client import Burst, answer_all
+from services.prove.vllm_server import vllm_server
 
 READY_SECONDS = 400.0
 MAX_MODEL_LEN = 1024
@@ -66,10 +67,10 @@ class System:
         """Whether it answers, and where drafts come over links, has them."""
         try:
             self.model = httpx.get(f"{self.url}/v1/models", timeout=5).json()["data"][0]["id"]
-            answer_all(self.url, self.model, [[1, 2, 3]], num_streams=1, temperature=0.0, max_tokens=4, timeout=30)
+            answer_all(self.url, self.model, [[1, 2, 3]], num_streams=1, temperature=0.0, max_tokens=4)
             health = httpx.get(f"{self.url}/health", timeout=5)
             targets = health.json()["targets"] if health.content else []
-        except (httpx.HTTPError, ValueError, LookupError):
+        except (ConfigurationError, httpx.HTTPError, ValueError, LookupError):
             return False
         return all(target["num_draft_links"] == target["num_draft_links_configured"] for target in targets)
 
@@ -200,22 +201,12 @@ def _outrider(folder: Path, name: str, engine: str, round_trip_ms: float = 0.0) 
 
 def _vllm(name: str, model: str, speculative: dict[str, Any] | None) -> System:
     (port,) = free_ports(1)
-    arguments = [
-        *("--model", model, "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--no-enable-prefix-caching"),
-        *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES)),
-    ]
-    if speculative is not None:
-        arguments += ["--speculative-config", json.dumps(speculative)]
-    environment = [
-        "env",
-        f"LD_PRELOAD={':'.join(recommended_libraries())}",
-        f"VLLM_CPU_OMP_THREADS_BIND={','.join(map(str, sorted(os.sched_getaffinity(0))))}",
-        "VLLM_LOGGING_LEVEL=ERROR",
-        "VLLM_NO_USAGE_STATS=1",
-        "HF_HUB_OFFLINE=1",
-    ]
-    child = Child(name, arguments, module="vllm.entrypoints.openai.api_server", prefix=environment)
+    options = {
+        **{"model": model, "port": port, "dtype": "bfloat16", "max-model-len": MAX_MODEL_LEN},
+        **{"max-num-seqs": MAX_NUM_SEQS, "enable-prefix-caching": False, "kv-cache-memory-bytes": KV_CACHE_BYTES},
+        **({} if speculative is None else {"speculative-config": speculative}),
+    }
+    child = vllm_server(name, options, cpus=sorted(os.sched_getaffinity(0)))
     return System(name, f"http://127.0.0.1:{port}", [child])
 
 

@@ -21,12 +21,12 @@ import ray
 
 from bench.faults import SETTINGS
 from bench.machine import describe_machine
-from bench.peer_client import Burst, answer_all
 from bench.workload import held_out_prompts
 from cluster.config import Config
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster, free_ports
 from services.launch.ray.launcher import RayApplication
+from services.prove.client import Burst, answer_all
 
 READY_SECONDS = 120.0
 LOCAL, DIRECT, PROXY = "local launcher", "Ray, router called directly", "Ray, through Serve's proxy"

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import describe_machine
-from bench.peer_client import Burst, ask_all
 from bench.workload import held_out_prompts, p99, read_counters
 from cluster.config_file import load_config
 from services.launch.local import LocalCluster
+from services.prove.client import Burst, ask_all
 
 READY_SECONDS = 300.0
 

@@ -14,10 +14,10 @@ import httpx
 import pytest
 import yaml
 
-from bench.peer_client import ask_all
 from cluster.config_file import load_config
 from deploy.grafana.dashboards import DASHBOARDS, FOLDER, Dashboard, to_json
 from services.launch.local import LocalCluster, free_ports
+from services.prove.client import ask_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 from tests.waiting import eventually
 

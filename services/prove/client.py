@@ -1,0 +1,125 @@
+"""A client that any OpenAI-style server answers alike: the same prompts, the same number of tokens."""
+
+from __future__ import annotations
+
+import itertools
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from services.event_stream import stream_events
+from services.http_call import call
+
+_ANSWER_SECONDS = 600.0  # of one that is not streamed
+_MAX_ANSWER_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer, times in seconds. Without streaming both times are those of the whole answer."""
+
+    num_tokens: int
+    first_token_seconds: float  # since it was asked for
+    last_token_seconds: float
+    gaps: tuple[float, ...] = ()  # between the pieces of the answer
+    token_ids: tuple[int, ...] = ()  # where they were asked for
+
+    @property
+    def token_gaps(self) -> list[float]:
+        """Between its tokens: those of one piece come together."""
+        return [*self.gaps, *[0.0] * (self.num_tokens - 1 - len(self.gaps))]
+
+    @property
+    def seconds_between_tokens(self) -> float | None:
+        """Mean over the tokens after the first; None if there are none."""
+        if self.num_tokens < 2:
+            return None
+        return (self.last_token_seconds - self.first_token_seconds) / (self.num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    answers: Sequence[Answer]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(answer.num_tokens for answer in self.answers) / self.seconds
+
+
+def answer_all(
+    url: str,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_streams: int,
+    temperature: float,
+    max_tokens: int,
+) -> Burst:
+    """Every prompt, streamed, `num_streams` at a time. Raises ConfigurationError."""
+    shared = {"model": model, "temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
+    bodies = [shared | {"prompt": list(prompt)} for prompt in prompts]
+    return ask_all(url, bodies, num_streams=num_streams)
+
+
+def ask_all(
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    *,
+    num_streams: int,
+    path: str = "/v1/completions",
+    is_streamed: bool = True,
+    arrivals: Sequence[float] | None = None,
+    context: ssl.SSLContext | None = None,
+) -> Burst:
+    """Every request, `num_streams` at a time. Raises ConfigurationError.
+
+    `arrivals`: seconds after the beginning at which each is asked, if a stream is free then. An exception, of a signal
+    too, ends the wait at once; requests that run then end with their answers.
+    """
+    ask = _streamed if is_streamed else _whole
+
+    def answer(body: dict[str, Any], arrival: float) -> Answer:
+        time.sleep(max(0.0, started_at + arrival - time.perf_counter()))
+        return ask(url, path, body, context)
+
+    pool = ThreadPoolExecutor(num_streams)
+    try:
+        started_at = time.perf_counter()
+        answers = list(pool.map(answer, bodies, arrivals or [0.0] * len(bodies)))
+        return Burst(answers, time.perf_counter() - started_at)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _streamed(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext | None) -> Answer:
+    asked_at = time.perf_counter()
+    times: list[float] = []
+    token_ids: list[int] = []
+    num_tokens = 0
+    for event in stream_events(url, path, body | {"stream_options": {"include_usage": True}}, context):
+        if event.get("usage"):
+            num_tokens = event["usage"]["completion_tokens"]
+        for choice in event["choices"]:
+            told = choice.get("token_ids")
+            token_ids += told or ()
+            if told != []:  # where IDs are asked for, a piece without any is no token
+                times.append(time.perf_counter() - asked_at)
+    gaps = tuple(after - before for before, after in itertools.pairwise(times))
+    return Answer(num_tokens, times[0], times[-1], gaps, tuple(token_ids))
+
+
+def _whole(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext | None) -> Answer:
+    asked_at = time.perf_counter()
+    reply = call(url, "POST", path, body, seconds=_ANSWER_SECONDS, context=context, max_bytes=_MAX_ANSWER_BYTES)
+    seconds = time.perf_counter() - asked_at
+    token_ids = tuple(_token_ids(reply["choices"]))
+    return Answer(reply["usage"]["completion_tokens"], seconds, seconds, token_ids=token_ids)
+
+
+def _token_ids(choices: Sequence[dict[str, Any]]) -> Iterator[int]:
+    for choice in choices:
+        yield from choice.get("token_ids") or ()

@@ -1,0 +1,119 @@
+"""The devices that target and draft run on: cores of this machine, or one of its GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cluster.errors import ConfigurationError
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Cores or a GPU; as text `cpu:0,1` or `cuda:1`."""
+
+    kind: Literal["cpu", "cuda"]
+    cpus: tuple[int, ...] = ()  # of a CPU; none: all that this process may use
+    index: int = 0  # of a GPU, among those that this process sees
+
+    def __str__(self) -> str:
+        return f"cuda:{self.index}" if self.kind == "cuda" else f"cpu:{','.join(map(str, self.cpus))}"
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The settings of a worker that runs on it."""
+        return {"device": self.kind, "cpus": self.cpus if self.kind == "cpu" else None}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What shows a program this GPU alone."""
+        if self.kind == "cpu":
+            return {}
+        visible = os.environ.get(_VISIBLE)
+        return {_VISIBLE: visible.split(",")[self.index] if visible else str(self.index)}
+
+    def shares_with(self, other: Device) -> bool:
+        """Whether both compute on the same GPU, or have a core in common."""
+        if self.kind != other.kind:
+            return False
+        return self.index == other.index if self.kind == "cuda" else bool({*self.cpus} & {*other.cpus})
+
+
+def parse_device(text: str) -> Device:
+    """`cpu`, `cpu:CORES` such as `cpu:0-3,8`, `cuda` or `cuda:INDEX`; a parser for argparse."""
+    kind, colon, rest = text.partition(":")
+    try:
+        if kind == "cuda":
+            return Device("cuda", index=_natural(rest) if colon else 0)
+        if kind == "cpu":
+            return Device("cpu", tuple(sorted(set(_cores(rest)))) if colon else ())
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a device, such as cpu:0-3 or cuda:1")
+
+
+def choose_devices(target: Device | None, draft: Device | None) -> tuple[Device, Device]:
+    """Decides what is not given: the first two GPUs, or else half of the cores for each.
+
+    A draft without a GPU gets the cores that the target leaves. Raises ConfigurationError when a device is not here.
+    """
+    num_gpus, cores = count_gpus(), tuple(sorted(os.sched_getaffinity(0)))
+    if target is None:
+        target = Device("cuda") if num_gpus else Device("cpu", cores[: max(1, len(cores) // 2)])
+    if draft is None:
+        if target.kind == "cuda" and num_gpus > 1:
+            draft = Device("cuda", index=1 if target.index == 0 else 0)
+        else:
+            draft = Device("cpu", tuple(core for core in cores if core not in target.cpus) or cores)
+    return _present(target, cores, num_gpus), _present(draft, cores, num_gpus)
+
+
+def count_gpus() -> int:
+    import torch  # not at the top: the command line starts without it
+
+    return torch.cuda.device_count()
+
+
+def describe(device: Device) -> str:
+    """What it is: the GPU's name, or the processor's with its cores."""
+    if device.kind == "cuda":
+        import torch
+
+        return f"{torch.cuda.get_device_name(device.index)} ({device})"
+    return f"{processor()} ({device})"
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _present(device: Device, cores: tuple[int, ...], num_gpus: int) -> Device:
+    if device.kind == "cuda":
+        if device.index >= num_gpus:
+            raise ConfigurationError(f"{device}: PyTorch finds {num_gpus} GPUs here")
+        return device
+    if missing := [core for core in device.cpus if core not in cores]:
+        raise ConfigurationError(f"{device}: of cores this process may use {cores}, not {missing[0]}")
+    return device if device.cpus else Device("cpu", cores)
+
+
+def _cores(text: str) -> Iterable[int]:
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        yield from range(_natural(first), _natural(last if dash else first) + 1)
+
+
+def _natural(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5):
+        raise ValueError(text)
+    return int(text)
