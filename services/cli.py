@@ -41,6 +41,8 @@ from services.health import run as check_health
 from services.plan.cli import above_zero
 from services.plan.cli import add_arguments as add_plan_cluster_arguments
 from services.plan.cli import run as plan_cluster
+from services.prove.cli import add_arguments as add_prove_arguments
+from services.prove.cli import run as prove
 from services.settings import AppendOverride, settings_parser
 from services.simulate.cli import add_arguments as add_simulate_arguments
 from services.simulate.cli import run as simulate
@@ -217,6 +219,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_simulate_arguments(simulated)
     _add_log_options(simulated)
     simulated.set_defaults(run=simulate)
+    proof = commands.add_parser("prove", help="measure on two devices whether Outrider pays, next to `vllm serve`")
+    add_prove_arguments(proof)
+    _add_log_options(proof)
+    proof.set_defaults(run=prove)
     train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
     add_train_arguments(train)
     _add_log_options(train)

@@ -1,0 +1,145 @@
+"""What the planner predicts for each placement before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from cluster.config import Config
+from cluster.engine.memory_plan import PlannedModel
+from cluster.errors import ConfigurationError
+from cluster.planning.hardware import GPUS, GpuGroup, find_gpu
+from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
+from cluster.planning.planner import Load, Option, Plan, plan
+from cluster.planning.rounds import Drafting
+from cluster.planning.steps import NoSteps, Roofline, Steps
+from services.prove.devices import Device, describe
+from services.prove.systems import BESIDE, PLAIN, REMOTE, Experiment
+
+_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "fp32"}
+
+_Curves = Mapping[int, Steps]
+"""Steps by the number of streams."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One placement at one number of streams."""
+
+    system: str
+    num_streams: int
+    load: Load
+    option: Option | None  # None: it cannot be predicted
+    why_not: str = ""
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        return None if self.option is None else plan(self.option, self.load)
+
+    def with_acceptance(self, rate: float) -> Plan | None:
+        """The plan for another acceptance rate; None where there is no draft or no plan."""
+        if self.option is None or self.option.drafting is None:
+            return None
+        return plan(replace(self.option, drafting=replace(self.option.drafting, acceptance_rate=rate)), self.load)
+
+
+def predict(experiment: Experiment) -> list[Forecast]:
+    """For all placements and numbers of streams.
+
+    On a GPU from its data sheet, on a CPU from steps that are timed here. Says by name what cannot be predicted.
+    """
+    loads = {
+        num_streams: Load(
+            num_streams,
+            experiment.prompt_tokens,
+            experiment.max_tokens,
+            experiment.config.target.max_num_batched_tokens,
+        )
+        for num_streams in experiment.streams
+    }
+    target, no_target = _tried(lambda: _target_steps(experiment, loads))
+    remote, no_remote = _tried(lambda: _draft_steps(experiment, experiment.draft, loads))
+    if experiment.draft == experiment.target:
+        beside, no_beside = remote, no_remote
+    else:
+        beside, no_beside = _tried(lambda: _draft_steps(experiment, experiment.target, loads))
+    beside_seconds = 0.0 if experiment.beside_placement == "in-process" else LOCAL_ROUND_TRIP_SECONDS
+    forecasts = []
+    for num_streams, load in loads.items():
+        for system, drafts, no_drafts, seconds in (
+            (PLAIN, None, "", 0.0),
+            (BESIDE, beside, no_beside, beside_seconds),
+            (REMOTE, remote, no_remote, LOCAL_ROUND_TRIP_SECONDS),
+        ):
+            why_not = "; ".join(dict.fromkeys(why for why in (no_target, no_drafts) if why))
+            option = None
+            if target is not None and not why_not:
+                drafting = drafts and Drafting(drafts[num_streams], experiment.acceptance_rate, seconds)
+                option = Option(
+                    system, target[num_streams], drafting or None, num_speculative_tokens=_depth(experiment)
+                )
+            forecasts.append(Forecast(system, num_streams, load, option, why_not))
+    return forecasts
+
+
+def _depth(experiment: Experiment) -> int | None:
+    speculation = experiment.config.speculation
+    return speculation.num_speculative_tokens if speculation.controller == "fixed" else None
+
+
+def _tried(steps: Callable[[], _Curves]) -> tuple[_Curves | None, str]:
+    """The steps, or why there are none."""
+    try:
+        return steps(), ""
+    except ConfigurationError as error:
+        return None, str(error)
+
+
+def _target_steps(experiment: Experiment, loads: Mapping[int, Load]) -> _Curves:
+    config, device = experiment.config, experiment.target
+    if device.kind == "cuda":
+        return dict.fromkeys(loads, _roofline(config.target, config.target.model, device))
+    if config.target.engine != "torch":
+        raise ConfigurationError(f"the planner has no step times of target.engine {config.target.engine} on a CPU")
+    from services.plan.measure import measure_target  # it runs the engine, and so needs torch
+
+    return _timed(measure_target, _on(config, "target", device), loads, experiment.temperature)
+
+
+def _draft_steps(experiment: Experiment, device: Device, loads: Mapping[int, Load]) -> _Curves:
+    config = experiment.config
+    if config.draft.drafter == "ngram":
+        return dict.fromkeys(loads, NoSteps())
+    if config.draft.drafter not in ("model", "vllm"):
+        raise ConfigurationError(f"the planner has no step times of draft.drafter {config.draft.drafter}")
+    if device.kind == "cuda":
+        return dict.fromkeys(loads, _roofline(config.draft, config.draft.model, device))
+    if config.draft.drafter == "vllm":
+        raise ConfigurationError("the planner has no step times of draft.drafter vllm on a CPU")
+    from services.plan.measure import measure_draft  # likewise
+
+    return _timed(measure_draft, _on(config, "draft", device), loads, experiment.temperature)
+
+
+def _timed(
+    measure: Callable[[Config, Sequence[Load], float], Sequence[Steps]],
+    config: Config,
+    loads: Mapping[int, Load],
+    temperature: float,
+) -> _Curves:
+    return dict(zip(loads, measure(config, list(loads.values()), temperature), strict=True))
+
+
+def _on(config: Config, pool: str, device: Device) -> Config:
+    return config.model_copy(update={pool: getattr(config, pool).model_copy(update=device.settings)})
+
+
+def _roofline(worker: Any, model: str, device: Device) -> Roofline:
+    name = describe(device)
+    gpu = find_gpu(name.partition(" (")[0])
+    if gpu is None:
+        raise ConfigurationError(f"the planner has no data sheet of {name}; it has those of {', '.join(GPUS)}")
+    dtype = worker.quantization or _DTYPES[worker.dtype]
+    return Roofline(PlannedModel.parse(f"{model}:{dtype}"), GpuGroup(gpu))
