@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--temperature", type=not_below_zero, default=1.0, metavar="T", help="default 1")
     load.add_argument("--no-stream", action="store_true", help="answers come whole, without times of tokens")
-    load.add_argument("--repeats", type=above_zero(int), default=3, metavar="N", help="default 3")
+    load.add_argument("--repeats", type=above_zero(int), default=5, metavar="N", help="default 5")
     parser.add_argument(
         "--acceptance", type=share, default=0.78, metavar="RATE", help="that the prediction assumes; default 0.78"
     )

@@ -39,12 +39,6 @@ class Device:
         visible = os.environ.get(_VISIBLE)
         return {_VISIBLE: visible.split(",")[self.index] if visible else str(self.index)}
 
-    def shares_with(self, other: Device) -> bool:
-        """Whether both compute on the same GPU, or have a core in common."""
-        if self.kind != other.kind:
-            return False
-        return self.index == other.index if self.kind == "cuda" else bool({*self.cpus} & {*other.cpus})
-
 
 def parse_device(text: str) -> Device:
     """`cpu`, `cpu:CORES` such as `cpu:0-3,8`, `cuda` or `cuda:INDEX`; a parser for argparse."""
@@ -60,7 +54,7 @@ def parse_device(text: str) -> Device:
 
 
 def choose_devices(target: Device | None, draft: Device | None) -> tuple[Device, Device]:
-    """Decides what is not given: the first two GPUs, or else half of the cores for each.
+    """Decides what is not given: the first two GPUs, or else half of the cores each.
 
     A draft without a GPU gets the cores that the target leaves. Raises ConfigurationError when a device is not here.
     """
@@ -82,7 +76,7 @@ def count_gpus() -> int:
 
 
 def describe(device: Device) -> str:
-    """What it is: the GPU's name, or the processor's with its cores."""
+    """Returns the GPU's name, or the processor's with its cores."""
     if device.kind == "cuda":
         import torch
 
@@ -103,7 +97,9 @@ def _present(device: Device, cores: tuple[int, ...], num_gpus: int) -> Device:
             raise ConfigurationError(f"{device}: PyTorch finds {num_gpus} GPUs here")
         return device
     if missing := [core for core in device.cpus if core not in cores]:
-        raise ConfigurationError(f"{device}: of cores this process may use {cores}, not {missing[0]}")
+        raise ConfigurationError(
+            f"{device}: this process may use the cores {', '.join(map(str, cores))}, and not {missing[0]}"
+        )
     return device if device.cpus else Device("cpu", cores)
 
 

@@ -76,7 +76,7 @@ class Results:
         ]
 
     def differences(self) -> dict[str, Differences]:
-        """How each of Outrider's systems answers, against the first answer of any of them to the same prompt.
+        """Compares each answer of Outrider's systems with the first answer of any of them to the same prompt.
 
         The answer to a prompt and its seed depends neither on the placement nor on the number of streams.
         """
@@ -116,11 +116,11 @@ def measure(
     together: bool,
     did_one: Callable[[], object] = lambda: None,
 ) -> None:
-    """Measures each system at each number of streams, in every repeat, in an order that turns from repeat to repeat.
+    """Measures each system at each number of streams in every repeat; every second repeat has the reverse order.
 
-    `together`: all systems run from beginning to end, and answer in turn; otherwise each is started anew for its turn,
-    as they do not fit into memory. A system that cannot be measured is left out from then on. Raises Stopped; results
-    keep what was measured before. All processes have ended afterwards.
+    `together`: all systems run from beginning to end and answer in turn. Otherwise each is started for its turn and
+    stopped after it. A system that cannot be measured is left out from then on. Raises Stopped; `results` keeps what
+    was measured before. All processes have ended afterwards.
     """
     try:
         if together:
@@ -146,7 +146,10 @@ def measure(
 def _turns(
     systems: Sequence[System], streams: Sequence[int], repeat: int, *, together: bool
 ) -> Iterator[tuple[System, Sequence[int]]]:
-    """Who is measured, at which numbers of streams, one after the other. A drift meets all alike."""
+    """Yields the systems in the order of a repeat, each with the numbers of streams that it is measured at in its turn.
+
+    A drift of the machine meets all of them.
+    """
     order = systems if repeat % 2 == 0 else systems[::-1]
     if together:
         yield from ((system, (num_streams,)) for num_streams in streams for system in order)
@@ -155,7 +158,7 @@ def _turns(
 
 
 def _try(system: System, results: Results, act: Callable[[], object]) -> None:
-    """Notes a failure of `system`, and does nothing if it has failed before."""
+    """Calls `act` unless `system` has failed before; notes why if it fails now."""
     if system.name in results.problems:
         return
     try:
@@ -189,7 +192,7 @@ def _run(system: System, results: Results, repeat: int, num_streams: int) -> Non
 
 
 def _ask(system: System, experiment: Experiment, indexes: Sequence[int], num_streams: int) -> Burst:
-    """The prompts with these indexes, which are their seeds too."""
+    """Sends the prompts with these indexes, which are their seeds too."""
     shared: Mapping[str, object] = {
         "model": MODEL,
         "temperature": experiment.temperature,

@@ -17,6 +17,7 @@ from typing import Any
 from cluster.planning.planner import Plan
 from cluster.speculation.speed import acceptance_rate_of
 from services.prove.devices import describe
+from services.prove.figures import Times, quantile, result_json
 from services.prove.measure import Cell, Result, Results
 from services.prove.predict import Forecast
 from services.prove.systems import PLAIN, STOCK, Experiment, System
@@ -75,7 +76,7 @@ class Report:
             "together": self.together,
             "systems": {system.name: system.description for system in self.systems},
             "prediction": [_forecast_json(forecast) for forecast in self.forecasts],
-            "results": [_result_json(one, is_streamed=experiment.is_streamed) for one in self.results.results],
+            "results": [result_json(one, is_streamed=experiment.is_streamed) for one in self.results.results],
             "differences": {name: asdict(one) for name, one in self.results.differences().items()},
             "missing": self.results.missing,
             "problems": self.results.problems,
@@ -160,7 +161,7 @@ class Report:
         rates = [one.tokens_per_second for one in results]
         row = [f"`{system}`", f"{statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f})"]
         row += [str(ratio(self.results, system, other, num_streams)) if other != system else "" for other in others]
-        times = _Times.of(results)
+        times = Times.of(results)
         if self.experiment.is_streamed:
             row += [_both(times.first), _both(times.between), _ms(quantile(times.pauses, 0.99))]
         return [*row, _both(times.whole), _mean(one.mean_k for one in results), _length(results)]
@@ -242,47 +243,23 @@ class Report:
         how = (
             "All systems ran from the beginning to the end and answered in turn"
             if self.together
-            else "The systems do not fit into memory together: each was started anew for its turn in every repeat"
+            else "The systems do not fit into memory together: in every repeat each was started for its turn"
         )
         return [
             "## How it was measured",
             "",
-            f"- {how}, in an order that turns from repeat to repeat, after a warm-up that is not counted. Every system "
-            "got the same prompts, seeds and answer lengths, from the same client.",
-            "- Ratios are the median over repeats of the ratio within a repeat, with their range. Other figures are of "
-            "all repeats together. Between tokens: an answer's time after its first token over the tokens after it. "
-            "Pause: between two tokens of an answer; those of one round come together. Mean k and acceptance length "
-            "are over all rounds, also those without drafts.",
+            f"- {how}, in reverse order in every second repeat, after a warm-up that is not counted. Every system got "
+            "the same prompts, seeds and answer lengths, from the same client.",
+            "- Ratios are the median over repeats of the ratio within a repeat, with their range. A placement gains if "
+            "it is faster in every repeat, and by 3 % in the median.",
+            "- Other figures are of all repeats together. Between tokens: an answer's time after its first token over "
+            "the tokens after it. Pause: between two tokens of an answer; those of one round come together. Mean k and "
+            "acceptance length are over all rounds, also those without drafts.",
             f"- `{PLAIN}`, `beside` and `{STOCK}` use one device, `remote` two. A second replica of the target on the "
             "second device, if it fits there, would at most double the tokens/s of many streams, and not change those "
             "of one.",
             "- Client, router and HTTP servers are not pinned to cores.",
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """Seconds, over all answers of all repeats."""
-
-    first: list[float]
-    between: list[float]  # one for each answer
-    pauses: list[float]
-    whole: list[float]
-
-    @classmethod
-    def of(cls, results: Sequence[Result]) -> _Times:
-        answers = [answer for one in results for answer in one.burst.answers]
-        return cls(
-            [answer.first_token_seconds for answer in answers],
-            [seconds for answer in answers if (seconds := answer.seconds_between_tokens) is not None],
-            [gap for answer in answers for gap in answer.token_gaps],
-            [answer.last_token_seconds for answer in answers],
-        )
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value with that share of all at or below it; None of no values."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
 def _versions() -> dict[str, str]:
@@ -313,35 +290,6 @@ def _forecast_json(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _result_json(one: Result, *, is_streamed: bool) -> dict[str, Any]:
-    times = _Times.of([one])
-    streamed = {"first_token": times.first, "between_tokens": times.between, "pause": times.pauses}
-    whole = {"answer": times.whole}
-    return {
-        "repeat": one.repeat,
-        "system": one.system,
-        "num_streams": one.num_streams,
-        "seconds": one.burst.seconds,
-        "tokens_per_second": one.tokens_per_second,
-        "num_drafted": one.num_drafted,
-        "num_accepted": one.num_accepted,
-        "mean_k": one.mean_k,
-        "acceptance_length": one.acceptance_length,
-        **{
-            name: {"p50": quantile(values, 0.5), "p99": quantile(values, 0.99)}
-            for name, values in ((streamed if is_streamed else {}) | whole).items()
-        },
-        "answers": [
-            {
-                "first_token_seconds": answer.first_token_seconds if is_streamed else None,
-                "last_token_seconds": answer.last_token_seconds,
-                "token_ids": answer.token_ids,
-            }
-            for answer in one.burst.answers
-        ],
-    }
-
-
 def _counts(one: dict[str, int]) -> list[int]:
     names = ("num_answers", "num_different_answers", "num_tokens", "num_different_tokens")
     return [one[name] for name in names]
@@ -357,6 +305,10 @@ def _listed(missing: Sequence[Cell], repeats: int) -> list[str]:
         which = "all repeats" if len(numbers) == repeats else f"repeat {', '.join(map(str, numbers))}"
         lines.append(f"- Not measured: `{system}` at {num_streams_text(num_streams)}, {which}")
     return lines
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def _both(seconds: Sequence[float]) -> str:
@@ -375,7 +327,3 @@ def _mean(values: Iterator[float | None]) -> str:
 def _length(results: Sequence[Result]) -> str:
     found = [one.acceptance_length for one in results if one.acceptance_length is not None]
     return f"{statistics.mean(found):.2f}" if found else ""
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

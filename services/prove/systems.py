@@ -17,7 +17,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from cluster.model_folder import resolve_model_folder
 from services.http_call import call
-from services.launch.child import end_all
+from services.launch.child import Child, end_all
 from services.launch.local import LocalCluster, free_ports
 from services.prove.devices import Device
 from services.prove.vllm_server import vllm_server
@@ -30,7 +30,7 @@ _READY_SECONDS = 900.0
 _POLL_SECONDS = 0.2
 _END_SECONDS = 15.0
 _SPARE_TOKENS = 64  # of a sequence: drafts that are not committed, and blocks that are not full
-_PROCESS_BYTES = 3 * GB  # of a process on a GPU, next to weights and KV cache: context, activations, recorded steps
+_PROCESS_BYTES = 3 * GB  # of a worker, next to weights and KV cache: code, activations, recorded steps
 _USABLE_SHARE = 0.9  # of the memory that is free
 
 
@@ -98,17 +98,18 @@ class OutriderSystem(System):
     def __init__(self, name: str, description: str, config: Config, target: Device, draft: Device) -> None:
         self.name = name
         self.description = description
-        self._config = config
+        self.config = config
         self._environments = {"target": target.environment, "draft": draft.environment}
         self._cluster: LocalCluster | None = None
         self._access = Access()
 
     def start(self) -> None:
-        self._cluster = LocalCluster(self._config, self._environments)
+        self._cluster = LocalCluster(self.config, self._environments)
         self._access = Access.to_own(self._cluster)
         self.url, self.context = self._cluster.url, self._access.router.context
         self._cluster.start()
-        self._cluster.wait_ready(_READY_SECONDS)
+        programs = [*self._cluster.targets, *self._cluster.drafts, self._cluster.router]
+        _wait(self._cluster.is_ready, programs)
 
     def stop(self, is_hurried: Callable[[], bool]) -> None:
         if self._cluster is not None:
@@ -149,13 +150,7 @@ class StockSystem(System):
 
     def start(self) -> None:
         self._child.start()
-        deadline = time.monotonic() + _READY_SECONDS
-        while not self._is_ready():
-            if self._child.has_ended():
-                raise UnavailableError(f"it ended with code {self._child.exit_code}; its message is above")
-            if time.monotonic() > deadline:
-                raise UnavailableError(f"it is not ready after {_READY_SECONDS:.0f} s")
-            time.sleep(_POLL_SECONDS)
+        _wait(self._is_ready, [self._child])
 
     def stop(self, is_hurried: Callable[[], bool]) -> None:
         if self._child.has_ended():
@@ -168,6 +163,18 @@ class StockSystem(System):
         except ConfigurationError:
             return False
         return True
+
+
+def _wait(is_ready: Callable[[], bool], programs: Sequence[Child]) -> None:
+    """Raises UnavailableError if one of them ends, or they are not ready in time."""
+    deadline = time.monotonic() + _READY_SECONDS
+    while not is_ready():
+        for program in programs:
+            if program.has_ended():
+                raise UnavailableError(f"the {program.name} ended with code {program.exit_code}; its message is above")
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"it is not ready after {_READY_SECONDS:.0f} s")
+        time.sleep(_POLL_SECONDS)
 
 
 def make_systems(experiment: Experiment) -> list[System]:

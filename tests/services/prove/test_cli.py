@@ -13,6 +13,7 @@ import pytest
 from cluster.errors import ConfigurationError
 from services import cli
 from services.prove import cli as prove_cli
+from services.prove import systems
 from services.prove.cli import EXAMPLE, read_experiment
 from services.prove.systems import BESIDE, PLAIN, REMOTE, OutriderSystem, fit_together, make_systems
 from tests.services.prove.servers import StubSystem
@@ -49,7 +50,16 @@ def test_the_bundled_pair_is_the_default() -> None:
     assert own.config.target.engine == "torch"
     assert own.streams == (1, 4, 16)
     assert own.is_streamed
-    assert fit_together(own)
+
+
+@pytest.mark.parametrize(("gigabytes", "fits"), [(100, True), (4, False)])
+def test_systems_run_together_where_the_memory_holds_them(
+    gigabytes: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(systems, "_host_bytes", lambda: 1e9 * gigabytes)
+    assert fit_together(read_experiment(parse("--target-device", "cpu:0"))) is fits
+    share = ["--set", "target.kv_cache_bytes=null"]
+    assert not fit_together(read_experiment(parse("--target-device", "cpu:0", *share)))
 
 
 def test_options_become_the_experiment(tmp_path: Path) -> None:
@@ -81,9 +91,9 @@ def test_all_sequences_have_room() -> None:
 @pytest.mark.parametrize(("engine", "placement"), [("torch", "in-process"), ("vllm", "sidecar")])
 def test_where_the_drafts_are(engine: str, placement: str) -> None:
     own = read_experiment(parse("--peer", "none", "--engine", engine, "--target-device", "cpu:0"))
-    systems = {system.name: system for system in make_systems(own)}
-    assert list(systems) == [PLAIN, BESIDE, REMOTE]
-    configs = {name: system._config for name, system in systems.items() if isinstance(system, OutriderSystem)}
+    made = make_systems(own)
+    assert [system.name for system in made] == [PLAIN, BESIDE, REMOTE]
+    configs = {system.name: system.config for system in made if isinstance(system, OutriderSystem)}
     assert {config.target.cpus for config in configs.values()} == {(0,)}
     assert not configs[PLAIN].has_draft_workers
     assert configs[BESIDE].draft.placement == placement
@@ -122,8 +132,8 @@ def test_a_peer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch
         read_experiment(parse("--peer", "vllm"))
 
 
-def prove_with(systems: Sequence[StubSystem], out: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(prove_cli, "make_systems", lambda experiment: list(systems))
+def prove_with(stubs: Sequence[StubSystem], out: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(prove_cli, "make_systems", lambda experiment: list(stubs))
     ngram = ["--set", "draft.drafter=ngram"]  # whose steps need not be timed
     return cli.main(["prove", *QUICK, *ngram, "--out", str(out), *arguments])
 
@@ -132,8 +142,8 @@ def test_the_prediction_is_written_before_the_first_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, seen = tmp_path / "proof" / "report.md", []
-    systems = [StubSystem(name, [], at_start=lambda: seen.append(file.read_text())) for name in (PLAIN, BESIDE)]
-    assert prove_with(systems, file.parent, monkeypatch) == 0
+    stubs = [StubSystem(name, [], at_start=lambda: seen.append(file.read_text())) for name in (PLAIN, BESIDE)]
+    assert prove_with(stubs, file.parent, monkeypatch) == 0
     head, tail = seen[0].split("## Verdict")
     assert "| 1 | k = 0 | 0 |" in head
     assert "## Measured" not in tail
@@ -150,8 +160,8 @@ def test_tokens_that_differ_fail_where_none_may(tmp_path: Path, monkeypatch: pyt
     invariant = ["--set", "target.numerics=invariant"]
 
     def run(*settings: str) -> int:
-        systems = [StubSystem(PLAIN, []), StubSystem(REMOTE, [], lambda body: [7] * body["max_tokens"])]
-        return prove_with(systems, tmp_path, monkeypatch, *settings)
+        stubs = [StubSystem(PLAIN, []), StubSystem(REMOTE, [], lambda body: [7] * body["max_tokens"])]
+        return prove_with(stubs, tmp_path, monkeypatch, *settings)
 
     assert run() == 0
     assert run(*invariant) == 1
@@ -167,8 +177,8 @@ def test_a_system_that_cannot_be_measured_fails_and_the_others_are_reported(
 
 
 def test_the_time_limit_leaves_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    systems = [StubSystem(PLAIN, [], token_seconds=2.0)]
-    assert prove_with(systems, tmp_path, monkeypatch, "--set", "target.engine=simulated", "--minutes", "0.02") == 0
+    stubs = [StubSystem(PLAIN, [], token_seconds=2.0)]
+    assert prove_with(stubs, tmp_path, monkeypatch, "--set", "target.engine=simulated", "--minutes", "0.02") == 0
     text = (tmp_path / "report.md").read_text()
     assert "not complete, as the time limit of 1.2 seconds was reached" in text
     assert "- Not measured: `k = 0` at 1 stream, all repeats" in text

@@ -15,9 +15,10 @@ from cluster.config_file import load_config
 from cluster.planning.planner import Load, Option
 from cluster.planning.rounds import Drafting
 from cluster.planning.steps import MeasuredSteps
+from services.prove.figures import quantile
 from services.prove.measure import Results
 from services.prove.predict import Forecast
-from services.prove.report import Report, quantile
+from services.prove.report import Report
 from services.prove.systems import BESIDE, PLAIN, REMOTE, STOCK
 from services.prove.verdict import ratio, verdicts
 from tests.services.prove.experiments import SYSTEMS, result, results
@@ -51,6 +52,7 @@ def test_a_ratio_is_that_of_each_repeat() -> None:
         (FAST | {BESIDE: [99, 140], REMOTE: [90, 95]}, "decode without drafts (`k = 0`), 100 tokens/s"),
         (FAST | {STOCK: [500, 400]}, "`vllm serve` is faster"),
         (FAST | {STOCK: [170, 200]}, "`vllm serve` is as fast within the spread"),
+        (FAST | {BESIDE: [101, 102], REMOTE: [90, 95]}, "no placement gains"),
         ({PLAIN: [100]}, "1 stream: not measured."),
         ({PLAIN: [100], BESIDE: [110]}, "use `beside`"),
     ],
