@@ -59,28 +59,27 @@ def predict(experiment: Experiment) -> list[Forecast]:
         )
         for num_streams in experiment.streams
     }
-    target, no_target = _tried(lambda: _target_steps(experiment, loads))
-    remote, no_remote = _tried(lambda: _draft_steps(experiment, experiment.draft, loads))
-    if experiment.draft == experiment.target:
-        beside, no_beside = remote, no_remote
-    else:
-        beside, no_beside = _tried(lambda: _draft_steps(experiment, experiment.target, loads))
+    target = _tried(lambda: _target_steps(experiment, loads))
+
+    def drafts_on(device: Device) -> _Curves | str:
+        return target if isinstance(target, str) else _tried(lambda: _draft_steps(experiment, device, loads))
+
+    remote = drafts_on(experiment.draft)
+    beside = remote if experiment.draft == experiment.target else drafts_on(experiment.target)
     beside_seconds = 0.0 if experiment.beside_placement == "in-process" else LOCAL_ROUND_TRIP_SECONDS
+    placements = ((PLAIN, None, 0.0), (BESIDE, beside, beside_seconds), (REMOTE, remote, LOCAL_ROUND_TRIP_SECONDS))
     forecasts = []
     for num_streams, load in loads.items():
-        for system, drafts, no_drafts, seconds in (
-            (PLAIN, None, "", 0.0),
-            (BESIDE, beside, no_beside, beside_seconds),
-            (REMOTE, remote, no_remote, LOCAL_ROUND_TRIP_SECONDS),
-        ):
-            why_not = "; ".join(dict.fromkeys(why for why in (no_target, no_drafts) if why))
-            option = None
-            if target is not None and not why_not:
-                drafting = drafts and Drafting(drafts[num_streams], experiment.acceptance_rate, seconds)
-                option = Option(
-                    system, target[num_streams], drafting or None, num_speculative_tokens=_depth(experiment)
-                )
-            forecasts.append(Forecast(system, num_streams, load, option, why_not))
+        for system, drafts, seconds in placements:
+            if isinstance(target, str) or isinstance(drafts, str):
+                why_not = target if isinstance(target, str) else str(drafts)
+                forecasts.append(Forecast(system, num_streams, load, None, why_not))
+                continue
+            drafting = None
+            if drafts is not None:
+                drafting = Drafting(drafts[num_streams], experiment.acceptance_rate, seconds)
+            option = Option(system, target[num_streams], drafting, num_speculative_tokens=_depth(experiment))
+            forecasts.append(Forecast(system, num_streams, load, option))
     return forecasts
 
 
@@ -89,12 +88,12 @@ def _depth(experiment: Experiment) -> int | None:
     return speculation.num_speculative_tokens if speculation.controller == "fixed" else None
 
 
-def _tried(steps: Callable[[], _Curves]) -> tuple[_Curves | None, str]:
-    """The steps, or why there are none."""
+def _tried(steps: Callable[[], _Curves]) -> _Curves | str:
+    """The steps, or the reason why there are none."""
     try:
-        return steps(), ""
+        return steps()
     except ConfigurationError as error:
-        return None, str(error)
+        return str(error)
 
 
 def _target_steps(experiment: Experiment, loads: Mapping[int, Load]) -> _Curves:

@@ -35,6 +35,7 @@ class Report:
     together: bool
     command: Sequence[str]  # the words of the command line
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    load_average: float = field(default_factory=lambda: os.getloadavg()[0])  # of the machine, of the minute before
     forecasts: Sequence[Forecast] = ()
     predicted_at: datetime | None = None  # None: not yet
     ended_at: datetime | None = None
@@ -70,6 +71,7 @@ class Report:
             "stopped": self.stopped,
             "command": shlex.join(self.command),
             "versions": _versions(),
+            "load_average": self.load_average,
             "devices": {"target": describe(experiment.target), "draft": describe(experiment.draft)},
             "settings": settings | {"prompts": [list(prompt) for prompt in experiment.prompts]},
             "config": experiment.config.model_dump(mode="json"),
@@ -102,6 +104,8 @@ class Report:
             f"prompts of {experiment.prompt_tokens} tokens on the average; T = {experiment.temperature:g}; "
             f"{'streamed' if experiment.is_streamed else 'not streamed'}; repeats: {experiment.repeats}",
             f"- Versions: {', '.join(f'{name} {number}' for name, number in _versions().items())}",
+            f"- Other work: the machine's load average before the start was {self.load_average:.1f}, on "
+            f"{len(os.sched_getaffinity(0))} cores",
             *(f"- `{system.name}`: {system.description}" for system in self.systems),
         ]
 

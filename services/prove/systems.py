@@ -30,7 +30,8 @@ _READY_SECONDS = 900.0
 _POLL_SECONDS = 0.2
 _END_SECONDS = 15.0
 _SPARE_TOKENS = 64  # of a sequence: drafts that are not committed, and blocks that are not full
-_PROCESS_BYTES = 3 * GB  # of a worker, next to weights and KV cache: code, activations, recorded steps
+_WORKER_BYTES = 3 * GB  # next to weights and KV cache: activations, a GPU's context and graphs, vLLM's processes
+_SMALL_WORKER_BYTES = 1 * GB  # likewise, of the PyTorch engine on a CPU
 _USABLE_SHARE = 0.9  # of the memory that is free
 
 
@@ -229,15 +230,17 @@ def with_room(config: Config, streams: Sequence[int], num_tokens: int) -> Config
 
 def fit_together(experiment: Experiment) -> bool:
     """Whether the memory that is free holds all systems at once."""
-    config = experiment.config
-    target, draft = (
-        _num_bytes(worker, model)
-        for worker, model in ((config.target, config.target.model), (config.draft, config.draft_model))
+    config, target, draft = experiment.config, experiment.target, experiment.draft
+    of_target = _num_bytes(config.target, config.target.model, target, is_vllm=config.target.engine == "vllm")
+    of_peer = _num_bytes(config.target, config.target.model, target, is_vllm=True)
+    is_vllm = config.draft.drafter == "vllm"
+    beside, remote = (
+        _num_bytes(config.draft, config.draft_model, device, is_vllm=is_vllm) for device in (target, draft)
     )
-    if target is None or draft is None:
+    if of_target is None or of_peer is None or beside is None or remote is None:
         return False
-    needed = {experiment.target: (3 + experiment.has_peer) * target + draft}
-    needed[experiment.draft] = needed.get(experiment.draft, 0.0) + draft
+    needed = {target: 3 * of_target + experiment.has_peer * of_peer + beside}
+    needed[draft] = needed.get(draft, 0.0) + remote
     on_host = sum(size for device, size in needed.items() if device.kind == "cpu")
     on_gpus = {device: size for device, size in needed.items() if device.kind == "cuda"}
     return on_host <= _USABLE_SHARE * _host_bytes() and all(
@@ -250,7 +253,7 @@ def sharing_memory(config: Config, device: Device) -> Config:
 
     vLLM refuses to start unless `memory_utilization` of the GPU is free, also where the KV cache has a size of its own.
     """
-    needed = _num_bytes(config.target, config.target.model)
+    needed = _num_bytes(config.target, config.target.model, device, is_vllm=True)
     if device.kind == "cpu" or needed is None:
         return config
     share = min(config.target.memory_utilization, needed / _gpu_bytes(device, total=True))
@@ -284,12 +287,13 @@ def _clamped(num_tokens: int, model: str) -> int:
         return num_tokens
 
 
-def _num_bytes(worker: WorkerConfig, model: str) -> float | None:
-    """What a process takes; None: not known, or a share of what is there."""
+def _num_bytes(worker: WorkerConfig, model: str, device: Device, *, is_vllm: bool) -> float | None:
+    """What a worker takes of the memory of `device`; None: not known, or a share of what is there."""
     planned = _planned(model, worker.dtype)
     if planned is None or worker.kv_cache_bytes is None:
         return None
-    return planned.weight_bytes + worker.kv_cache_bytes + _PROCESS_BYTES
+    own = _WORKER_BYTES if is_vllm or device.kind == "cuda" else _SMALL_WORKER_BYTES
+    return planned.weight_bytes + worker.kv_cache_bytes + own
 
 
 def _planned(model: str, dtype: str) -> PlannedModel | None:
