@@ -21,9 +21,10 @@ from services.plan.cli import above_zero, not_below_zero, share
 from services.prove.devices import choose_devices, parse_device
 from services.prove.limit import Stopped, TimeLimit
 from services.prove.measure import Results, measure
+from services.prove.memory import fit_together, sharing_memory, with_room
 from services.prove.predict import predict
 from services.prove.report import Report
-from services.prove.systems import MODEL, Experiment, fit_together, make_systems, sharing_memory, with_room
+from services.prove.systems import MODEL, Experiment, make_systems
 from services.prove.vllm_server import is_vllm_installed
 from services.settings import AppendOverride
 

@@ -29,7 +29,7 @@ class Answer:
 
     @property
     def token_gaps(self) -> list[float]:
-        """Between its tokens: those of one piece come together."""
+        """Seconds between its tokens; those of one piece come together."""
         return [*self.gaps, *[0.0] * (self.num_tokens - 1 - len(self.gaps))]
 
     @property
@@ -59,7 +59,7 @@ def answer_all(
     temperature: float,
     max_tokens: int,
 ) -> Burst:
-    """Every prompt, streamed, `num_streams` at a time. Raises ConfigurationError."""
+    """Sends every prompt, `num_streams` at a time, and streams the answers. Raises ConfigurationError."""
     shared = {"model": model, "temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
     bodies = [shared | {"prompt": list(prompt)} for prompt in prompts]
     return ask_all(url, bodies, num_streams=num_streams)
@@ -75,7 +75,7 @@ def ask_all(
     arrivals: Sequence[float] | None = None,
     context: ssl.SSLContext | None = None,
 ) -> Burst:
-    """Every request, `num_streams` at a time. Raises ConfigurationError.
+    """Sends every request, `num_streams` at a time. Raises ConfigurationError.
 
     `arrivals`: seconds after the beginning at which each is asked, if a stream is free then. An exception, of a signal
     too, ends the wait at once; requests that run then end with their answers.
@@ -104,9 +104,9 @@ def _streamed(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext
         if event.get("usage"):
             num_tokens = event["usage"]["completion_tokens"]
         for choice in event["choices"]:
-            told = choice.get("token_ids")
-            token_ids += told or ()
-            if told != []:  # where IDs are asked for, a piece without any is no token
+            own = choice.get("token_ids")
+            token_ids += own or ()
+            if own != []:  # where IDs are asked for, a piece without any is no token
                 times.append(time.perf_counter() - asked_at)
     gaps = tuple(after - before for before, after in itertools.pairwise(times))
     return Answer(num_tokens, times[0], times[-1], gaps, tuple(token_ids))

@@ -33,7 +33,7 @@ class Device:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What shows a program this GPU alone."""
+        """Environment variables that show a program this GPU alone."""
         if self.kind == "cpu":
             return {}
         visible = os.environ.get(_VISIBLE)
@@ -41,7 +41,7 @@ class Device:
 
 
 def parse_device(text: str) -> Device:
-    """`cpu`, `cpu:CORES` such as `cpu:0-3,8`, `cuda` or `cuda:INDEX`; a parser for argparse."""
+    """Parses `cpu`, `cpu:CORES` such as `cpu:0-3,8`, `cuda` or `cuda:INDEX`, for argparse."""
     kind, colon, rest = text.partition(":")
     try:
         if kind == "cuda":

@@ -11,7 +11,7 @@ from services.prove.measure import Result
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds, over all answers of all repeats."""
+    """Times of all answers, in seconds."""
 
     first: list[float]
     between: list[float]  # one for each answer
@@ -30,7 +30,7 @@ class Times:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The value with that share of all at or below it; None of no values."""
+    """Returns the value with that share of all at or below it; None if there are no values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 

@@ -53,7 +53,7 @@ class TimeLimit:
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """Nothing is raised within; `is_reached` still changes."""
+        """Defers the exception: nothing is raised within, and `is_reached` still changes."""
         before, self._is_shielded = self._is_shielded, True
         try:
             yield

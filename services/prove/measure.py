@@ -1,4 +1,4 @@
-"""Puts all systems under the same requests, in turn, and compares what they answer."""
+"""Sends all systems the same requests, in turn, and compares their answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Cell = tuple[int, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one system did for one number of streams in one repeat."""
+    """Answers and counters of one system at one number of streams in one repeat."""
 
     repeat: int
     system: str
@@ -33,7 +33,7 @@ class Result:
 
     @property
     def num_rounds(self) -> float:
-        """Of all sequences; each commits its accepted drafts and one more token. The prompts' steps are not counted."""
+        """Rounds of all sequences, without the prompts' steps: each commits its accepted drafts and one more token."""
         tokens = sum(answer.num_tokens - 1 for answer in self.burst.answers)
         return tokens - (self.num_accepted or 0.0)
 
@@ -54,7 +54,7 @@ class Result:
 
 @dataclass(slots=True)
 class Results:
-    """Everything that was measured so far."""
+    """All results so far."""
 
     experiment: Experiment
     systems: Sequence[str]

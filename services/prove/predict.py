@@ -1,4 +1,4 @@
-"""What the planner predicts for each placement before anything is measured."""
+"""Predicts each placement with the planner, before anything is measured."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Forecast:
 
 
 def predict(experiment: Experiment) -> list[Forecast]:
-    """For all placements and numbers of streams.
+    """Predicts all placements at all numbers of streams.
 
-    On a GPU from its data sheet, on a CPU from steps that are timed here. Says by name what cannot be predicted.
+    On a GPU from its data sheet, on a CPU from steps that are timed here. What cannot be predicted has a reason.
     """
     loads = {
         num_streams: Load(

@@ -43,12 +43,12 @@ class Report:
 
     @property
     def breaks_promise(self) -> bool:
-        """Whether tokens differ although the target's numerics promise that none does."""
+        """True if tokens differ although the target's numerics promise that none does."""
         is_promised = self.experiment.config.target.numerics == "invariant"
         return is_promised and any(one.num_different_tokens for one in self.results.differences().values())
 
     def write(self, folder: Path) -> None:
-        """Replaces both files, so that a report that is cut off is a whole one."""
+        """Replaces both files at once, so that a program that is killed leaves whole ones."""
         for name, text in (("report.md", self.markdown()), ("report.json", json.dumps(self.to_json()) + "\n")):
             file = folder / f"{name}.new"
             file.write_text(text, encoding="utf-8")
@@ -60,7 +60,7 @@ class Report:
         return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Times in seconds."""
+        """Returns the raw figures; times are in seconds."""
         experiment = self.experiment
         settings = {name: getattr(experiment, name) for name in ("streams", "max_tokens", "answers", "temperature")}
         settings |= {name: getattr(experiment, name) for name in ("repeats", "is_streamed", "acceptance_rate")}
@@ -223,7 +223,7 @@ class Report:
         return ["## How far the prediction was off", "", *_table(head, rows)]
 
     def _measured_acceptance(self, forecast: Forecast) -> float | None:
-        """The one rate that explains the acceptance length; None: nothing was drafted."""
+        """Returns the one rate that gives the acceptance length; None if nothing was drafted."""
         results = self.results.of(forecast.system, forecast.num_streams)
         rounds = sum(one.num_rounds for one in results)
         drafted, accepted = (
@@ -300,7 +300,7 @@ def _counts(one: dict[str, int]) -> list[int]:
 
 
 def _listed(missing: Sequence[Cell], repeats: int) -> list[str]:
-    """Cells, those of all repeats together."""
+    """Lists cells, with those of all repeats in one line."""
     by_point: dict[tuple[str, int], list[int]] = {}
     for repeat, system, num_streams in missing:
         by_point.setdefault((system, num_streams), []).append(repeat + 1)

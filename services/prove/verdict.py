@@ -34,17 +34,17 @@ class Ratio:
 
     @property
     def is_above(self) -> bool:
-        """In every repeat."""
+        """True if it is above 1 in every repeat."""
         return bool(self.values) and min(self.values) > 1.0
 
     @property
     def is_gain(self) -> bool:
-        """In every repeat, and by enough in the median."""
+        """True if it is above 1 in every repeat, and by enough in the median."""
         return self.is_above and self.median >= _LEAST_GAIN
 
     @property
     def is_below(self) -> bool:
-        """In every repeat."""
+        """True if it is below 1 in every repeat."""
         return bool(self.values) and max(self.values) < 1.0
 
 
@@ -55,7 +55,7 @@ def ratio(results: Results, system: str, other: str, num_streams: int) -> Ratio:
 
 
 def median_rate(results: Results, system: str, num_streams: int) -> float | None:
-    """Tokens a second; None: not measured."""
+    """Returns tokens a second; None if not measured."""
     rates = [one.tokens_per_second for one in results.of(system, num_streams)]
     return statistics.median(rates) if rates else None
 
@@ -80,7 +80,7 @@ def num_streams_text(num_streams: int) -> str:
 
 
 def verdicts(results: Results) -> list[str]:
-    """One sentence or two for each number of streams."""
+    """Returns one sentence or two for each number of streams."""
     return [_verdict(results, num_streams) for num_streams in results.experiment.streams]
 
 

@@ -13,9 +13,10 @@ import pytest
 from cluster.errors import ConfigurationError
 from services import cli
 from services.prove import cli as prove_cli
-from services.prove import systems
+from services.prove import memory
 from services.prove.cli import EXAMPLE, read_experiment
-from services.prove.systems import BESIDE, PLAIN, REMOTE, OutriderSystem, fit_together, make_systems
+from services.prove.memory import fit_together
+from services.prove.systems import BESIDE, PLAIN, REMOTE, OutriderSystem, make_systems
 from tests.services.prove.servers import StubSystem
 
 QUICK = ["--peer", "none", "--streams", "1", "--answers", "1", "--max-tokens", "4", "--repeats", "1"]
@@ -56,7 +57,7 @@ def test_the_bundled_pair_is_the_default() -> None:
 def test_systems_run_together_where_the_memory_holds_them(
     gigabytes: float, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(systems, "_host_bytes", lambda: 1e9 * gigabytes)
+    monkeypatch.setattr(memory, "_host_bytes", lambda: 1e9 * gigabytes)
     assert fit_together(read_experiment(parse("--target-device", "cpu:0"))) is fits
     share = ["--set", "target.kv_cache_bytes=null"]
     assert not fit_together(read_experiment(parse("--target-device", "cpu:0", *share)))

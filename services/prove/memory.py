@@ -1,0 +1,113 @@
+"""The memory of a measurement: room for all sequences, and whether all systems can run at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.config import Config
+from cluster.config_workers import WorkerConfig
+from cluster.engine.memory_plan import GB, PlannedModel
+from cluster.engine.model_config import ModelConfig
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from services.prove.devices import Device
+from services.prove.systems import Experiment
+
+_SPARE_TOKENS = 64  # of a sequence: drafts that are not committed, and blocks that are not full
+_WORKER_BYTES = 3 * GB  # next to weights and KV cache: activations, a GPU's context and graphs, vLLM's processes
+_SMALL_WORKER_BYTES = 1 * GB  # likewise, of the PyTorch engine on a CPU
+_USABLE_SHARE = 0.9  # of the memory that is free
+
+
+def with_room(config: Config, streams: Sequence[int], num_tokens: int) -> Config:
+    """Returns `config` with room for the sequences of all streams, of `num_tokens` each, in both pools.
+
+    The same limits hold for `vllm serve`. A KV cache that is sized by `memory_utilization` stays so.
+    """
+    num_seqs, max_sequence_tokens = max(streams), num_tokens + _SPARE_TOKENS
+
+    def roomy(worker: Any, model: str, max_model_len: int | None) -> Any:
+        update: dict[str, object] = {"max_num_seqs": max(num_seqs, worker.max_num_seqs)}
+        planned = _planned(model, worker.dtype)
+        if worker.kv_cache_bytes is not None and planned is not None:
+            needed = math.ceil(1.25 * num_seqs * max_sequence_tokens * planned.kv_bytes_per_token)
+            update["kv_cache_bytes"] = max(needed, worker.kv_cache_bytes)
+        return worker.model_copy(update=update | {"max_model_len": max_model_len})
+
+    target, draft = config.target, config.draft
+    return config.model_copy(
+        update={
+            "target": roomy(target, target.model, target.max_model_len or _clamped(max_sequence_tokens, target.model)),
+            "draft": roomy(draft, config.draft_model, draft.max_model_len),
+        }
+    )
+
+
+def fit_together(experiment: Experiment) -> bool:
+    """Returns whether the free memory holds all systems at once."""
+    config, target, draft = experiment.config, experiment.target, experiment.draft
+    of_target = _num_bytes(config.target, config.target.model, target, is_vllm=config.target.engine == "vllm")
+    of_peer = _num_bytes(config.target, config.target.model, target, is_vllm=True)
+    is_vllm = config.draft.drafter == "vllm"
+    beside, remote = (
+        _num_bytes(config.draft, config.draft_model, device, is_vllm=is_vllm) for device in (target, draft)
+    )
+    if of_target is None or of_peer is None or beside is None or remote is None:
+        return False
+    needed = {target: 3 * of_target + experiment.has_peer * of_peer + beside}
+    needed[draft] = needed.get(draft, 0.0) + remote
+    on_host = sum(size for device, size in needed.items() if device.kind == "cpu")
+    on_gpus = {device: size for device, size in needed.items() if device.kind == "cuda"}
+    return on_host <= _USABLE_SHARE * _host_bytes() and all(
+        size <= _USABLE_SHARE * _gpu_bytes(device) for device, size in on_gpus.items()
+    )
+
+
+def sharing_memory(config: Config, device: Device) -> Config:
+    """Returns `config` for a target that vLLM starts on a GPU where others run.
+
+    vLLM refuses to start unless `memory_utilization` of the GPU is free, also where the KV cache has a size of its own.
+    """
+    needed = _num_bytes(config.target, config.target.model, device, is_vllm=True)
+    if device.kind == "cpu" or needed is None:
+        return config
+    share = min(config.target.memory_utilization, needed / _gpu_bytes(device, total=True))
+    return config.model_copy(update={"target": config.target.model_copy(update={"memory_utilization": share})})
+
+
+def _clamped(num_tokens: int, model: str) -> int:
+    """Limits `num_tokens` to the context of the model, if that is known."""
+    try:
+        return min(num_tokens, ModelConfig.from_folder(resolve_model_folder(model)).max_position_embeddings)
+    except ConfigurationError:
+        return num_tokens
+
+
+def _num_bytes(worker: WorkerConfig, model: str, device: Device, *, is_vllm: bool) -> float | None:
+    """Estimates the memory of a worker on `device`; None if it is not known, or a share of what is there."""
+    planned = _planned(model, worker.dtype)
+    if planned is None or worker.kv_cache_bytes is None:
+        return None
+    own = _WORKER_BYTES if is_vllm or device.kind == "cuda" else _SMALL_WORKER_BYTES
+    return planned.weight_bytes + worker.kv_cache_bytes + own
+
+
+def _planned(model: str, dtype: str) -> PlannedModel | None:
+    """Returns the sizes of the model; None if only vLLM knows it."""
+    try:
+        return PlannedModel.parse(f"{resolve_model_folder(model)}:{'fp32' if dtype == 'float32' else 'bf16'}")
+    except ConfigurationError:
+        return None
+
+
+def _host_bytes() -> float:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+
+
+def _gpu_bytes(device: Device, *, total: bool = False) -> float:
+    import torch
+
+    return float(torch.cuda.mem_get_info(device.index)[int(total)])
