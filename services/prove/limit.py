@@ -75,7 +75,7 @@ class TimeLimit:
 
     def _end(self) -> None:
         if self.reason is None:
-            self.reason = f"the time limit of {self._seconds:g} seconds was reached"
+            self.reason = f"the time limit of {self._seconds / 60:g} minutes was reached"
             os.kill(os.getpid(), signal.SIGINT)  # interrupts what the main thread waits for
 
     def _note(self, signum: int, _: FrameType | None) -> None:

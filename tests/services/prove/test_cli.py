@@ -181,7 +181,7 @@ def test_the_time_limit_leaves_a_report(tmp_path: Path, monkeypatch: pytest.Monk
     stubs = [StubSystem(PLAIN, [], token_seconds=2.0)]
     assert prove_with(stubs, tmp_path, monkeypatch, "--set", "target.engine=simulated", "--minutes", "0.02") == 0
     text = (tmp_path / "report.md").read_text()
-    assert "not complete, as the time limit of 1.2 seconds was reached" in text
+    assert "not complete, as the time limit of 0.02 minutes was reached" in text
     assert "- Not measured: `k = 0` at 1 stream, all repeats" in text
 
 
