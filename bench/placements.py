@@ -33,12 +33,13 @@ PLACES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
+    places = PLACES | {name: tuple(settings.split()) for name, _, settings in arguments.place}
     points = []
     with contextlib.ExitStack() as stack:
         clusters = {}
-        for place in arguments.places:
+        for place in [*arguments.places, *(name for name, *_ in arguments.place)]:
             config = load_config(
-                arguments.config, [*MEASURED, "logging.level=warning", *arguments.overrides, *PLACES[place]]
+                arguments.config, [*MEASURED, "logging.level=warning", *arguments.overrides, *places[place]]
             )
             clusters[place] = stack.enter_context(LocalCluster(config))
         for cluster in clusters.values():
@@ -135,6 +136,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, help="YAML configuration of the clusters")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--places", type=lambda text: text.split(","), default=list(PLACES))
+    parser.add_argument(
+        "--place",
+        type=lambda text: text.partition("="),
+        action="append",
+        default=[],
+        metavar="'NAME=SECTION.KEY=VALUE ...'",
+        help="a further place with these settings, such as another draft",
+    )
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4])
     parser.add_argument("--temperatures", type=lambda text: [float(n) for n in text.split(",")], default=[0.0, 1.0])
     parser.add_argument(
