@@ -113,6 +113,29 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _host_cpu_can_work(self) -> Config:
+        if not self.drafts_on_host_cpu:
+            return self
+        where = "draft.placement host-cpu"
+        if self.draft.device != "cpu":
+            raise ValueError(
+                f"{where} contradicts draft.device {self.draft.device}: leave draft.device out, or set draft.placement "
+                "to sidecar for a draft on a GPU"
+            )
+        if self.draft.drafter == "vllm":
+            raise ValueError(
+                f"{where} needs a drafter of our own, not vllm, which is built either for GPUs or for CPUs: set "
+                "draft.drafter to model, or draft.placement to sidecar"
+            )
+        shared = sorted(set(self.target.cpus or ()) & set(self.draft.cpus or ()))
+        if shared:
+            raise ValueError(
+                f"{where} gives the draft cores that its target does not use, but target.cpus and draft.cpus both have "
+                f"{shared}: leave draft.cpus out, or set draft.placement to sidecar to share cores"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rejection_has_probabilities(self) -> Config:
         if self.speculation.acceptance != "rejection":
             return self
@@ -196,7 +219,13 @@ class Config(Section):
     @property
     def has_sidecars(self) -> bool:
         """Whether they belong to one target each."""
-        return self.has_draft_workers and self.draft.placement == "sidecar" and self.draft.replicas > 0
+        are_beside = self.draft.placement in ("sidecar", "host-cpu")
+        return self.has_draft_workers and are_beside and self.draft.replicas > 0
+
+    @property
+    def drafts_on_host_cpu(self) -> bool:
+        """Whether the sidecars compute on cores of the host that their targets do not use."""
+        return self.has_sidecars and self.draft.placement == "host-cpu"
 
 
 def _refuse_vllm_settings(section: str, worker: WorkerConfig, because: str) -> None:

@@ -183,11 +183,13 @@ class DraftConfig(WorkerConfig):
     replicas: Annotated[int, Field(ge=0)] = Field(
         1, description="draft workers that the launcher starts; 0: no speculation"
     )
-    placement: Literal["auto", "pool", "sidecar", "in-process"] = Field(
+    placement: Literal["auto", "pool", "sidecar", "host-cpu", "in-process"] = Field(
         "auto",
         description="pool: every target uses every draft worker; sidecar: `replicas` draft workers beside each target, "
-        "on its host and for it alone; in-process: a drafter in each target's process, and no draft workers; auto: "
-        "pool, but in-process where `outrider serve` finds one target and its draft on a few cores",
+        "on its host and for it alone; host-cpu: a sidecar with `device` cpu, on cores of the host that its target "
+        "does not use; in-process: a drafter in each target's process, and no draft workers; auto: pool, but "
+        "in-process where `outrider serve` finds one target and its draft on a few cores, and host-cpu where the "
+        "target has a GPU, `draft.device` is cpu and enough cores are free",
     )
     in_process_threads: Literal["auto", "shared", "own"] = Field(
         "auto",
@@ -212,6 +214,15 @@ class DraftConfig(WorkerConfig):
     layers: LayerChoice = Field("even", description="which layers layer-skip keeps: even, last-half or a list")
     ngram_min: PositiveInt = Field(1, description="tokens of the shortest run that ngram looks up")
     ngram_max: PositiveInt = Field(4, description="tokens of the longest run that ngram looks up")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _host_cpu_is_a_device(cls, values: Any) -> Any:
+        """Sets `device` to cpu for placement host-cpu, so that every reader of `device` finds the decision."""
+        if isinstance(values, dict) and values.get("placement") == "host-cpu":
+            device = values.get("device", "auto")
+            return values | {"device": "cpu" if device == "auto" else device}
+        return values
 
     @model_validator(mode="after")
     def _runs_have_a_length(self) -> DraftConfig:

@@ -120,6 +120,33 @@ def test_a_drafter_that_cannot_be_is_refused(overrides, said):
         load_config(None, overrides)
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_a_draft_on_the_hosts_processors_is_a_sidecar_on_the_cpu(device):
+    config = load_config(None, ["draft.placement=host-cpu", f"draft.device={device}", "target.device=cuda"])
+    assert config.draft.device == "cpu"
+    assert config.has_sidecars
+    assert config.drafts_on_host_cpu
+    assert Config.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["draft.device=cuda"], "contradicts draft.device cuda: leave draft.device out"),
+        (["draft.drafter=vllm"], "not vllm.*: set draft.drafter to model"),
+        (["target.cpus=[0,1,2]", "draft.cpus=[2,1,7]"], r"both have \[1, 2\]: leave draft.cpus out"),
+    ],
+)
+def test_a_draft_that_cannot_be_on_the_hosts_processors_is_refused(overrides, said):
+    with pytest.raises(ConfigurationError, match=said):
+        load_config(None, ["draft.placement=host-cpu", *overrides])
+
+
+def test_without_speculation_the_placement_of_drafts_does_not_matter():
+    settings = ["draft.placement=host-cpu", "draft.device=cuda", "speculation.num_speculative_tokens=0"]
+    assert not load_config(None, settings).drafts_on_host_cpu
+
+
 def test_rejection_knows_what_the_draft_sampled_from():
     assert SpeculationConfig().tunes_draft_temperature
     assert not SpeculationConfig(acceptance="rejection").tunes_draft_temperature
