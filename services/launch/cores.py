@@ -19,7 +19,8 @@ class CoreShares:
     @property
     def drafts_share(self) -> bool:
         """Whether drafts compute on cores of a target."""
-        return any(cpus is not None for cpus in self.drafts)
+        of_targets = {cpu for cpus in self.targets for cpu in cpus or ()}
+        return any(of_targets.intersection(cpus or ()) for cpus in self.drafts)
 
 
 def divide_cores(

@@ -29,7 +29,8 @@ from services.launch.checks import check_models
 from services.launch.child import Child, end_all
 from services.launch.cores import CoreShares, divide_cores
 from services.launch.foreground import StopSignals, announce, read_health
-from services.launch.place_draft import place_draft
+from services.launch.host_cores import read_cores, share_host_cores
+from services.launch.place_draft import place_draft, target_has_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +69,12 @@ class Worker(Child):
             *("--set", f"{pool}.metrics_port={'null' if metrics_port is None else metrics_port}"),
             *(argument for setting in settings for argument in ("--set", setting)),
         ]
-        if worker.cpus is None and worker.device != "cuda":
+        self.cpus = worker.cpus
+        if worker.cpus is None and (worker.device != "cuda" or config.drafts_on_host_cpu):
             shares = _core_shares(config)
-            cpus = (shares.targets if pool == "target" else shares.drafts)[index]
-            if cpus is not None:
-                arguments += ["--set", f"{pool}.cpus={list(cpus)}"]
+            self.cpus = (shares.targets if pool == "target" else shares.drafts)[index]
+            if self.cpus is not None:
+                arguments += ["--set", f"{pool}.cpus={list(self.cpus)}"]
         super().__init__(pool if worker.replicas == 1 else f"{pool} {index}", arguments, environment=environment)
 
 
@@ -238,14 +240,15 @@ def _local_url(scheme: str, host: str, port: int) -> str:
 def _core_shares(config: Config) -> CoreShares:
     if config.target.engine == "simulated":  # it computes nothing
         return CoreShares((None,) * config.target.replicas, (None,) * config.draft.replicas)
-    are_beside = config.draft.placement == "sidecar"
+    if config.drafts_on_host_cpu:
+        return share_host_cores(config, read_cores(), target_has_gpu=target_has_gpu(config))
     cpus = sorted(os.sched_getaffinity(0))
-    return divide_cores(cpus, config.target.replicas, config.draft.replicas, drafts_beside_targets=are_beside)
+    return divide_cores(cpus, config.target.replicas, config.draft.replicas, drafts_beside_targets=config.has_sidecars)
 
 
 def _own_drafts(config: Config, index: int) -> list[str]:
     """The setting that gives a target its own draft workers, if each has some of its own."""
-    if config.draft.placement != "sidecar":
+    if not config.has_sidecars:
         return []
     number = config.draft.replicas // config.target.replicas
     return [f"draft.addresses={list(config.draft.addresses[index * number :][:number])}"]
@@ -266,7 +269,7 @@ def _resolve(config: Config) -> Config:
     """`config` with everything decided that the launcher decides: addresses, ports, no draft for k = 0, run-ahead."""
     if not config.has_draft_workers:
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": 0})})
-    elif config.draft.placement == "sidecar":
+    elif config.has_sidecars:
         number = config.draft.replicas * config.target.replicas
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": number})})
     if _drafts_share_cores(config):

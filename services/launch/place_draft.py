@@ -6,19 +6,45 @@ import os
 
 from cluster.config import Config
 from services.launch.cores import divide_cores
+from services.launch.host_cores import num_target_cores, read_cores
 
 # Those that were measured: models of the PyTorch engine, and what is hardly any work.
 _DRAFTERS = ("model", "self-int4", "layer-skip", "ngram")
+_MIN_CORES = 4  # of a draft's own; fewer give it hardly more than the core that it shares in a pool
 
 
 def place_draft(config: Config) -> tuple[Config, str | None]:
     """`config` with `draft.placement` decided, and why it is what it is; None: there was nothing to decide."""
     if config.draft.placement != "auto" or not config.has_drafter or config.draft.replicas == 0:
         return config, None
-    why = why_apart(config)
-    placement = "in-process" if why is None else "pool"
+    placement, why = "in-process", why_apart(config)
+    if why is not None:
+        placement = "pool"
+        if _can_have_cores_of_its_own(config):
+            placement, why = "host-cpu", "the target has a GPU, the draft the CPU, and there are cores for it alone"
     placed = config.model_copy(update={"draft": config.draft.model_copy(update={"placement": placement})})
     return placed, why or "one target and its draft share the few cores of this machine"
+
+
+def target_has_gpu(config: Config) -> bool:
+    """Whether the target computes on a GPU, as far as the launcher knows."""
+    device = config.target.device
+    return device == "cuda" or (device == "auto" and _has_gpu())
+
+
+def _can_have_cores_of_its_own(config: Config) -> bool:
+    """Whether a draft that is to be on the CPU gets cores that its target, which has a GPU, does not use.
+
+    Only where `draft.device` is cpu already: as one draft worker of the pool it would do the same work on the same
+    machine, but without cores of its own, and on a small machine on a single core without run-ahead. Where the draft
+    might use the GPU nothing was measured that decides.
+    """
+    target, draft = config.target, config.draft
+    if draft.device != "cpu" or not target_has_gpu(config) or target.engine == "simulated" or draft.drafter == "vllm":
+        return False
+    if (target.replicas, draft.replicas) != (1, 1) or (target.cpus, draft.cpus, draft.threads) != (None, None, None):
+        return False
+    return len(read_cores()) - num_target_cores(config) >= _MIN_CORES
 
 
 def why_apart(config: Config) -> str | None:

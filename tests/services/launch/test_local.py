@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.config_file import load_config
+from cluster.errors import ConfigurationError
+from services.launch import local
+from services.launch.host_cores import Core
 from services.launch.local import LocalCluster, free_ports
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 from tests.waiting import wait_until
@@ -34,6 +37,23 @@ def test_a_draft_on_the_targets_cores_does_not_run_ahead(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
     cluster = LocalCluster(load_config(None, ["router.port=0", *overrides]))
     assert cluster.config.speculation.max_run_ahead == max_run_ahead
+
+
+def test_a_draft_on_the_hosts_processors_gets_cores_that_its_target_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "read_cores", lambda: [Core((cpu,)) for cpu in range(12)])
+    settings = ["router.port=0", "draft.placement=host-cpu", "target.device=cuda", "target.replicas=2"]
+    cluster = LocalCluster(load_config(None, settings))
+    assert [worker.cpus for worker in cluster.drafts] == [(10, 11), (8, 9)]
+    assert [worker.cpus for worker in cluster.targets] == [tuple(range(8))] * 2
+    assert cluster.config.speculation.max_run_ahead is None
+
+
+def test_too_few_cores_for_a_draft_on_the_hosts_processors_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "read_cores", lambda: [Core((cpu,)) for cpu in range(4)])
+    with pytest.raises(
+        ConfigurationError, match="1 draft worker and 0 free cores: of the 4 that may be used 4 are kept"
+    ):
+        LocalCluster(load_config(None, ["router.port=0", "draft.placement=host-cpu", "target.device=cuda"]))
 
 
 @pytest.mark.parametrize(

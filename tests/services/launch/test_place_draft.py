@@ -9,10 +9,12 @@ import pytest
 
 from cluster.config_file import load_config
 from services.launch import place_draft as module
+from services.launch.host_cores import Core
 from services.launch.local import LocalCluster
 from services.launch.place_draft import place_draft
 
 SHARED = "one target and its draft share the few cores of this machine"
+OWN_CORES = "the target has a GPU, the draft the CPU, and there are cores for it alone"
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,12 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, ["target.engine=simulated", "draft.drafter=simulated"], "pool", "target.engine is simulated"),
         (2, ["target.engine=vllm"], "pool", "target.engine is vllm"),
         (2, ["target.device=cuda"], "pool", "a GPU may be used"),
+        (8, ["target.device=cuda", "draft.device=cpu"], "host-cpu", OWN_CORES),
+        (8, ["target.engine=vllm", "target.device=cuda", "draft.device=cpu"], "host-cpu", OWN_CORES),
+        (7, ["target.device=cuda", "draft.device=cpu"], "pool", "a GPU may be used"),
+        (64, ["target.device=cuda"], "pool", "a GPU may be used"),
+        (64, ["target.device=cuda", "draft.device=cpu", "draft.cpus=[1]"], "pool", "a GPU may be used"),
+        (64, ["draft.device=cpu"], "pool", "there are cores for both"),
         (2, ["draft.cpus=[1]"], "pool", "cores or threads are set"),
         (2, ["simulation.round_trip_ms=5"], "pool", "the simulation has a network"),
     ],
@@ -39,6 +47,7 @@ def test_auto_is_decided(
     num_cores: int, settings: list[str], placement: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr(module, "read_cores", lambda: [Core((cpu,)) for cpu in range(num_cores)])
     config, why = place_draft(load_config(None, settings))
     assert (config.draft.placement, why) == (placement, reason)
 
@@ -59,7 +68,7 @@ def test_a_gpu_at_hand_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None
     assert config.draft.placement == "pool"
 
 
-@pytest.mark.parametrize("placement", ["pool", "sidecar", "in-process"])
+@pytest.mark.parametrize("placement", ["pool", "sidecar", "host-cpu", "in-process"])
 def test_what_is_set_stays(placement: str) -> None:
     config = load_config(None, [f"draft.placement={placement}"])
     assert place_draft(config) == (config, None)
