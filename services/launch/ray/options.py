@@ -124,7 +124,16 @@ def _draft_options(name: str, config: Config, pool: RayPoolConfig, num_replicas:
 
 
 def _draft_actor_options(config: Config, pool: RayPoolConfig) -> dict[str, Any]:
-    return _actor_options(pool, _default_gpus(config.draft, pool))
+    options = _actor_options(pool, _default_gpus(config.draft, pool))
+    if config.drafts_on_host_cpu:
+        options["num_cpus"] = max(options["num_cpus"], host_cpu_threads(config))
+    return options
+
+
+def host_cpu_threads(config: Config) -> int:
+    """The compute threads of a sidecar with `draft.placement: host-cpu`: a core of its bundle for each."""
+    draft = config.draft
+    return draft.threads or len(draft.cpus or ()) or int(config.ray.draft.num_cpus)
 
 
 def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
@@ -158,6 +167,8 @@ def _refuse_what_cannot_work(config: Config) -> None:
             "simulation.round_trip_ms and simulation.loss need the launcher's proxy, which there is not under Ray: "
             "set both to 0, or use --launcher local"
         )
+    if config.drafts_on_host_cpu:
+        _refuse_host_cpu_without_cores(config)
     workers = {"target": (config.target, config.ray.target), "draft": (config.draft, config.ray.draft)}
     for name, (worker, pool) in workers.items():
         if worker.engine_args.get("distributed_executor_backend") == "ray" or worker.engine_args.get("nnodes", 1) != 1:
@@ -172,3 +183,17 @@ def _refuse_what_cannot_work(config: Config) -> None:
                 f"ray.{name}.num_gpus {num_gpus:g} is less than {name}.tensor_parallel_size {size}: a replica has all "
                 "GPUs of its worker; set it to null"
             )
+
+
+def _refuse_host_cpu_without_cores(config: Config) -> None:
+    pool, where = config.ray.draft, "draft.placement host-cpu"
+    if host_cpu_threads(config) < 1:
+        raise ConfigurationError(
+            f"{where} computes on the cores that Ray sets aside for it, and ray.draft.num_cpus is {pool.num_cpus:g}: "
+            "set it to the number of cores that the node can spare for each draft, such as 16"
+        )
+    if pool.num_gpus or pool.accelerator_type is not None:
+        raise ConfigurationError(
+            f"{where} needs no GPU: leave ray.draft.num_gpus and ray.draft.accelerator_type out, or set "
+            "draft.placement to sidecar"
+        )

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import Config
 from cluster.owned_folder import OwnedFolder
 from services.launch.ray.membership import FOLDERS
-from services.launch.ray.options import sidecar_options
+from services.launch.ray.options import host_cpu_threads, sidecar_options
 from services.launch.ray.ports import free_address, listening_at
 from services.launch.ray.program import Program, python_path
 
@@ -61,7 +61,12 @@ class SidecarActor:
 
     def _write(self) -> Path:
         """The configuration, with ports that are free now."""
-        draft = self._config.draft.model_copy(update=listening_at(self._config.draft, self._address))
+        settings = listening_at(self._config.draft, self._address)
+        if (
+            self._config.drafts_on_host_cpu
+        ):  # Ray pins nothing: without it there would be a thread for each of the cores
+            settings |= {"threads": host_cpu_threads(self._config)}
+        draft = self._config.draft.model_copy(update=settings)
         tree = self._config.model_copy(update={"draft": draft}).model_dump(mode="json")
         return self._folder.replace("cluster.yaml", yaml.safe_dump(tree))
 

@@ -10,8 +10,10 @@ from services.launch.ray.options import (
     DeploymentOptions,
     config_of_deployment,
     deployment_options,
+    host_cpu_threads,
     pool_of,
     replicas_within_bounds,
+    sidecar_options,
 )
 
 
@@ -70,6 +72,25 @@ def test_sidecars_are_in_their_targets_placement_group() -> None:
     assert options["target"].graceful_shutdown_timeout_s > pools()["target"].graceful_shutdown_timeout_s
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_cpus", "threads"),
+    [
+        (["ray.draft.num_cpus=12"], 12, 12),
+        (["draft.threads=8"], 8, 8),
+        (["ray.draft.num_cpus=12", "draft.threads=8"], 12, 8),
+        (["draft.cpus=[4,5,6]"], 3, 3),
+    ],
+)
+def test_a_draft_on_its_targets_host_takes_cores_of_the_targets_group(
+    settings: list[str], num_cpus: int, threads: int
+) -> None:
+    settings = ["draft.placement=host-cpu", "ray.target={num_gpus: 1, num_cpus: 4}", *settings]
+    assert pools(*settings)["target"].placement_group_bundles == [{"CPU": 4, "GPU": 1}, {"CPU": num_cpus}]
+    config = load_config(None, settings)
+    assert sidecar_options(config)["num_cpus"] == num_cpus
+    assert host_cpu_threads(config) == threads
+
+
 def test_further_drafts_are_deployments_of_their_own_with_other_settings() -> None:
     further = (
         "ray.further_drafts={zone-b: {replicas: 2, label_selector: {zone: b}, draft: {drafter: ngram, ngram_max: 6}}}"
@@ -101,6 +122,11 @@ def test_without_speculation_there_is_no_draft_pool(override: str) -> None:
         (
             ["target.engine=vllm", "target.tensor_parallel_size=4", "ray.target.num_gpus=2"],
             ["ray.target.num_gpus 2", "target.tensor_parallel_size 4"],
+        ),
+        (["draft.placement=host-cpu"], ["ray.draft.num_cpus is 0.5", "such as 16"]),
+        (
+            ["draft.placement=host-cpu", "ray.draft={num_cpus: 16, accelerator_type: L4}"],
+            ["needs no GPU", "ray.draft.accelerator_type"],
         ),
     ],
 )
