@@ -136,6 +136,17 @@ def test_draft_workers_are_where_the_configuration_has_them() -> None:
     assert config["draft"]["addresses"] == ["127.0.0.1:7001"] == [config["draft"]["listen"]]
 
 
+def test_a_draft_on_its_targets_host_has_a_thread_for_each_core_of_its_container() -> None:
+    documents = render(VALUES["host-cpu"])
+    assert not [document for document in documents if document["metadata"]["name"] == "demo-draft"]
+    target = find(documents, "StatefulSet", "demo-target")["spec"]["template"]["spec"]
+    draft = next(container for container in target["containers"] if container["name"] == "draft")
+    assert "nvidia.com/gpu" not in draft["resources"]["limits"]
+    config = yaml.safe_load(find(documents, "ConfigMap", "demo")["data"]["cluster.yaml"])
+    assert (config["draft"]["threads"], draft["resources"]["requests"]["cpu"]) == (16, "16")
+    assert config["draft"]["listen"] == "127.0.0.1:7001"
+
+
 def test_pods_have_as_long_as_their_programs_drain() -> None:
     documents = render(VALUES["gpus"])
     pod = find(documents, "StatefulSet", "demo-target")["spec"]["template"]["spec"]
@@ -326,6 +337,11 @@ def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], named: str) ->
     ("values", "named"),
     [
         ({"config": {"draft": {"placement": "sidecar", "replicas": 2}}}, "config.draft.replicas 2"),
+        ({"config": {"draft": {"placement": "host-cpu"}}, "draft": {"gpus": 1}}, "draft.gpus 1"),
+        (
+            {"config": {"draft": {"placement": "host-cpu"}}, "draft": {"resources": {"requests": {"cpu": "500m"}}}},
+            'draft.resources.requests.cpu "500m"',
+        ),
         ({"draft": {"autoscaling": {"enabled": True}}}, "draft.autoscaling.metric"),
         ({"mode": "ray", "config": {"router": {"port": 8000}}}, "config.router.port 8000"),
         ({"mode": "ray", "config": {"router": {"port": 8090}}}, "config.router.port 8090"),

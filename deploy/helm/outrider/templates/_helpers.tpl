@@ -69,10 +69,26 @@ matchExpressions:
 {{- $replicas := int (dig "replicas" 1 $draft) -}}
 {{- $placement := $draft.placement | default "pool" | replace "auto" "pool" -}}
 {{- if and (ne (toString $draft.drafter) "engine") (ne $placement "in-process") (ne $replicas 0) (ne (int (dig "num_speculative_tokens" 4 $speculation)) 0) -}}
-{{- if and (eq $placement "sidecar") (ne $replicas 1) -}}
+{{- if and (has $placement (list "sidecar" "host-cpu")) (ne $replicas 1) -}}
 {{- fail (printf "config.draft.replicas %d: in a pod there is one sidecar, set it to 1" $replicas) -}}
 {{- end -}}
-{{ $placement }}
+{{- if and (eq $placement "host-cpu") (ne (int .Values.draft.gpus) 0) -}}
+{{- fail (printf "draft.gpus %d: with config.draft.placement host-cpu the draft computes on the CPU, set it to 0" (int .Values.draft.gpus)) -}}
+{{- end -}}
+{{ eq $placement "host-cpu" | ternary "sidecar" $placement }}
+{{- end -}}
+{{- end -}}
+
+{{/* The compute threads of a draft on its target's host: a core of its container for each, as a container without a limit sees all cores of the node. */}}
+{{- define "outrider.hostCpuThreads" -}}
+{{- $draft := .Values.config.draft | default dict -}}
+{{- $cores := dig "requests" "cpu" "" .Values.draft.resources | toString -}}
+{{- if $draft.threads -}}
+{{ $draft.threads }}
+{{- else if regexMatch "^[1-9][0-9]*$" $cores -}}
+{{ $cores }}
+{{- else -}}
+{{- fail (printf "draft.resources.requests.cpu %q: with config.draft.placement host-cpu give a whole number of cores, such as 16" $cores) -}}
 {{- end -}}
 {{- end -}}
 
@@ -89,6 +105,9 @@ matchExpressions:
 {{- $where := include "outrider.drafts" . -}}
 {{- $listen := eq $where "sidecar" | ternary "127.0.0.1:7001" "0.0.0.0:7001" -}}
 {{- $draft := dict "addresses" (get $addresses $where | default list) "listen" $listen "metrics_host" "0.0.0.0" "metrics_port" 9101 -}}
+{{- if and (eq $where "sidecar") (eq (dig "draft" "placement" "" .Values.config) "host-cpu") -}}
+{{- $_ := set $draft "threads" (include "outrider.hostCpuThreads" . | int) -}}
+{{- end -}}
 {{- if .Values.tls.secretName -}}
 {{- /* Kubernetes' probes have neither certificate nor token. */ -}}
 {{- $_ := set $target "health_listen" "0.0.0.0:7100" -}}
