@@ -30,6 +30,7 @@ _DEFAULT_DTYPE = "fp16"
 
 # Layers, KV heads and head size of the models that go by these sizes.
 _KNOWN_SHAPES = {
+    "0.5B": (24, 2, 64),  # Qwen 2.5
     "1B": (16, 8, 64),  # Llama 3.2
     "1.5B": (28, 2, 128),  # Qwen 2.5
     "7B": (32, 32, 128),  # Llama 2
@@ -41,6 +42,7 @@ _KNOWN_SHAPES = {
 # The rest of their published configurations: hidden and intermediate size, query heads, vocabulary (the larger one,
 # where two models go by a size).
 _KNOWN_STEPS = {
+    "0.5B": (896, 4864, 14, 151_936),
     "1B": (2048, 8192, 32, 128_256),
     "1.5B": (1536, 8960, 12, 151_936),
     "7B": (4096, 11_008, 32, 32_000),

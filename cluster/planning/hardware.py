@@ -1,4 +1,4 @@
-"""GPUs: what their data sheets say, and what they cost.
+"""GPUs and host CPUs: what their data sheets say, and what they cost.
 
 Bandwidth and peak are of NVIDIA's data sheets: of the SXM forms where there are several; FP16 or bfloat16 on tensor
 cores without sparsity, summed in float32 (both have the same figure). What is had of them is `steps.Efficiency`'s.
@@ -69,6 +69,14 @@ GPUS = {
     )
 }
 
+# What a draft gets of a GPU host's processors (`draft.placement: host-cpu`), which are paid for with the GPUs.
+# SPR-16: 16 cores with AMX of a Sapphire Rapids host, and 64 GB of its memory. On two cores this project's kernels read
+# 13 GB/s a core, and computed 0.8 TFLOPS a core at 128 rows (docs/DECISIONS.md, "Products on a CPU are made of tiles").
+# For 16 cores that is taken 8 times: 208 GB/s of the 307 that eight channels of DDR5-4800 have (Intel's data sheet),
+# and a peak of which `steps.Efficiency` leaves 0.8 TFLOPS a core. Not measured on 16 cores.
+HOST_CPUS = {cpu.name: cpu for cpu in (Gpu("SPR-16", 64, 208, 22, 0.0),)}
+DEFAULT_HOST_CPU = GpuGroup(HOST_CPUS["SPR-16"])
+
 
 def find_gpu(device_name: str) -> Gpu | None:
     """The GPU that CUDA calls `device_name`, such as `NVIDIA A100-SXM4-80GB`.
@@ -85,7 +93,7 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 
 def parse_gpus(spec: str, prices: Mapping[str, float] | None = None) -> GpuGroup:
-    """`[Nx]NAME` of a known GPU, or `[Nx]MEMORY:BANDWIDTH:TFLOPS:DOLLARS` (GB, GB/s, FP16, an hour) of any other.
+    """`[Nx]NAME` of a known GPU or host CPU, or `[Nx]MEMORY:BANDWIDTH:TFLOPS:DOLLARS` (GB, GB/s, FP16, an hour).
 
     `prices` take the place of the table's, by name. Raises ConfigurationError.
     """
@@ -96,8 +104,8 @@ def parse_gpus(spec: str, prices: Mapping[str, float] | None = None) -> GpuGroup
     if len(match["count"] or "") > _MAX_COUNT_DIGITS:
         raise ConfigurationError(f"{spec[:_MAX_QUOTED]!r} are more GPUs than can be: write 99,999 at most")
     name, count = match["gpu"], int(match["count"] or 1)
-    if name in GPUS:
-        gpu = GPUS[name]
+    if name in GPUS or name in HOST_CPUS:
+        gpu = GPUS.get(name) or HOST_CPUS[name]
         return GpuGroup(replace(gpu, dollars_per_hour=(prices or {}).get(name, gpu.dollars_per_hour)), count)
     return GpuGroup(_free_gpu(name), count)
 

@@ -86,7 +86,7 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
     }
     assumed = {
         "load": [f"prompts of {prompt_tokens} and answers of {answer_tokens} tokens, which come at random (Poisson)"],
-        "acceptance": ["one rate for every place and text"],
+        "acceptance": ["one rate for every place and text, and for a draft in INT8"],
         "p99": [
             "first token: the rest of the running step, then that of its prompt and of those that came with it;",
             "between tokens: over answers, of an answer's mean: rounds by renewal theory, taken as normal;",
@@ -95,7 +95,8 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
         "hardware": [
             f"{efficiency.bandwidth:g} of the data sheets' bandwidth, {efficiency.compute:g} of their FLOPs, "
             f"{1e6 * efficiency.all_reduce_seconds:g} us an all-reduce, two a layer,",
-            f"{1e3 * efficiency.step_seconds:g} ms a step beside; prices are examples (--price)",
+            f"{1e3 * efficiency.step_seconds:g} ms a step beside; prices are examples (--price); on a target's host a",
+            "draft has --host-cpu, at no price",
         ],
         "a pool": ["rounds of its targets are staggered, so that nobody waits for another's"],
     }

@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.config_file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
-from cluster.planning.hardware import GPUS, parse_gpus, parse_price
+from cluster.planning.hardware import DEFAULT_HOST_CPU, GPUS, HOST_CPUS, parse_gpus, parse_price
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS, NGRAM_ACCEPTANCE, ClusterRequest, options
 from cluster.planning.planner import Load, Option, most_sequences, plan
 from cluster.planning.published import checked_table
@@ -89,6 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--draft", default="7B", metavar="MODEL[:DTYPE]", help="default 7B")
     models.add_argument("--draft-gpus", default="A10G", metavar="GPUS", help="of one draft; default A10G")
     models.add_argument(
+        "--host-cpu",
+        default=DEFAULT_HOST_CPU.name,
+        metavar="CPU",
+        help=f"for a draft on the CPU of the target's host: {', '.join(HOST_CPUS)} (16 cores of Sapphire Rapids) or "
+        f"GB:GB_PER_SECOND:TFLOPS:0; default {DEFAULT_HOST_CPU.name}",
+    )
+    models.add_argument(
         "--price", action="append", default=[], metavar="NAME=DOLLARS", help="an hour of a known GPU; may be repeated"
     )
     load = parser.add_argument_group("load")
@@ -121,7 +128,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rounds.add_argument(
         "--round-trip-ms", default="0.2,0.5,2,10", metavar="MS,...", help="to a remote pool; default 0.2,0.5,2,10"
     )
-    rounds.add_argument("--sidecar-round-trip-ms", type=not_below_zero, default=0.2, metavar="MS", help="default 0.2")
+    rounds.add_argument(
+        "--sidecar-round-trip-ms",
+        type=not_below_zero,
+        default=0.2,
+        metavar="MS",
+        help="to a draft on the target's host; default 0.2",
+    )
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument("--bandwidth-efficiency", type=above_zero(float, 1), default=own.bandwidth, metavar="SHARE")
     assumed.add_argument("--compute-efficiency", type=above_zero(float, 1), default=own.compute, metavar="SHARE")
@@ -194,6 +207,7 @@ def _request(arguments: argparse.Namespace, efficiency: Efficiency) -> ClusterRe
         acceptance_rate=arguments.acceptance,
         round_trips_seconds=_round_trips(arguments.round_trip_ms),
         sidecar_round_trip_seconds=arguments.sidecar_round_trip_ms / 1e3,
+        host_cpu=parse_gpus(arguments.host_cpu),
         int4_acceptance_rate=arguments.int4_acceptance,
         ngram_acceptance_rate=arguments.ngram_acceptance,
         efficiency=efficiency,

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from cluster.config_file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
-from cluster.planning.hardware import GPUS, parse_gpus, parse_price
+from cluster.planning.hardware import GPUS, HOST_CPUS, parse_gpus, parse_price
 from services.output_file import check_output
 from services.plan.cli import above_zero, not_below_zero, seed
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--target", metavar="MODEL[:DTYPE]", help="as for `plan cluster`, with --target-gpus")
     cluster.add_argument("--target-gpus", metavar="GPUS", help=f"of one target: [Nx]NAME, of {', '.join(GPUS)}")
     cluster.add_argument("--draft", metavar="MODEL[:DTYPE]", help="likewise, with --draft-gpus")
-    cluster.add_argument("--draft-gpus", metavar="GPUS", help="of one draft worker")
+    cluster.add_argument("--draft-gpus", metavar="GPUS", help=f"of one draft worker; or {', '.join(HOST_CPUS)}")
     cluster.add_argument(
         "--kv-tokens",
         type=above_zero(int, _MAX_KV_TOKENS),

@@ -12,7 +12,15 @@ from services import cli
 def test_by_default_the_published_cluster_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "cluster"]) == 0
     printed = capsys.readouterr().out
-    for option in ("no speculation", "draft beside the target", "sidecar", "pool, 10 ms away", "INT4 draft", "n-gram"):
+    for option in (
+        "no speculation",
+        "draft beside the target",
+        "sidecar",
+        "pool, 10 ms away",
+        "INT4 draft",
+        "host-cpu",
+        "n-gram",
+    ):
         assert option in printed
     assert "6.8*" in printed
     assert printed.index("published") < printed.index("\nformula\n") < printed.index("\nassumption\n")
@@ -36,6 +44,7 @@ def test_the_exit_code_says_that_nothing_fits() -> None:
     ("arguments", "said"),
     [
         (["--target-gpus", "4xA99"], "'A99' is no known GPU"),
+        (["--host-cpu", "SPR-99"], "'SPR-99' is no known GPU"),
         (["--target", "34B"], "34B/LAYERSxKV_HEADSxHEAD_SIZE"),
         (["--round-trip-ms", "1,x"], "--round-trip-ms '1,x'"),
         (["--price", "A10G"], "'A10G' is no price"),

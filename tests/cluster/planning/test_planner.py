@@ -116,6 +116,34 @@ def test_an_int4_draft_is_read_faster_and_accepted_less() -> None:
     assert int4.num_tokens == pytest.approx(2.7035, rel=1e-3)
 
 
+def test_a_small_draft_on_the_targets_host_pays_and_costs_nothing() -> None:
+    plans = planned("0.5B", load=Load(4, 128, 64))
+    alone, own = plans["no speculation"], plans["host-cpu, INT8 draft"]
+    assert own.round.num_speculative_tokens > 0
+    assert own.tokens_per_second > 1.5 * alone.tokens_per_second
+    assert own.draft_devices_per_target == 0
+    assert own.dollars_per_hour == alone.dollars_per_hour
+    assert own.round.round_trip_seconds == 0.0002
+    # 0.5e9 + 151,936 * 896 bytes at .8 * 208 GB/s and .3 ms: 4.1 ms a draft token, and little KV
+    assert own.round.draft_seconds / own.round.num_speculative_tokens == pytest.approx(4.1e-3, rel=0.03)
+
+
+def test_a_large_draft_on_the_targets_host_does_not_pay() -> None:
+    # 7e9 bytes at 166 GB/s: 42 ms a draft token, where a step without drafts takes 24
+    own = planned("7B", load=Load(16, 128, 64))["host-cpu, INT8 draft"]
+    assert own.round.num_speculative_tokens == 0
+
+
+def test_a_better_host_drafts_faster_and_a_full_memory_is_seen() -> None:
+    wide, small = (
+        planned("0.5B", num_speculative_tokens=3, host_cpu=parse_gpus(cpu))["host-cpu, INT8 draft"]
+        for cpu in ("64:416:44:0", "0.4:208:22:0")
+    )
+    known = planned("0.5B", num_speculative_tokens=3)["host-cpu, INT8 draft"]
+    assert wide.round.draft_seconds < known.round.draft_seconds
+    assert (known.fits, small.fits) == (True, False)
+
+
 def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"between 0 and 1, not 1\.2"):
         request(acceptance_rate=1.2)

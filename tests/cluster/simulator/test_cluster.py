@@ -9,6 +9,7 @@ import pytest
 from cluster.errors import ConfigurationError
 from cluster.simulation.steps import StepCurve
 from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.simulator.hardware import dollars_per_hour
 from cluster.simulator.traffic import Arrival, ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
 from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of, figures_of, ran, streams
 
@@ -30,6 +31,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
         ("speculation.controller=fixed", SLOW_DRAFT),
         ("target.replicas=3", "draft.replicas=2", SLOW_DRAFT),
         ("target.replicas=2", "draft.placement=sidecar"),
+        ("target.replicas=2", "draft.placement=host-cpu"),
         ("simulation.round_trip_ms=120",),
         ("draft.max_num_seqs=2",),
         ("simulation.acceptance=[0.9, 0.5]", "speculation.max_run_ahead=0"),
@@ -147,6 +149,17 @@ def test_cost_follows_from_the_price() -> None:
     cluster = ran(streams(4, 30.0), span=Span(5.0, 30.0, is_cut=True))
     figures = cluster.figures(dollars_per_hour=36.0)
     assert figures.dollars_per_million_tokens == pytest.approx(0.01 / figures.tokens_per_second * 1e6)
+
+
+def test_drafts_cost_what_a_worker_costs_except_on_their_targets_hosts() -> None:
+    def dollars(placement: str, of_draft: float | None) -> float | None:
+        settings = ("target.replicas=2", "draft.replicas=3", f"draft.placement={placement}")
+        return dollars_per_hour(config_of(*settings), 4.0, of_draft)
+
+    assert dollars("pool", 1.0) == 11.0
+    assert dollars("sidecar", 1.0) == 14.0
+    assert dollars("sidecar", None) is None
+    assert dollars("host-cpu", None) == 8.0
 
 
 def test_nobody_asks_and_nothing_happens() -> None:
