@@ -39,22 +39,14 @@ def share_host_cores(config: Config, cores: Sequence[Core], *, target_has_gpu: b
             "draft.placement host-cpu: the target computes on the CPU and takes all cores: set target.cpus to those "
             "that it should have, or draft.placement to sidecar or in-process, where the draft shares its cores"
         )
-    if draft.cpus is not None:
-        drafts: tuple[tuple[int, ...], ...] = (draft.cpus,) * draft.replicas
-    else:
-        free = [core for core in cores if not set(core.cpus) & set(target.cpus or ())]
-        num_reserved = num_target_cores(config) if target.cpus is None else 0
-        num_free = len(free) - num_reserved
-        if num_free < draft.replicas:
-            raise ConfigurationError(
-                f"draft.placement host-cpu: {draft.replicas} draft worker{'s' if draft.replicas > 1 else ''} and "
-                f"{max(0, num_free)} free cores: of the {len(cores)} that may be used {_uses(config, num_reserved)}. "
-                "Allow more, set target.cpus to fewer, or set draft.placement to sidecar with a GPU for the draft"
-            )
-        drafts = choose_cores(free, draft.replicas, min(draft.threads or MAX_DRAFT_CORES, num_free // draft.replicas))
+    drafts = _free_cores(config, cores) if draft.cpus is None else (draft.cpus,) * draft.replicas
     taken = {cpu for own in drafts for cpu in own}
     left = tuple(sorted(cpu for core in cores if not set(core.cpus) & taken for cpu in core.cpus))
-    return CoreShares((target.cpus or left or None,) * target.replicas, drafts)
+    if not (target.cpus or left):
+        raise ConfigurationError(
+            "draft.placement host-cpu: draft.cpus leaves no core to the target: leave it out, or take some away"
+        )
+    return CoreShares((target.cpus or left,) * target.replicas, drafts)
 
 
 def num_target_cores(config: Config) -> int:
@@ -67,11 +59,30 @@ def num_target_cores(config: Config) -> int:
     return config.target.replicas * (2 + config.target.tensor_parallel_size) + 1
 
 
+def _free_cores(config: Config, cores: Sequence[Core]) -> tuple[tuple[int, ...], ...]:
+    """Returns the CPUs of each draft. Raises ConfigurationError if there are too few."""
+    target, draft = config.target, config.draft
+    free = [core for core in cores if not set(core.cpus) & set(target.cpus or ())]
+    num_kept = num_target_cores(config) if target.cpus is None else 0
+    num_free = max(0, len(free) - num_kept)
+    num_cores = min(draft.threads or MAX_DRAFT_CORES, num_free // draft.replicas)
+    chosen = choose_cores(free, draft.replicas, num_cores) if num_cores else ()
+    if min(map(len, chosen), default=0) < (draft.threads or 1):
+        wanted = "a core" if draft.threads is None else f"draft.threads {draft.threads} cores of one NUMA node"
+        kept = f"{target.replicas} x (2 + GPUs) for targets and 1 for the router are kept, {num_kept} in all"
+        raise ConfigurationError(
+            f"draft.placement host-cpu: {num_free} of {len(cores)} cores are free, and each of {draft.replicas} draft "
+            f"workers needs {wanted} ({kept if target.cpus is None else 'target.cpus has the others'}): allow more "
+            "cores, set target.cpus or draft.threads to fewer, or set draft.placement to sidecar"
+        )
+    return chosen
+
+
 def choose_cores(free: Sequence[Core], num_drafts: int, num_cores: int) -> tuple[tuple[int, ...], ...]:
     """Returns the CPUs of each draft: one of each of its cores, which are the last of the node with the most free ones.
 
     A draft gets fewer than `num_cores` if no NUMA node has enough left: its weights lie on the node that loads them,
-    and reading them from another node would cost more than further cores save. Expects `num_drafts * num_cores` cores.
+    and reading them from another node would cost more than further cores save.
     """
     nodes: defaultdict[int, list[Core]] = defaultdict(list)
     for core in sorted(free, key=lambda core: core.cpus):
@@ -120,9 +131,3 @@ def parse_cpu_list(text: str) -> Iterator[int]:
         first, _, last = part.partition("-")
         if first:  # a node without CPUs has an empty list
             yield from range(int(first), int(last or first) + 1)
-
-
-def _uses(config: Config, num_reserved: int) -> str:
-    if config.target.cpus is not None:
-        return f"target.cpus has {len(config.target.cpus)}"
-    return f"{num_reserved} are kept for {config.target.replicas} x (2 + GPUs) of targets and the router"

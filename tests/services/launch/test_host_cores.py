@@ -80,13 +80,16 @@ def test_cores_of_a_pinned_target_are_its_own_and_all_others_are_free() -> None:
 @pytest.mark.parametrize(
     ("num_cores", "settings", "target_has_gpu", "said"),
     [
-        (4, [], True, "1 draft worker and 0 free cores: of the 4 that may be used 4 are kept for 1 x"),
-        (8, ["draft.replicas=5"], True, "5 draft workers and 4 free cores"),
-        (2, ["target.cpus=[0,1]"], False, "of the 2 that may be used target.cpus has 2"),
+        (4, [], True, r"0 of 4 cores are free, and each of 1 draft workers needs a core \(1 x .* kept, 4 in all"),
+        (0, [], True, "0 of 0 cores are free"),
+        (8, ["draft.replicas=5"], True, "4 of 8 cores are free, and each of 5 draft workers needs a core"),
+        (12, ["draft.threads=9"], True, "8 of 12 cores are free, .* needs draft.threads 9 cores of one NUMA node"),
+        (2, ["target.cpus=[0,1]"], False, "0 of 2 cores are free, .*target.cpus has the others"),
+        (2, ["draft.cpus=[0,1]"], True, "draft.cpus leaves no core to the target"),
         (64, [], False, "takes all cores: set target.cpus"),
     ],
 )
-def test_without_a_free_core_the_error_says_what_to_do(
+def test_with_too_few_free_cores_the_error_says_what_to_do(
     num_cores: int, settings: list[str], target_has_gpu: bool, said: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=said):

@@ -50,9 +50,7 @@ def test_a_draft_on_the_hosts_processors_gets_cores_that_its_target_does_not(mon
 
 def test_too_few_cores_for_a_draft_on_the_hosts_processors_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "read_cores", lambda: [Core((cpu,)) for cpu in range(4)])
-    with pytest.raises(
-        ConfigurationError, match="1 draft worker and 0 free cores: of the 4 that may be used 4 are kept"
-    ):
+    with pytest.raises(ConfigurationError, match="0 of 4 cores are free, and each of 1 draft workers"):
         LocalCluster(load_config(None, ["router.port=0", "draft.placement=host-cpu", "target.device=cuda"]))
 
 
