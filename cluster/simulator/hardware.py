@@ -37,7 +37,8 @@ def steps_of(config: Config, target: OnGpus | None, draft: OnGpus | None, mean_c
         cached, empty = (steps.seconds((Segments(num_seqs, 1, tokens),)) for tokens in (mean_context, 0))
         changed["target_sequence_ms"] = 1e3 * (cached - empty) / num_seqs
     if draft is not None:
-        steps = Roofline(draft.model, draft.gpus)
+        model = draft.model.with_wide_head() if config.drafts_on_host_cpu else draft.model
+        steps = Roofline(model, draft.gpus)
         changed["draft_step_ms"] = [(n, 1e3 * steps.seconds((Segments(n, 1, mean_context),))) for n in _ROWS]
     simulation = SimulationConfig.model_validate(config.simulation.model_dump() | changed)
     return config.model_copy(update={"simulation": simulation})

@@ -165,3 +165,12 @@ def test_the_table_that_is_printed() -> None:
     assert cells["slots / blocks of 16"] == ["5", "/", "1", "12", "/", "1"]
     assert cells["largest batch at 4096 tokens"] == ["1"]
     assert "74.0 GB short" in describe(plan("70B", "7B"), context=4096, num_seqs=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "gigabytes"),
+    # The head has 151,936 * 896 = 0.136e9 of the parameters, 2 bytes each.
+    [("0.5B:int8", 0.5 + 0.136), ("0.5B:int4", 0.25 + 0.75 * 0.2723), ("0.5B:bf16", 1.0), ("0.5B:fp32", 2.0)],
+)
+def test_a_quantised_model_may_have_its_head_in_16_bits(spec: str, gigabytes: float) -> None:
+    assert PlannedModel.parse(spec).with_wide_head().weight_bytes / GB == pytest.approx(gigabytes, rel=1e-3)

@@ -6,10 +6,12 @@ import math
 
 import pytest
 
+from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
+from cluster.planning.hardware import parse_gpus
 from cluster.simulation.steps import StepCurve
 from cluster.simulator.cluster import SimulatedCluster, Span
-from cluster.simulator.hardware import dollars_per_hour
+from cluster.simulator.hardware import OnGpus, dollars_per_hour, steps_of
 from cluster.simulator.traffic import Arrival, ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
 from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of, figures_of, ran, streams
 
@@ -160,6 +162,18 @@ def test_drafts_cost_what_a_worker_costs_except_on_their_targets_hosts() -> None
     assert dollars("sidecar", 1.0) == 14.0
     assert dollars("sidecar", None) is None
     assert dollars("host-cpu", None) == 8.0
+
+
+def test_a_draft_on_its_targets_host_has_its_head_in_16_bits() -> None:
+    draft = OnGpus(PlannedModel.parse("0.5B:int8"), parse_gpus("SPR-16"))
+
+    def draft_step_ms(placement: str) -> float:
+        config = steps_of(config_of(f"draft.placement={placement}"), None, draft, mean_context=0)
+        return config.simulation.draft_step_ms[0][1]
+
+    # .5e9 and .636e9 bytes at .8 * 208 GB/s, and .3 ms
+    assert draft_step_ms("sidecar") == pytest.approx(3.3, abs=0.05)
+    assert draft_step_ms("host-cpu") == pytest.approx(4.1, abs=0.05)
 
 
 def test_nobody_asks_and_nothing_happens() -> None:
