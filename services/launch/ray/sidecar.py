@@ -62,9 +62,8 @@ class SidecarActor:
     def _write(self) -> Path:
         """The configuration, with ports that are free now."""
         settings = listening_at(self._config.draft, self._address)
-        if (
-            self._config.drafts_on_host_cpu
-        ):  # Ray pins nothing: without it there would be a thread for each of the cores
+        if self._config.drafts_on_host_cpu:
+            # Ray does not pin, and the default is a thread for each core of the node.
             settings |= {"threads": host_cpu_threads(self._config)}
         draft = self._config.draft.model_copy(update=settings)
         tree = self._config.model_copy(update={"draft": draft}).model_dump(mode="json")

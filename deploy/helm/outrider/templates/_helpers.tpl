@@ -79,7 +79,7 @@ matchExpressions:
 {{- end -}}
 {{- end -}}
 
-{{/* The compute threads of a draft on its target's host: a core of its container for each, as a container without a limit sees all cores of the node. */}}
+{{/* The compute threads of a host-cpu draft: one for each core that its container requests. By default it would start one for each core of the node. */}}
 {{- define "outrider.hostCpuThreads" -}}
 {{- $draft := .Values.config.draft | default dict -}}
 {{- $cores := dig "requests" "cpu" "" .Values.draft.resources | toString -}}
