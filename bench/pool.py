@@ -8,7 +8,8 @@ target's own GPUs, and with the bound, which assumes that drafting is hidden beh
 
     E(k) t(n) / max(t(n (1 + k)), k t_draft(n) + delay)    times k = 0, the maximum over k
 
-A parallel draft makes all k tokens in one step of n (1 + k) rows, in place of k steps of n.
+A parallel draft makes all k tokens in one step of n (1 + k) rows, in place of k steps of n. Its acceptance is taken
+to be the same at each position; in sampled text it falls (docs/DECISIONS.md).
 All figures are per target.
 """
 

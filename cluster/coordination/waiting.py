@@ -11,6 +11,9 @@ from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 
 _LEAST_WAIT_SECONDS = 1e-4  # between two looks at whether a wait still pays
+# Of the tokens that a wait adds, those that are lost without it: drafts that come late are used in the next step as far
+# as they fit. A 1B draft in INT4 for 8 streams on an A10G: 899 tokens/s counting all of them, 951 counting half.
+_LOST_SHARE = 0.5
 
 
 class Waits:
@@ -88,7 +91,10 @@ class Waits:
         seconds_to_wait: float,
     ) -> bool:
         """Returns True if a step after the wait is expected to commit more tokens per second than a step at once, with
-        what has come of the proposals of `awaited`; or if the step waits for these in any case."""
+        what has come of the proposals of `awaited`; or if the step waits for these in any case.
+
+        Of what the wait adds, drafts that would come while the step runs, and be of use to the next, do not count.
+        """
         steps = self._planner.steps
         if not (self._planner.measures and steps.is_known):
             return True
@@ -99,8 +105,13 @@ class Waits:
         at_once = steps.curve.seconds(now_rows)
         together = steps.curve.seconds(now_rows + sum(s.depth - self._num_ready(s) for s in awaited))
         tokens = sum(s.expected_of(number) for s, number in zip(decoding, ready, strict=True))
-        more = sum(s.expected_tokens - s.expected_of(self._num_ready(s)) for s in awaited)
+        more = sum(self._lost_tokens(sequence) for sequence in awaited)
         return (tokens + more) / (together + seconds_to_wait) >= tokens / at_once
+
+    def _lost_tokens(self, sequence: SpeculativeSequence) -> float:
+        """Expected tokens of `sequence` that a step which does not wait loses."""
+        tokens = sequence.expected_tokens - sequence.expected_of(self._num_ready(sequence))
+        return _LOST_SHARE * tokens if self._planner.runs_ahead else tokens
 
     def _num_ready(self, sequence: SpeculativeSequence) -> int:
         return min(sequence.num_ready, self._planner.verified_depth(sequence))

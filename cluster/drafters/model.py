@@ -96,7 +96,7 @@ class ModelDrafter(Drafter):
         for sequence in sequences:
             if not self._grow(sequence):
                 without_room.append(sequence)
-            elif self._num_uncomputed(sequence) > sequence.window + 1:  # more than a round commits
+            elif self._num_uncomputed(sequence) > self._num_round_tokens(sequence):
                 prompts.append(sequence)
             else:
                 others.append(sequence)
@@ -152,6 +152,10 @@ class ModelDrafter(Drafter):
 
     def _num_uncomputed(self, sequence: DraftSequence) -> int:
         return sequence.num_committed - self._caches[sequence].num_computed_tokens
+
+    def _num_round_tokens(self, sequence: DraftSequence) -> int:
+        """Tokens that may be uncomputed after a round; what has more is a prompt."""
+        return sequence.window + 1
 
     def _num_prompt_rows(self, sequence: DraftSequence) -> int:
         """Rows until the first draft of a prompt is there."""

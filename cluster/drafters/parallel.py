@@ -20,6 +20,8 @@ from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import SampleRequest
 
+_MAX_ROUND_TOKENS = 65  # that a round commits: speculation.max_speculative_tokens is 64 at most
+
 
 class ParallelDrafter(ModelDrafter):
     """Drafts with a model of the PyTorch engine that was trained for mask tokens.
@@ -35,15 +37,25 @@ class ParallelDrafter(ModelDrafter):
         self._mask_token_id = mask_token_id
 
     def num_rows(self, sequence: DraftSequence, node: int) -> int:
-        return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len)
+        return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len) - (node >= 0)
+
+    def _has_blocks(self, sequence: DraftSequence, num_drafts: int) -> bool:
+        """Returns True if blocks are free for as many drafts, with their siblings, and their masks."""
+        blocks = self._runner.blocks
+        return blocks.num_available_blocks * blocks.block_size >= num_drafts * (1 + sequence.width)
+
+    def _num_round_tokens(self, sequence: DraftSequence) -> int:
+        return max(super()._num_round_tokens(sequence), _MAX_ROUND_TOKENS)  # accepted drafts are not computed
 
     def _num_prompt_rows(self, sequence: DraftSequence) -> int:
         return self._num_uncomputed(sequence) + sequence.num_drafts_after(-1, self.max_model_len) - 1
 
     def _add(self, step: Step, sequence: DraftSequence, most: int) -> None:
+        if most <= 0:
+            return
         cache = self._caches[sequence]
         start, end = cache.num_computed_tokens, sequence.num_committed
-        if 0 < most < end - start:
+        if most < end - start:
             step.add(Segment(sequence.token_ids[start : start + most], start, cache.block_table, num_logits=0))
             cache.num_computed_tokens += most
             return
@@ -51,7 +63,8 @@ class ParallelDrafter(ModelDrafter):
         for node in sequence.to_extend or [sequence.tip]:
             path = [other for other in path_to(node, sequence.parents)[:-1] if other not in cache.computed_nodes]
             num_masks = min(sequence.num_drafts_after(node, self.max_model_len) - 1, most - rows.number(node, path))
-            if num_masks < 0:
+            is_ahead = rows.extended or sequence.depth(node) >= sequence.proposal_depth
+            if num_masks < 0 or (is_ahead and not self._has_blocks(sequence, num_masks + 1)):
                 break
             num_tokens = len(sequence.token_ids) + rows.num_masks + num_masks
             if not self._runner.blocks.grow(cache.block_table, num_tokens):

@@ -112,6 +112,11 @@ def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
                 "was not trained to draft several tokens at once: set draft.drafter model, or make one with `outrider "
                 "distill --parallel`"
             )
+        if not 0 <= mask_token_id < runner.model.config.vocab_size:
+            raise ConfigurationError(
+                f"the config.json of {config.draft.model!r} has pard_token {mask_token_id}, which is not in its "
+                f"vocabulary of {runner.model.config.vocab_size} tokens: correct it"
+            )
         return ParallelDrafter(runner, limits, mask_token_id)
     if runner.gpu_kernels == "torch" or runner.model.device.type != "cuda":
         return ModelDrafter(runner, limits)

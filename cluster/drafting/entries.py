@@ -13,7 +13,7 @@ from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
 
 # Learning rates of the time of a round, where one is longer and shorter: a draft step that is under way when an outcome
-# comes costs its target more than a rest before a later one costs the draft. Nine rounds in ten are longer.
+# comes costs its target more than a rest before a later one costs the draft. About four rounds in five are longer.
 _LONGER_RATE, _SHORTER_RATE = 0.03, 0.3
 _LEAST_REST_SECONDS = 1e-4
 _MAX_CHANGE = 2.0  # times the time of a round that one counts as at most: a step with a prompt says little of the next
@@ -37,16 +37,16 @@ class Link:
     advanced_at: float | None = None  # the last time that tokens were committed
     round_seconds: float | None = None  # between two such times, most of which are longer; None: not known
 
-    def advanced(self) -> None:
-        """A request that was just received has committed tokens."""
-        if self.advanced_at is not None:
-            seconds = self.received_at - self.advanced_at
+    def advanced(self, arrived_at: float) -> None:
+        """A request that arrived at this time has committed tokens."""
+        if self.advanced_at is not None and arrived_at > self.advanced_at:
+            seconds = arrived_at - self.advanced_at
             if self.round_seconds is None:
                 self.round_seconds = seconds
             else:
                 change = min(seconds, _MAX_CHANGE * self.round_seconds) - self.round_seconds
                 self.round_seconds += (_LONGER_RATE if change > 0.0 else _SHORTER_RATE) * change
-        self.advanced_at = self.received_at
+        self.advanced_at = arrived_at
 
     def outcome_in(self, now: float) -> tuple[float, float | None]:
         """Returns the seconds until tokens are expected to be committed, and until they are overdue by a round's time.

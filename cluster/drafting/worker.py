@@ -61,7 +61,7 @@ class DraftWorker:
         self._num_kept_drafts = 0
         self._num_wasted_drafts = 0
         self._num_steps_without_new = 0  # that new sequences were left out of
-        self._inbox: list[tuple[int, SpeculateRequest | None]] = []  # None: the link is gone
+        self._inbox: list[tuple[int, SpeculateRequest | None, float]] = []  # with its arrival; None: the link is gone
         self._wake = threading.Condition()
         self._stopping = False
         # How long there is nothing to do unless something arrives; None: for ever.
@@ -130,7 +130,7 @@ class DraftWorker:
             if link in self._links:
                 self._links[link].received_at = self._clock()
                 self._links[link].num_waiting_bytes += num_bytes
-            self._inbox.append((link, request))
+            self._inbox.append((link, request, self._clock()))
             self._wake.notify()
 
     def num_waiting_bytes(self, link: int) -> int:
@@ -142,7 +142,7 @@ class DraftWorker:
         """The link is gone, and with it all its sequences."""
         with self._wake:
             self._links.pop(link, None)
-            self._inbox.append((link, None))
+            self._inbox.append((link, None, self._clock()))
             self._wake.notify()
 
     # The loop's thread.
@@ -171,12 +171,15 @@ class DraftWorker:
     def take_in(self) -> None:
         """What has arrived; answers what is there to be answered."""
         replies: dict[int, SpeculateReply] = {}
-        for link, request in self._take_inbox():
+        for link, request, arrived_at in self._take_inbox():
             reply = replies.setdefault(link, SpeculateReply())
             if request is None:
                 self._release_link(link)
-            else:
-                self._apply(link, request, reply)
+                continue
+            known = self._links.get(link)
+            if known is not None and request.advances:
+                known.advanced(arrived_at)
+            self._apply(link, request, reply)
         # A proposal that running ahead has already completed does not wait for another step.
         self._collect_proposals(replies)
         self._send(replies)
@@ -232,10 +235,10 @@ class DraftWorker:
                 link.step_seconds, link.batch, link.is_first = seconds, count, number in first_for
                 link.rows = max(1, round(num_rows * count / len(batch)))
 
-    def _take_inbox(self) -> list[tuple[int, SpeculateRequest | None]]:
+    def _take_inbox(self) -> list[tuple[int, SpeculateRequest | None, float]]:
         with self._wake:
             inbox, self._inbox = self._inbox, []
-            for link, _ in inbox:
+            for link, *_ in inbox:
                 if link in self._links:
                     self._links[link].num_waiting_bytes = 0
         return inbox
@@ -283,9 +286,9 @@ class DraftWorker:
         found = list(itertools.islice(heapq.merge(*lists, key=itemgetter(0), reverse=True), MAX_NODES_AHEAD))
         rows = [self._drafter.num_rows(entry.sequence, node) for _, entry, node in found]
         now, chances = self._clock(), [chance for chance, *_ in found]
-        expected = [link.outcome_in(now) for link in self._links.values()]
+        expected = [link.outcome_in(now) for link in tuple(self._links.values())]  # links come and go
         seconds, rest = min(expected, key=itemgetter(0), default=(math.inf, None))
-        taken = num_nodes_ahead(chances, rows, len(owed), num_rows, self._curve, seconds)
+        taken = num_nodes_ahead(chances, rows, sum(map(len, owed.values())), num_rows, self._curve, seconds)
         self._rest_seconds = rest if found and not taken else None
         return [(entry, node) for _, entry, node in found[:taken]]
 
@@ -330,8 +333,6 @@ class DraftWorker:
         for opening in request.opens.values():
             if opening.wire_id not in request.closes and not self._open(link, opening):
                 reply.refused.add(opening.wire_id)
-        if request.advances and link in self._links:
-            self._links[link].advanced()
         for advance in request.advances.values():
             if advance.wire_id not in reply.refused and not self._advance(link, advance):
                 reply.lost.add(advance.wire_id)

@@ -181,7 +181,8 @@ class LinkCosts:
 
     A step of the draft costs by its rows. The first step of a proposal has more than one row per sequence: the last
     accepted draft of a round was never an input of the drafter. So a proposal of one token is dearer per token than a
-    deeper one, and alone says little about the deeper one. A drafter that `is_one_pass` takes the first step only.
+    deeper one, and alone says little about the deeper one. A drafter that `is_one_pass` takes the first step only; its
+    time is that of the depths asked for lately.
     """
 
     def __init__(self, max_batch: int, max_depth: int = 1, *, is_one_pass: bool = False) -> None:

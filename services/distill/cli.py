@@ -121,9 +121,14 @@ def _run(arguments: argparse.Namespace) -> int:
     if not held_out or not taught:
         raise ConfigurationError(f"{len(lessons)} answers are too few: one prompt in {_HELD_OUT_ONE_IN} is held out")
     draft = _new_draft(arguments, config) if draft_folder is None else load_draft(draft_folder)
+    was_parallel = getattr(draft.config, "pard_token", None) is not None
     with _progress("acceptance before", len(held_out)) as progress:
-        before = measure_traffic_acceptance(draft, held_out, progress.update)
-    if arguments.parallel:
+        before = measure_traffic_acceptance(
+            draft, held_out, progress.update, is_parallel=was_parallel and arguments.parallel
+        )
+    if was_parallel and not arguments.parallel:
+        draft.config.pard_token = None  # its masks are not trained any further
+    elif arguments.parallel and not was_parallel:
         reserved = ModelConfig.from_folder(folder).eos_token_ids
         add_mask_token(draft, unused_token_id(draft.config.vocab_size, lessons, reserved))
     recipe = Recipe(

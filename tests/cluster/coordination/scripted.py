@@ -26,6 +26,7 @@ class ScriptedLink:
     def __init__(self, name: str) -> None:
         self.name = self.address = name
         self.model = "draft"
+        self.is_one_pass = False
         self.expected_round_trip: float | None = None
         self.sent: list[SpeculateRequest] = []
 

@@ -25,10 +25,12 @@ def waits(
     seconds_a_row: float,
     controller: str = "goodput",
     *,
+    runs_ahead: bool = False,
     drafts_in_turn: bool = False,
     take_events: Callable[[float], None] = lambda _: None,
 ) -> Waits:
-    planner = DepthPlanner(SpeculationConfig.model_validate({"controller": controller}), 64)
+    settings = {"controller": controller, "max_run_ahead": None if runs_ahead else 0}
+    planner = DepthPlanner(SpeculationConfig.model_validate(settings), 64)
     for _ in range(50):
         for rows in (1, 4, 16, 32):
             planner.steps.curve.observe(rows, STEP_S + seconds_a_row * rows)
@@ -72,6 +74,15 @@ def test_a_wait_pays_if_it_brings_more_tokens_per_second(
 ) -> None:
     awaited = sequences(num_awaited)
     assert waits(seconds_a_row).pays([*sequences(num_ready, 4), *awaited], awaited, wait_s) is pays
+
+
+def test_where_drafters_run_ahead_half_of_what_a_wait_brings_counts() -> None:
+    """What comes late is of use to the next step."""
+    awaited = sequences(2)
+    both = [*sequences(2, 4), *awaited]  # 12 tokens after the wait for 8 at once
+    assert waits(0.0, runs_ahead=True).pays(both, awaited, 0.2 * STEP_S)
+    assert not waits(0.0, runs_ahead=True).pays(both, awaited, 0.3 * STEP_S)
+    assert waits(0.0).pays(both, awaited, 0.3 * STEP_S)
 
 
 def test_sequences_without_drafts_do_not_wait_long_for_a_few_that_have_some() -> None:

@@ -90,4 +90,4 @@ def test_in_one_pass_a_step_makes_the_proposal_and_a_guess_of_the_bonus_token():
     assert sequence.num_drafted == 5
     right = [token_at(sequence.noise_key, sequence.num_committed + place, drafter.vocab_size) for place in range(5)]
     assert [own == other for own, other in zip(sequence.draft_token_ids, right, strict=True)] == [True, *[False] * 4]
-    assert drafter.num_rows(sequence, sequence.tip) == 5 + 5
+    assert drafter.num_rows(sequence, sequence.tip) == 5 + 5 - 1
