@@ -45,7 +45,7 @@ class DepthPlanner:
         self._predicted = 0.0  # tokens per second of one sequence, by the last plan; 0: not predicted
         self._config = config
         self.max_depth = config.max_speculative_tokens
-        self.runs_ahead = config.granted_window > 0  # drafters do, past the proposals that they owe
+        self.runs_ahead = config.granted_window > 0  # drafters draft past the proposals that they owe
         self._controller = make_controller(config, self.steps)
         self.measures = self._controller.measures
         self._rates: dict[tuple[str, float], PositionRates] = {}  # by draft model and temperature

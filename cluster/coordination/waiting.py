@@ -11,8 +11,8 @@ from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 
 _LEAST_WAIT_SECONDS = 1e-4  # between two looks at whether a wait still pays
-# Of the tokens that a wait adds, those that are lost without it: drafts that come late are used in the next step as far
-# as they fit. A 1B draft in INT4 for 8 streams on an A10G: 899 tokens/s counting all of them, 951 counting half.
+# Share of the tokens that a wait adds which is lost without the wait; late drafts are used in the next step as far as
+# they fit. A 1B draft in INT4 for 8 streams on an A10G: 899 tokens/s counting all of them, 951 counting half.
 _LOST_SHARE = 0.5
 
 
@@ -93,7 +93,8 @@ class Waits:
         """Returns True if a step after the wait is expected to commit more tokens per second than a step at once, with
         what has come of the proposals of `awaited`; or if the step waits for these in any case.
 
-        Of what the wait adds, drafts that would come while the step runs, and be of use to the next, do not count.
+        If drafters run ahead, only a share `_LOST_SHARE` of the tokens that the wait adds counts: drafts that arrive
+        while the step runs can be used in the next one.
         """
         steps = self._planner.steps
         if not (self._planner.measures and steps.is_known):

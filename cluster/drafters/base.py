@@ -141,8 +141,10 @@ class DraftSequence:
         return depth
 
     def num_drafts_after(self, node: int, max_model_len: int) -> int:
-        """Drafts to make after `node` in one step: until its proposal is complete, and the bonus token's if it may run
-        ahead."""
+        """Returns how many drafts one step makes after `node`.
+
+        These complete a proposal. If the sequence may run ahead, one more is made in place of the bonus token.
+        """
         depth, number = self.depth(node), self.proposal_depth + (self.window > self.num_speculative_tokens)
         if node == self.tip and depth < self.proposal_depth:
             number -= depth  # the proposal that is owed
@@ -243,7 +245,7 @@ class Drafter(ABC):
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
         """One step: extends `sequences` at their nodes `to_extend`, or works towards it (a prefill chunk).
 
-        A node gets its children; from a drafter that `is_one_pass` the first of these gets its own, and so on.
+        Each node gets children. A drafter that `is_one_pass` also gives children to the first of these, and so on.
         Takes those first in line when not all of them fit in a step. A drafter that knows one continuation only
         appends to the main path. One that it has nothing to propose for, it marks as exhausted. Returns those that
         cannot go on because there is no room for their next token; the caller releases them.

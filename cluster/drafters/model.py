@@ -154,7 +154,7 @@ class ModelDrafter(Drafter):
         return sequence.num_committed - self._caches[sequence].num_computed_tokens
 
     def _num_round_tokens(self, sequence: DraftSequence) -> int:
-        """Tokens that may be uncomputed after a round; what has more is a prompt."""
+        """Returns the most tokens that a round leaves uncomputed; a sequence with more still computes its prompt."""
         return sequence.window + 1
 
     def _num_prompt_rows(self, sequence: DraftSequence) -> int:

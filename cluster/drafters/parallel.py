@@ -26,8 +26,8 @@ _MAX_ROUND_TOKENS = 65  # that a round commits: speculation.max_speculative_toke
 class ParallelDrafter(ModelDrafter):
     """Drafts with a model of the PyTorch engine that was trained for mask tokens.
 
-    Keys and values of masks are overwritten by the next step. Drafts become inputs only where one after them is
-    extended, which runs ahead: a step extends the drafts that outcomes may lead to, each with masks of its own.
+    The next step overwrites the keys and values of masks. A draft becomes an input only if a draft after it is
+    extended, to run ahead: a step extends the drafts that outcomes may lead to, each with masks of its own.
     """
 
     is_one_pass = True
@@ -40,7 +40,7 @@ class ParallelDrafter(ModelDrafter):
         return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len) - (node >= 0)
 
     def _has_blocks(self, sequence: DraftSequence, num_drafts: int) -> bool:
-        """Returns True if blocks are free for as many drafts, with their siblings, and their masks."""
+        """Returns True if enough blocks are free for `num_drafts` drafts, their siblings and their masks."""
         blocks = self._runner.blocks
         return blocks.num_available_blocks * blocks.block_size >= num_drafts * (1 + sequence.width)
 
@@ -68,7 +68,7 @@ class ParallelDrafter(ModelDrafter):
                 break
             num_tokens = len(sequence.token_ids) + rows.num_masks + num_masks
             if not self._runner.blocks.grow(cache.block_table, num_tokens):
-                num_masks = 0  # there are blocks for all tokens
+                num_masks = 0  # the tokens have their blocks, only those for masks are missing
             rows.extend(node, path, num_masks)
             step.extended.append((sequence, node, 1 + num_masks))
         if not rows.extended:  # there is no room for all of a path
@@ -116,7 +116,7 @@ class _Rows:
     """The rows of one sequence in a step.
 
     They are the committed tokens from `start` on, drafts that become inputs, and the nodes that are extended, each with
-    its masks after it. Places are counted from `start`; drafts have theirs after the committed tokens, then masks.
+    its masks after it. Places are counted from `start`: first the committed tokens, then the drafts, then the masks.
     """
 
     def __init__(self, sequence: DraftSequence, start: int) -> None:
@@ -127,7 +127,7 @@ class _Rows:
         self._start = start
 
     def number(self, node: int, path: Sequence[int]) -> int:
-        """Rows with those of `node`, after the nodes of `path`, but for its masks."""
+        """Returns the number of rows once `path` and `node` are added, excluding the masks of `node`."""
         if node < 0:
             return max(1, self._num_committed)
         num_others = sum(1 for other in path if other not in self.inputs)

@@ -12,11 +12,12 @@ from cluster.speculation.drafts import is_chain
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
 
-# Learning rates of the time of a round, where one is longer and shorter: a draft step that is under way when an outcome
-# comes costs its target more than a rest before a later one costs the draft. About four rounds in five are longer.
+# Learning rates of `Link.round_seconds`, after a longer and after a shorter round. About four rounds in five are longer
+# than this estimate, because a draft step that still runs when an outcome arrives costs the target more than an idle
+# draft worker costs when the outcome is late.
 _LONGER_RATE, _SHORTER_RATE = 0.03, 0.3
 _LEAST_REST_SECONDS = 1e-4
-_MAX_CHANGE = 2.0  # times the time of a round that one counts as at most: a step with a prompt says little of the next
+_MAX_CHANGE = 2.0  # a round counts as at most this many times the estimate: one with a prompt is no guide to the next
 
 Deliver = Callable[[SpeculateReply], None]
 """Takes a reply towards a coordinator; never blocks."""
@@ -35,7 +36,7 @@ class Link:
     rows: int = 0  # and theirs
     is_first: bool = False  # for some of them, of a proposal
     advanced_at: float | None = None  # the last time that tokens were committed
-    round_seconds: float | None = None  # between two such times, most of which are longer; None: not known
+    round_seconds: float | None = None  # low estimate of the time between two of these; None: not known
 
     def advanced(self, arrived_at: float) -> None:
         """A request that arrived at this time has committed tokens."""
@@ -49,9 +50,9 @@ class Link:
         self.advanced_at = arrived_at
 
     def outcome_in(self, now: float) -> tuple[float, float | None]:
-        """Returns the seconds until tokens are expected to be committed, and until they are overdue by a round's time.
+        """Returns the seconds until the next outcome is expected, and until it is overdue by one round.
 
-        From then on, or when nothing is known, they are not expected: infinity and None.
+        Returns infinity and None if it is overdue by more, or if no round has been timed.
         """
         if self.advanced_at is None or self.round_seconds is None:
             return math.inf, None

@@ -168,11 +168,11 @@ def num_nodes_ahead(
     curve: LearnedCurve,
     max_seconds: float = math.inf,
 ) -> int:
-    """Returns how many of the nodes with these `chances`, the largest first, a step extends beside those owed.
+    """Returns how many of the nodes with these `chances`, the largest first, a step adds to those owed.
 
-    It extends as many as draft the most tokens that are needed in its time, and hardly lengthen what others wait for.
-    Each node takes its number of `rows`; the `num_owed` nodes together take `num_owed_rows`. If none is owed the step
-    takes `max_seconds` at most.
+    It adds the number that drafts the most needed tokens per second, without noticeably delaying owed proposals. Each
+    node takes its number of `rows`; the `num_owed` owed nodes together take `num_owed_rows`. If none is owed, the step
+    takes at most `max_seconds`.
     """
     if not chances or not curve.is_known:
         return len(chances)

@@ -66,7 +66,7 @@ class DraftWorker:
         self._stopping = False
         # How long there is nothing to do unless something arrives; None: for ever.
         self.idle_seconds: float | None = 0.0
-        self._rest_seconds: float | None = None  # until running ahead may go on; None: when something arrives
+        self._rest_seconds: float | None = None  # until running ahead may resume; None: not before a request arrives
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
         self.step_time = StepTime()
         self.error: BaseException | None = None

@@ -103,9 +103,10 @@ def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedMode
 
 
 def _on_host_cpu(request: ClusterRequest, alone: Option) -> Option:
-    """On cores of the target's host, which cost nothing more; in INT8, which is read in half the time, or in INT4.
+    """Returns the option with the draft on cores of the target's host, at no additional price.
 
-    INT8 is assumed not to change the acceptance rate.
+    The draft is in INT8, which is read in half the time, or in INT4 if that is its dtype. INT8 is assumed not to change
+    the acceptance rate.
     """
     draft = request.draft if request.draft.dtype in ("int8", "int4") else replace(request.draft, dtype="int8")
     steps = Roofline(draft.with_wide_head(), request.host_cpu, request.efficiency)

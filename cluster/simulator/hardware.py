@@ -65,7 +65,7 @@ def num_kv_blocks(config: Config, target: OnGpus | None, kv_tokens: int | None) 
 
 
 def dollars_per_hour(config: Config, of_target: float | None, of_draft: float | None) -> float | None:
-    """Of the whole cluster, by what a worker costs; None: unknown. Drafts on their targets' hosts cost nothing more."""
+    """Returns the price of the whole cluster; None if unknown. Drafts on their targets' hosts cost nothing more."""
     num_drafts = 0
     if config.has_draft_workers and not config.drafts_on_host_cpu:
         num_drafts = config.draft.replicas * (config.target.replicas if config.has_sidecars else 1)

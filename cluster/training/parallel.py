@@ -2,8 +2,8 @@
 
 PARD's training (An et al., arXiv 2504.18583, sections 3.2 and 3.3): in addition to its text, an answer has mask rows.
 Mask i after place p of the answer is to give the token at place p + i. It attends to the text up to p and to the masks
-before it, so each answer is read once. Mask i exists for a share of the places only (conditional drop-token): a share
-`RETENTION` of those that have mask i - 1, which costs little of what is learned.
+before it, so each answer is read once. Later masks are dropped at random (conditional drop-token): a share `RETENTION`
+of the places with mask i - 1 also has mask i, which costs little of what is learned.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ RETENTION = 0.7
 
 @dataclass(frozen=True)
 class MaskRows:
-    """The masks of one answer: what each follows and gives, as places of the answer."""
+    """The masks of one answer: the place of the answer that each follows, and its distance from it."""
 
-    places: tuple[int, ...]  # whose row the masks follow
+    places: tuple[int, ...]  # that the masks follow
     offsets: tuple[int, ...]  # 1 for the first mask after a place
 
     @property
@@ -92,7 +92,10 @@ def unused_token_id(vocab_size: int, lessons: Sequence[Lesson], reserved: Sequen
 
 
 def add_mask_token(model: LlamaForCausalLM, mask_token_id: int) -> None:
-    """Makes `mask_token_id` the mask of `model`, beginning as the mean of all tokens, and notes it as PARD does."""
+    """Makes `mask_token_id` the mask token of `model`.
+
+    Its embedding starts as the mean of all embeddings. The configuration has it as `pard_token`, as in PARD.
+    """
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         embedding[mask_token_id] = embedding.mean(dim=0)

@@ -75,15 +75,17 @@ def _acceptance(temperature: float, answers: Sequence[Tensor]) -> TrafficAccepta
 
 
 def _matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
-    """Returns, for each place of the answer, whether each draft of a proposal after it is right where all before it
-    are: bool [places, NUM_POSITIONS], False beyond the end."""
+    """Returns which drafts match the target's choices, bool [places, NUM_POSITIONS].
+
+    Each place of the answer has a proposal, and each draft of it follows the target's own tokens. False beyond the end.
+    """
     own = choices(answer_logits(model, [lesson]), lesson, range(len(lesson.answer.token_ids)))
     padded = torch.nn.functional.pad(own == torch.tensor(lesson.answer.token_ids), (0, NUM_POSITIONS - 1))
     return padded.unfold(0, NUM_POSITIONS, 1)
 
 
 def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
-    """The same of proposals that are made in one step."""
+    """Returns the same for proposals that are made in one step."""
     token_ids = lesson.answer.token_ids
     masks = mask_rows(len(token_ids), NUM_POSITIONS - 1)
     (states,) = parallel_states(model, [lesson], [masks], model.config.pard_token)

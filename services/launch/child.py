@@ -118,7 +118,7 @@ class Child:
         return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
-        """Ends it at once, and what it started: vLLM computes in a process below the one that serves."""
+        """Kills it and the processes that it started: vLLM computes in a child of the process that serves."""
         if self._process is not None:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)

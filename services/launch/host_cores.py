@@ -44,7 +44,7 @@ def share_host_cores(config: Config, cores: Sequence[Core], *, target_has_gpu: b
     left = tuple(sorted(cpu for core in cores if not set(core.cpus) & taken for cpu in core.cpus))
     if not (target.cpus or left):
         raise ConfigurationError(
-            "draft.placement host-cpu: draft.cpus leaves no core to the target: leave it out, or take some away"
+            "draft.placement host-cpu: draft.cpus leaves no core to the target: leave it out, or list fewer"
         )
     return CoreShares((target.cpus or left,) * target.replicas, drafts)
 
@@ -79,10 +79,11 @@ def _free_cores(config: Config, cores: Sequence[Core]) -> tuple[tuple[int, ...],
 
 
 def choose_cores(free: Sequence[Core], num_drafts: int, num_cores: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the CPUs of each draft: one of each of its cores, which are the last of the node with the most free ones.
+    """Returns the CPUs of each draft, one for each of its cores.
 
-    A draft gets fewer than `num_cores` if no NUMA node has enough left: its weights lie on the node that loads them,
-    and reading them from another node would cost more than further cores save.
+    The cores are the last free ones of the NUMA node that has the most free cores. A draft gets fewer than `num_cores`
+    if no node has enough left: its weights lie on the node that loads them, and reading them from
+    another node would cost more than further cores save.
     """
     nodes: defaultdict[int, list[Core]] = defaultdict(list)
     for core in sorted(free, key=lambda core: core.cpus):

@@ -10,7 +10,7 @@ from services.launch.host_cores import num_target_cores, read_cores
 
 # Those that were measured: models of the PyTorch engine, and what is hardly any work.
 _DRAFTERS = ("model", "self-int4", "layer-skip", "ngram")
-_MIN_CORES = 4  # of a draft's own; fewer give it hardly more than the core that it shares in a pool
+_MIN_CORES = 4  # for the draft alone; with fewer it gains hardly anything over the core that it shares in a pool
 
 
 def place_draft(config: Config) -> tuple[Config, str | None]:
@@ -27,17 +27,17 @@ def place_draft(config: Config) -> tuple[Config, str | None]:
 
 
 def target_has_gpu(config: Config) -> bool:
-    """Whether the target computes on a GPU, as far as the launcher knows."""
+    """Returns True if the target computes on a GPU, as far as the launcher knows."""
     device = config.target.device
     return device == "cuda" or (device == "auto" and _has_gpu())
 
 
 def _can_have_cores_of_its_own(config: Config) -> bool:
-    """Whether a draft that is to be on the CPU gets cores that its target, which has a GPU, does not use.
+    """Returns True if a draft with `draft.device: cpu` gets cores that its target, which has a GPU, does not use.
 
-    Only where `draft.device` is cpu already: as one draft worker of the pool it would do the same work on the same
-    machine, but without cores of its own, and on a small machine on a single core without run-ahead. Where the draft
-    might use the GPU nothing was measured that decides.
+    In a pool such a draft would do the same work on the same machine, but without cores of its own, and on a small
+    machine on a single core without run-ahead. Returns False if the draft might use the GPU: no measurement shows which
+    placement is faster then.
     """
     target, draft = config.target, config.draft
     if draft.device != "cpu" or not target_has_gpu(config) or target.engine == "simulated" or draft.drafter == "vllm":

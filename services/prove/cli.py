@@ -31,7 +31,7 @@ from services.settings import AppendOverride
 EXAMPLE = "outrider prove --target-device cuda:0 --draft-device cuda:1 --engine vllm --minutes 30 --out proof"
 _MAX_PROMPT_TOKENS = 512
 _MAX_STREAMS = 256
-# One target and one draft worker, which no other program on this machine is in the way of.
+# One target and one draft worker, without fixed ports that another program on this machine may have taken.
 _SETTINGS = (
     *("router.host=127.0.0.1", "router.port=0", f"router.served_model_name={MODEL}", "router.admin_listen=null"),
     *("router.page=false", "router.api_keys_file=null", "logging.level=warning"),
@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--acceptance", type=share, default=0.78, metavar="RATE", help="that the prediction assumes; default 0.78"
     )
     parser.add_argument(
-        "--minutes", type=above_zero(float), default=30.0, metavar="M", help="of everything at most; default 30"
+        "--minutes", type=above_zero(float), default=30.0, metavar="M", help="limit for the whole command; default 30"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the report")
 

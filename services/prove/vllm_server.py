@@ -23,10 +23,10 @@ def vllm_server(
     cpus: Sequence[int] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Child:
-    """A server of vLLM with these `options`, by their names without dashes in front; it listens at 127.0.0.1.
+    """Returns a vLLM server with these `options` (names without leading dashes), which listens on 127.0.0.1.
 
-    `cpus`: cores that it computes on where it has no GPU, with the libraries that vLLM recommends there preloaded.
-    The runner is vLLM's own choice, also where the environment chooses one for Outrider's targets.
+    `cpus`: cores that it computes on if it has no GPU; the libraries that vLLM recommends for this are then preloaded.
+    vLLM chooses the runner itself, even if the environment chooses one for Outrider's targets.
     """
     arguments = ["--host", "127.0.0.1"]
     for option, value in options.items():
@@ -42,6 +42,6 @@ def vllm_server(
 
         own["LD_PRELOAD"] = ":".join(recommended_libraries())
         own["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
-    # By `env`, so that the program that becomes Python has the libraries preloaded and nothing else of ours does.
+    # `env` sets the variables, so that the server preloads the libraries and no other process of ours does.
     prefix = ["env", "-u", "VLLM_USE_V2_MODEL_RUNNER", *(f"{key}={value}" for key, value in own.items())]
     return Child(name, arguments, module="vllm.entrypoints.openai.api_server", prefix=prefix)

@@ -77,7 +77,7 @@ def test_a_wait_pays_if_it_brings_more_tokens_per_second(
 
 
 def test_where_drafters_run_ahead_half_of_what_a_wait_brings_counts() -> None:
-    """What comes late is of use to the next step."""
+    """Drafts that come late are used in the next step."""
     awaited = sequences(2)
     both = [*sequences(2, 4), *awaited]  # 12 tokens after the wait for 8 at once
     assert waits(0.0, runs_ahead=True).pays(both, awaited, 0.2 * STEP_S)

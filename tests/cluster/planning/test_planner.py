@@ -124,7 +124,7 @@ def test_a_small_draft_on_the_targets_host_pays_and_costs_nothing() -> None:
     assert own.draft_devices_per_target == 0
     assert own.dollars_per_hour == alone.dollars_per_hour
     assert own.round.round_trip_seconds == 0.0002
-    # 0.5e9 + 151,936 * 896 bytes at .8 * 208 GB/s and .3 ms: 4.1 ms a draft token, and little KV
+    # 0.5e9 + 151,936 * 896 bytes at 0.8 * 208 GB/s and 0.3 ms: 4.1 ms a draft token, and little KV
     assert own.round.draft_seconds / own.round.num_speculative_tokens == pytest.approx(4.1e-3, rel=0.03)
 
 

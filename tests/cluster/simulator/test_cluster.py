@@ -171,7 +171,7 @@ def test_a_draft_on_its_targets_host_has_its_head_in_16_bits() -> None:
         config = steps_of(config_of(f"draft.placement={placement}"), None, draft, mean_context=0)
         return config.simulation.draft_step_ms[0][1]
 
-    # .5e9 and .636e9 bytes at .8 * 208 GB/s, and .3 ms
+    # 0.5e9 and 0.636e9 bytes at 0.8 * 208 GB/s, and 0.3 ms
     assert draft_step_ms("sidecar") == pytest.approx(3.3, abs=0.05)
     assert draft_step_ms("host-cpu") == pytest.approx(4.1, abs=0.05)
 

@@ -28,7 +28,7 @@ def run(systems: list[StubSystem], own: Experiment, *, together: bool = True, se
 
 
 def turns(events: list[tuple[str, str]]) -> list[str]:
-    """Whom all requests went to, one after the other."""
+    """Returns the system that each request went to, in order."""
     return [name for name, _ in groupby(name for kind, name in events if kind == "ask")]
 
 
