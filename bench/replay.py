@@ -134,8 +134,8 @@ class RecordedDrafter(SimulatedDrafter):
         super().__init__(*arguments)
         self._answers = answers
 
-    def _choices(self, sequence: DraftSequence, place: int, width: int) -> list[int]:
-        key, position = sequence.noise_key, sequence.num_committed + place
+    def _choices(self, sequence: DraftSequence, depth: int, place: int, width: int) -> list[int]:
+        key, position = sequence.noise_key, sequence.num_committed + depth
         answer, token = self._answers[key], token_at(key, position, self.vocab_size)
         in_answer = position - answer.prompt_len
         is_right = in_answer < len(answer.was_foreseen) and answer.was_foreseen[in_answer]
