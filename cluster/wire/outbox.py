@@ -34,6 +34,8 @@ class Outbox(Generic[MessageT]):
         self._descriptors = [
             weakref.finalize(self, os.close, descriptor) for descriptor in (self._wake_receiver, self._wake_sender)
         ]
+        for close_descriptor in self._descriptors:
+            close_descriptor.atexit = False  # the loop may still run in a thread of its own then
         self._loop.add_reader(self._wake_receiver, self._wake)
 
     def close(self) -> None:
