@@ -224,7 +224,7 @@ class Config(Section):
 
     @property
     def drafts_on_host_cpu(self) -> bool:
-        """Whether the sidecars compute on cores of the host that their targets do not use."""
+        """Returns True if the sidecars compute on cores of the host that their targets do not use."""
         return self.has_sidecars and self.draft.placement == "host-cpu"
 
 

@@ -253,7 +253,9 @@ class Drafter(ABC):
 
     def num_rows(self, sequence: DraftSequence, node: int) -> int:
         """Rows of a step that extends `sequence` at `node`, whose tokens before the tree are computed."""
-        return 1
+        if not self.is_one_pass:
+            return 1
+        return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len) - (node >= 0)
 
     @abstractmethod
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:

@@ -36,9 +36,6 @@ class ParallelDrafter(ModelDrafter):
         super().__init__(runner, limits)
         self._mask_token_id = mask_token_id
 
-    def num_rows(self, sequence: DraftSequence, node: int) -> int:
-        return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len) - (node >= 0)
-
     def _has_blocks(self, sequence: DraftSequence, num_drafts: int) -> bool:
         """Returns True if enough blocks are free for `num_drafts` drafts, their siblings and their masks."""
         blocks = self._runner.blocks

@@ -65,11 +65,6 @@ class SimulatedDrafter(Drafter):
         self.num_steps += 1
         return []
 
-    def num_rows(self, sequence: DraftSequence, node: int) -> int:
-        if not self.is_one_pass:
-            return 1
-        return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len) - (node >= 0)
-
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
         """Nothing was computed."""
 

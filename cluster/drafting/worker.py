@@ -127,10 +127,11 @@ class DraftWorker:
     def receive(self, link: int, request: SpeculateRequest, num_bytes: int = 0) -> None:
         """`num_bytes`: what it took on the wire."""
         with self._wake:
+            now = self._clock()
             if link in self._links:
-                self._links[link].received_at = self._clock()
+                self._links[link].received_at = now
                 self._links[link].num_waiting_bytes += num_bytes
-            self._inbox.append((link, request, self._clock()))
+            self._inbox.append((link, request, now))
             self._wake.notify()
 
     def num_waiting_bytes(self, link: int) -> int:

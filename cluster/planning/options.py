@@ -87,19 +87,9 @@ def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedMode
     if draft.dtype != request.draft.dtype:
         told = request.int4_acceptance_rate
         rate = rate * INT4_ACCEPTANCE_SHARE if told is None else told
-    return replace(
-        alone,
-        name=name,
-        drafting=Drafting(Roofline(draft, request.draft_gpus, request.efficiency), rate, round_trip),
-        draft_dollars_per_hour=request.draft_gpus.dollars_per_hour,
-        budgets=plan_pair(
-            request.target,
-            draft,
-            _depth(request),
-            _memory(request, request.target_gpus),
-            _memory(request, request.draft_gpus),
-        ),
-    )
+    drafting = Drafting(Roofline(draft, request.draft_gpus, request.efficiency), rate, round_trip)
+    option = _on_own_device(request, alone, name, draft, drafting, request.draft_gpus)
+    return replace(option, draft_dollars_per_hour=request.draft_gpus.dollars_per_hour)
 
 
 def _on_host_cpu(request: ClusterRequest, alone: Option) -> Option:
@@ -110,18 +100,17 @@ def _on_host_cpu(request: ClusterRequest, alone: Option) -> Option:
     """
     draft = request.draft if request.draft.dtype in ("int8", "int4") else replace(request.draft, dtype="int8")
     steps = Roofline(draft.with_wide_head(), request.host_cpu, request.efficiency)
-    return replace(
-        alone,
-        name=f"host-cpu, {draft.dtype.upper()} draft",
-        drafting=Drafting(steps, request.acceptance_rate, request.sidecar_round_trip_seconds),
-        budgets=plan_pair(
-            request.target,
-            draft,
-            _depth(request),
-            _memory(request, request.target_gpus),
-            _memory(request, request.host_cpu),
-        ),
-    )
+    drafting = Drafting(steps, request.acceptance_rate, request.sidecar_round_trip_seconds)
+    return _on_own_device(request, alone, f"host-cpu, {draft.dtype.upper()} draft", draft, drafting, request.host_cpu)
+
+
+def _on_own_device(
+    request: ClusterRequest, alone: Option, name: str, draft: PlannedModel, drafting: Drafting, device: GpuGroup
+) -> Option:
+    """Returns the option with memory for the draft on `device`; the draft's price is the caller's."""
+    memories = (_memory(request, request.target_gpus), _memory(request, device))
+    budgets = plan_pair(request.target, draft, _depth(request), *memories)
+    return replace(alone, name=name, drafting=drafting, budgets=budgets)
 
 
 def _depth(request: ClusterRequest) -> int:

@@ -63,7 +63,7 @@ def model_card(name: str, told: Distilled) -> str:
             "\nBy position in a proposal, of the drafts whose predecessors are accepted, before and after:\n",
             "| temperature | acceptance before | after |\n| --- | --- | --- |",
             *(
-                f"| {new.temperature:g} | {_by_position(old)} | {_by_position(new)} |"
+                f"| {new.temperature:g} | {by_position(old)} | {by_position(new)} |"
                 for old, new in zip(told.before, told.after, strict=True)
             ),
             "",
@@ -71,5 +71,6 @@ def model_card(name: str, told: Distilled) -> str:
     )
 
 
-def _by_position(acceptance: TrafficAcceptance) -> str:
+def by_position(acceptance: TrafficAcceptance) -> str:
+    """Shares with two decimals, as in `TrafficAcceptance.by_position`."""
     return ", ".join(f"{share:.2f}" for share in acceptance.by_position)

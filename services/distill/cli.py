@@ -22,7 +22,7 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
-from services.distill.card import Distilled, model_card
+from services.distill.card import Distilled, by_position, model_card
 from services.plan.cli import above_zero, seed
 
 if TYPE_CHECKING:
@@ -245,8 +245,7 @@ def _tell(out: Path, told: Distilled) -> None:
             f"{old.length:.2f} -> {new.length:.2f} tokens a round of 4"
         )
         if told.is_parallel:
-            by_position = ", ".join(f"{share:.2f}" for share in new.by_position)
-            print(f"    by position in a proposal: {by_position}")
+            print(f"    by position in a proposal: {by_position(new)}")
     (out / "report.json").write_text(json.dumps(asdict(told), indent=2) + "\n", encoding="utf-8")
     (out / "README.md").write_text(model_card(out.resolve().name, told), encoding="utf-8")
 

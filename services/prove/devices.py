@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from collections.abc import Iterable
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from cluster.errors import ConfigurationError
+from services.launch.host_cores import parse_cpu_list
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_CPU_LIST = re.compile(r"[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ def parse_device(text: str) -> Device:
         if kind == "cuda":
             return Device("cuda", index=_natural(rest) if colon else 0)
         if kind == "cpu":
-            return Device("cpu", tuple(sorted(set(_cores(rest)))) if colon else ())
+            if colon and not _CPU_LIST.fullmatch(rest):
+                raise ValueError(rest)
+            return Device("cpu", tuple(sorted(set(parse_cpu_list(rest)))) if colon else ())
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a device, such as cpu:0-3 or cuda:1")
@@ -101,12 +105,6 @@ def _present(device: Device, cores: tuple[int, ...], num_gpus: int) -> Device:
             f"{device}: this process may use the cores {', '.join(map(str, cores))}, and not {missing[0]}"
         )
     return device if device.cpus else Device("cpu", cores)
-
-
-def _cores(text: str) -> Iterable[int]:
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        yield from range(_natural(first), _natural(last if dash else first) + 1)
 
 
 def _natural(text: str) -> int:

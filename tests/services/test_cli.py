@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import webbrowser
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,7 @@ from services.launch import local
 from services.launch.foreground import announce
 from services.settings import properties_of
 
-
-@pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    """Commands set the log up for a process of their own."""
-    root = logging.getLogger()
-    before = root.level, list(root.handlers)
-    yield
-    root.setLevel(before[0])
-    root.handlers[:] = before[1]
+pytestmark = pytest.mark.usefixtures("own_logging")
 
 
 def help_of(program: str, capsys: pytest.CaptureFixture[str]) -> str:

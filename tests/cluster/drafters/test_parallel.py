@@ -118,7 +118,7 @@ def test_no_draft_is_beyond_the_longest_sequence(new_drafter: NewDrafter) -> Non
 
 
 def test_where_blocks_are_short_it_drafts_what_it_has_room_for(new_drafter: NewDrafter) -> None:
-    drafter, sequence = new_drafter(num_blocks=3), new_sequence(k=1, window=1)  # 12 tokens, of which 11 are there
+    drafter, sequence = new_drafter(num_blocks=3), new_sequence(k=1, window=1)  # room for 12 tokens; the prompt has 11
     assert drafter.admit(sequence)
     sequence.num_speculative_tokens, sequence.window = 6, 14
     draft(drafter, sequence)

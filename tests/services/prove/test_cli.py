@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,7 @@ QUICK = ["--peer", "none", "--streams", "1", "--answers", "1", "--max-tokens", "
 QUICK += ["--target-device", "cpu:0", "--draft-device", "cpu:0"]
 
 
-@pytest.fixture(autouse=True)
-def own_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    before = root.level, list(root.handlers)
-    yield
-    root.setLevel(before[0])
-    root.handlers[:] = before[1]
+pytestmark = pytest.mark.usefixtures("own_logging")
 
 
 def parse(*arguments: str) -> argparse.Namespace:
