@@ -33,6 +33,7 @@ _OF_EXTRAS = {
     "playwright": ("services/router/page/test_browser.py",),
 }
 _SETUP = {"vllm": "vllm", "ray": "ray", "agents": "clients", "lm_eval": "clients", "playwright": "browser"}
+_ERROR_LINES = 12  # of a failure's traceback, whose end has the error
 _MISSING = [package for package in _OF_EXTRAS if importlib.util.find_spec(package) is None]
 
 
@@ -44,6 +45,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         if f"REQUIRE_{_SETUP[package].upper()}" not in os.environ and own.startswith(_OF_EXTRAS[package]):
             return True
     return None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Prints a failure at once: a run that is ended by a time limit prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        error = str(report.longrepr).splitlines()[-_ERROR_LINES:]
+        print(f"\n{report.nodeid} failed in {report.when} after {report.duration:.0f} s:", *error, sep="\n", flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -182,7 +182,8 @@ def test_the_engine_drafts_from_masks_as_it_was_taught(parallel: Path, distilled
         key, params = NoiseKey.derive(answer.seed, 0), SamplingParams(temperature=1.0)
         sequence = DraftSequence(tokens, len(answer.prompt_token_ids), params, key, 4, window=4)
         assert drafter.admit(sequence)
-        drafter.draft([sequence])
+        while not sequence.draft_token_ids:  # the prompt is computed in parts where steps are slow
+            drafter.draft([sequence])
         assert sequence.draft_token_ids == [expected[place, offset] for offset in range(4)]
         drafter.release(sequence)
 

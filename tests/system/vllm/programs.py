@@ -16,7 +16,7 @@ from services.launch.child import Child
 from services.launch.local import free_ports
 from tests.waiting import eventually
 
-READY_S = 600.0
+READY_S = 240.0  # below the time limit of a test, which would say nothing of what is missing
 _PAUSE_S = 0.2
 
 
@@ -59,7 +59,8 @@ class Programs:
         self._write("drafts", *(self.draft_addresses[name] for name in drafts))
         if wait:
             addresses = {self.draft_addresses[name] for name in drafts}
-            assert eventually(lambda: self.links() == [len(drafts)] * len(self.targets), READY_S, _PAUSE_S)
+            expected = [len(drafts)] * len(self.targets)
+            assert eventually(lambda: self.links() == expected, READY_S, _PAUSE_S), self.state()
             assert eventually(
                 lambda: all(self._drafts_of(name) == addresses for name in self.targets), READY_S, _PAUSE_S
             )
@@ -74,13 +75,19 @@ class Programs:
         ]
 
     def wait_ready(self) -> None:
-        assert eventually(lambda: len(self.links()) == len(self.targets), READY_S, _PAUSE_S), self.health()
+        assert eventually(lambda: len(self.links()) == len(self.targets), READY_S, _PAUSE_S), self.state()
 
     def health(self) -> dict[str, Any]:
         with contextlib.suppress(httpx.TransportError):
             body: dict[str, Any] = httpx.get(f"{self.url}/health", timeout=5).json()
             return body
         return {}
+
+    def state(self) -> str:
+        """Returns what the router reports and the exit codes of programs that have ended, for an error message."""
+        children = [self.router, *self.targets.values(), *self.drafts.values()]
+        ended = {child.name: child.exit_code for child in children if child.has_ended()}
+        return f"ended: {ended}, health: {self.health()}"
 
     def counters(self, name: str) -> dict[str, float]:
         """All metrics of a worker, by name and labels as they stand on its page."""
