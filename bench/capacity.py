@@ -40,7 +40,7 @@ from cluster.config_file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GpuGroup, parse_gpus
 from cluster.planning.planner import Load, Option, Plan, most_sequences, plan
-from cluster.planning.rounds import Drafting
+from cluster.planning.rounds import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import Roofline, curve_points
 from cluster.targets.base import GenerationOutput
 
@@ -191,7 +191,7 @@ def make_cases(target: Roofline, draft: PlannedModel, draft_gpus: GpuGroup, acce
 
     cases = [Case(alone, None), Case(option(BESIDE, Drafting(beside, acceptance), None), beside)]
     for ms in ROUND_TRIPS_MS:
-        drafting = Drafting(own, acceptance, ms / 1e3)
+        drafting = Drafting(own, acceptance, ms / 1e3, RUN_AHEAD_HIDES)
         cases.append(Case(option(f"pool, {ms:g} ms away", drafting, draft_gpus.dollars_per_hour), own, ms))
     return cases
 

@@ -10,7 +10,7 @@ target's own GPUs, and with the bound, which assumes that drafting is hidden beh
 
 A parallel draft makes all k tokens in one step of n (1 + k) rows, in place of k steps of n. Its acceptance is taken
 to be the same at each position; in sampled text it falls (docs/DECISIONS.md).
-All figures are per target.
+All figures are per target. *planned* is what `outrider plan cluster` predicts for the case.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from cluster.config import Config
 from cluster.config_file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
+from cluster.planning.planner import Load, Option, plan
+from cluster.planning.rounds import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import Roofline, curve_points
 from cluster.simulation.steps import StepCurve
 from cluster.simulator.cluster import SimulatedCluster, Span
@@ -40,7 +42,7 @@ from cluster.simulator.traffic import ClosedTraffic, Lengths
 from cluster.speculation.speed import expected_tokens
 
 TARGET, TARGET_GPUS = "70B", "4xA100-80"
-DRAFTS = {"1B": "1B", "1B-int4": "1B:int4", "parallel-1B": "1B"}
+DRAFTS = {"1B": "1B", "1B-int4": "1B:int4", "0.5B": "0.5B", "parallel-1B": "1B"}
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 256
 _ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 _WARM_UP_SHARE = 0.3
@@ -83,6 +85,20 @@ class Case:
         return max(
             expected_tokens(self.acceptance, k) * target.at(n) / round_seconds(k) for k in range(1, _MAX_DEPTH + 1)
         )
+
+    @property
+    def planned(self) -> float:
+        """Speedup over k = 0 that the planner predicts."""
+        assert self.draft is not None
+        target, draft = (
+            Roofline(PlannedModel.parse(model), parse_gpus(gpus))
+            for model, gpus in ((TARGET, TARGET_GPUS), (DRAFTS[self.draft], self.card))
+        )
+        hidden = RUN_AHEAD_HIDES / self.targets if self.card != TARGET_GPUS else 0.0
+        drafting = Drafting(draft, self.acceptance, self.delay_ms / 1e3, hidden, self.is_one_pass)
+        load = Load(self.streams, PROMPT_TOKENS, ANSWER_TOKENS)
+        plain, drafted = (plan(Option("", target, each), load) for each in (None, drafting))
+        return drafted.tokens_per_second / plain.tokens_per_second
 
     @property
     def config(self) -> Config:
@@ -132,6 +148,7 @@ class Cell:
     k0: float
     beside: float  # tokens per second with the draft on the target's own GPUs
     bound: float  # times `k0`
+    planned: float  # times `k0`
     waiting_share: float
     draft_busy: float
     mean_k: float
@@ -160,6 +177,7 @@ def measure(case: Case, seconds: float) -> Cell:
         k0=plain.tokens_per_second,
         beside=beside.tokens_per_second,
         bound=case.bound,
+        planned=case.planned,
         waiting_share=sum(target.wait_share for target in pool.targets) / case.targets,
         draft_busy=pool.drafts[0].utilization,
         mean_k=pool.mean_k,
@@ -171,18 +189,19 @@ def measure(case: Case, seconds: float) -> Cell:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """One target at every number of streams, then several at `--shared-streams`."""
+    """Returns all numbers of streams and acceptances with the first card and delay, then one change at a time.
+
+    Other cards, delays and numbers of targets have `--shared-streams` and the last acceptance.
+    """
     made = []
     for draft in arguments.drafts:
-        for card in arguments.cards:
-            for delay_ms in arguments.delays:
-                for acceptance in arguments.acceptances:
-                    made += [Case(draft, card, delay_ms, 1, streams, acceptance) for streams in arguments.streams]
-            shared = arguments.targets if card == arguments.cards[0] else []
-            made += [
-                Case(draft, card, arguments.delays[0], targets, arguments.shared_streams, arguments.acceptances[-1])
-                for targets in shared
-            ]
+        first = Case(draft, arguments.cards[0], arguments.delays[0], 1, arguments.shared_streams, 0.0)
+        for acceptance in arguments.acceptances:
+            made += [replace(first, streams=streams, acceptance=acceptance) for streams in arguments.streams]
+        first = replace(first, acceptance=arguments.acceptances[-1])
+        made += [replace(first, card=card) for card in arguments.cards]
+        made += [replace(first, delay_ms=delay_ms) for delay_ms in arguments.delays]
+        made += [replace(first, targets=targets) for targets in arguments.targets]
     return list(dict.fromkeys(made))
 
 
@@ -190,9 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     print(
         "| draft | card | delay ms | targets | streams | acceptance | tokens/s | over k = 0 | over beside "
-        "| of the bound | k | waits | draft busy | p99 between over k = 0 | $ per million, k = 0 |"
+        "| planned | of the bound | k | waits | draft busy | p99 between over k = 0 | $ per million, k = 0 |"
     )
-    print(f"|{' --- |' * 15}")
+    print(f"|{' --- |' * 16}")
     cells = []
     with ProcessPoolExecutor(arguments.parallel) as pool:
         made = cases(arguments)
@@ -221,8 +240,8 @@ def _row(cell: Cell) -> str:
     return (
         f"| {case.draft} | {case.card} | {case.delay_ms:g} | {case.targets} | {case.streams} | {case.acceptance:g} "
         f"| {cell.tokens_per_second:.0f} | {cell.gain:.2f} | {cell.tokens_per_second / cell.beside:.2f} "
-        f"| {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} | {cell.waiting_share:.0%} | {cell.draft_busy:.0%} "
-        f"| {between} | {dollars}, {plain} |"
+        f"| {cell.planned:.2f} | {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} "
+        f"| {cell.waiting_share:.0%} | {cell.draft_busy:.0%} | {between} | {dollars}, {plain} |"
     )
 
 
@@ -235,11 +254,13 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="bench.pool", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--drafts", type=lambda text: text.split(","), default=[*DRAFTS])
-    parser.add_argument("--cards", type=lambda text: text.split(","), default=["A10G"])
-    parser.add_argument("--delays", type=numbers, default=[0.5], help="ms, there and back")
+    parser.add_argument("--cards", type=lambda text: text.split(","), default=["A10G", "L4", "L40S"])
+    parser.add_argument("--delays", type=numbers, default=[0.5, 0.2, 2.0], help="ms, there and back")
     parser.add_argument("--streams", type=counts, default=[1, 8, 16, 32, 64], help="of each target")
     parser.add_argument("--acceptances", type=numbers, default=[0.6, 0.7, 0.8])
-    parser.add_argument("--targets", type=counts, default=[2, 4], help="that share a draft worker, at --shared-streams")
+    parser.add_argument(
+        "--targets", type=counts, default=[2, 4, 8], help="that share a draft worker, at --shared-streams"
+    )
     parser.add_argument("--shared-streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0, help="of virtual time that is measured")
     parser.add_argument("--parallel", type=int, default=2)

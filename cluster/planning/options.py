@@ -9,7 +9,7 @@ from cluster.engine.memory_plan import Budget, Memory, PlannedModel, Tenant, pla
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import DEFAULT_HOST_CPU, GpuGroup
 from cluster.planning.planner import Option
-from cluster.planning.rounds import MAX_DEPTH, Drafting
+from cluster.planning.rounds import MAX_DEPTH, RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import ASSUMED, Efficiency, NoSteps, Roofline
 
 # Published: a 7B draft of a 70B target is accepted .78 of the time in FP16, .724 in INT4.
@@ -87,7 +87,7 @@ def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedMode
     if draft.dtype != request.draft.dtype:
         told = request.int4_acceptance_rate
         rate = rate * INT4_ACCEPTANCE_SHARE if told is None else told
-    drafting = Drafting(Roofline(draft, request.draft_gpus, request.efficiency), rate, round_trip)
+    drafting = Drafting(Roofline(draft, request.draft_gpus, request.efficiency), rate, round_trip, RUN_AHEAD_HIDES)
     option = _on_own_device(request, alone, name, draft, drafting, request.draft_gpus)
     return replace(option, draft_dollars_per_hour=request.draft_gpus.dollars_per_hour)
 
@@ -100,7 +100,7 @@ def _on_host_cpu(request: ClusterRequest, alone: Option) -> Option:
     """
     draft = request.draft if request.draft.dtype in ("int8", "int4") else replace(request.draft, dtype="int8")
     steps = Roofline(draft.with_wide_head(), request.host_cpu, request.efficiency)
-    drafting = Drafting(steps, request.acceptance_rate, request.sidecar_round_trip_seconds)
+    drafting = Drafting(steps, request.acceptance_rate, request.sidecar_round_trip_seconds, RUN_AHEAD_HIDES)
     return _on_own_device(request, alone, f"host-cpu, {draft.dtype.upper()} draft", draft, drafting, request.host_cpu)
 
 

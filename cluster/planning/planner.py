@@ -62,7 +62,8 @@ class Option:
     def round(self, num_seqs: float, context: float, num_speculative_tokens: int) -> Round:
         if self.drafting is None or num_speculative_tokens == 0:
             return plain_round(self.target, num_seqs, context)
-        return round_of(self.target, self.drafting, num_seqs, context, num_speculative_tokens)
+        own = round_of(self.target, self.drafting, num_seqs, context, num_speculative_tokens)
+        return replace(own, hidden_share=own.hidden_share / _num_sharing(own)) if self.is_pool else own
 
     @property
     def depths(self) -> Sequence[int]:
@@ -214,6 +215,11 @@ def _share(option: Option, round_: Round, num_devices: int, fitting: Sequence[in
         return 0.0
     if not option.is_pool or num_devices > 1:
         return float(num_devices)
-    by_time = max(1, int(min(round_.targets_fed, 1e6)))
+    by_time = _num_sharing(round_)
     by_memory = max(1, fitting[1] // num_seqs) if len(fitting) > 1 else by_time
     return 1 / min(by_time, by_memory)
+
+
+def _num_sharing(round_: Round) -> int:
+    """Returns the number of targets that share a draft device of a pool, as far as its time allows."""
+    return max(1, int(min(round_.targets_fed, 1e6)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.planning.planner import Plan
 from cluster.planning.published import CheckedRow
+from cluster.planning.rounds import RUN_AHEAD_HIDES
 from cluster.planning.steps import Efficiency
 
 _BELOW, _ABOVE = "*", "+"
@@ -70,7 +71,10 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
     """What of the figures is formula and what is assumed."""
     formulae = {
         "E": ["(1 - a^(K+1)) / (1 - a), bonus included; of K from 0 to 16 the one with the most tokens/s"],
-        "round": ["K draft steps + round trip + verify step of K + 1 rows a sequence"],
+        "round": [
+            "K draft steps + round trip + verify step of K + 1 rows a sequence; a draft on a device of its own runs",
+            f"ahead, which hides {RUN_AHEAD_HIDES:g} of the first two, or 1/N of that if it feeds N targets",
+        ],
         "step": [
             "max(bytes / bandwidth, FLOPs / peak) of linears + attention + sampling + all-reduces + fixed time",
         ],
@@ -79,8 +83,8 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
             "the prompts that come in them",
         ],
         "pool": [
-            "a draft GPU feeds 1 + (verify + round trip) / (K * draft step) targets: it drafts for that part of a",
-            "target's round",
+            "a draft GPU feeds 1 + (verify + round trip) / (K * draft step) targets: without run-ahead it drafts for",
+            "that part of a target's round",
         ],
         "$/M tokens": ["dollars an hour / 3600 / tokens a second * 10^6"],
     }
@@ -101,6 +105,7 @@ def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_
         "a pool": ["rounds of its targets are staggered, so that nobody waits for another's"],
     }
     if is_measured:
+        formulae["round"] = ["K draft steps + round trip + verify step of K + 1 rows a sequence"]
         formulae["step"] = ["measured on this machine, by rows; target and draft share its cores: nothing overlaps"]
         for name in ("hardware", "a pool"):
             del assumed[name]

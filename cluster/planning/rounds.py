@@ -1,14 +1,14 @@
 """What a round takes.
 
     E(a, k)    tokens a round, bonus included (`cluster.speculation.speed`)
-    round      k * t_draft(S) + round trip + t_verify(S * (k + 1)) for all S sequences; t_verify(S) alone where k = 0
+    round      (1 - h) (k * t_draft(S) + round trip) + t_verify(S * (k + 1)) for all S sequences, and at least
+               k * t_draft(S); t_verify(S) alone if k = 0
 
-What overlaps is not counted, so that a pool whose drafts run ahead gives more than is planned: `bench.pool` and
-`outrider simulate` have it. Two cohorts that alternate, so that one is verified while the other is drafted for, were
-tried in the formula and predicted more than simulated clusters reached (docs/DECISIONS.md); the coordinator does not
-form them.
+h is the share of drafting and round trip that is hidden behind verification, as the draft worker runs ahead on a device
+of its own (`RUN_AHEAD_HIDES`). Targets that share a draft device also share its time for running ahead, so each has an
+equal part of h.
 
-A draft device is busy for k * t_draft of a round, so it feeds
+A draft device is busy for k * t_draft of a round without run-ahead, so it feeds
 
     round / (k * t_draft) = 1 + (t_verify + round trip) / (k * t_draft)
 
@@ -26,15 +26,26 @@ from cluster.planning.steps import Steps
 from cluster.speculation.speed import expected_tokens, round_seconds
 
 MAX_DEPTH = 16
+# Fitted to `bench.pool`: plans are within 18 % of all its cells, 1.01 of them in the median (docs/PLANNING.md). Without
+# it they are up to 43 % too low.
+RUN_AHEAD_HIDES = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Who proposes, and from where."""
+    """The draft: its steps, and how far away it is."""
 
     steps: Steps
     acceptance_rate: float
     round_trip_seconds: float = 0.0
+    hidden_share: float = 0.0  # of drafting and round trip, by running ahead; 0: target and draft share a device
+    is_one_pass: bool = False  # all drafts of a round take one step
+
+    def seconds(self, num_seqs: float, context: float, num_speculative_tokens: int) -> float:
+        """Returns the time in which `num_speculative_tokens` are drafted for each of `num_seqs` sequences."""
+        if self.is_one_pass:
+            return self.steps.seconds((Segments(num_seqs, num_speculative_tokens + 1, context),))
+        return num_speculative_tokens * self.steps.seconds(burst_step(num_seqs, context, num_speculative_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +54,17 @@ class Round:
 
     num_speculative_tokens: int
     num_tokens: float  # committed for one sequence, on the average
-    draft_seconds: float  # k steps of the draft
+    draft_seconds: float  # k steps of the draft, or one
     round_trip_seconds: float
     verify_seconds: float
+    hidden_share: float = 0.0  # of `draft_seconds` and `round_trip_seconds`
 
     @property
     def seconds(self) -> float:
-        """From a sequence's commitment to its next."""
-        return round_seconds(self.draft_seconds, self.verify_seconds, self.round_trip_seconds)
+        """The time from a sequence's commitment to its next."""
+        exposed = 1 - self.hidden_share
+        apart = round_seconds(exposed * self.draft_seconds, self.verify_seconds, exposed * self.round_trip_seconds)
+        return max(apart, self.draft_seconds)
 
     @property
     def seconds_per_token(self) -> float:
@@ -58,8 +72,9 @@ class Round:
 
     @property
     def targets_fed(self) -> float:
-        """By one draft device, staggered."""
-        return self.seconds / self.draft_seconds if self.draft_seconds else float("inf")
+        """Targets that one draft device feeds, if their rounds are staggered."""
+        without_run_ahead = round_seconds(self.draft_seconds, self.verify_seconds, self.round_trip_seconds)
+        return without_run_ahead / self.draft_seconds if self.draft_seconds else float("inf")
 
 
 def plain_round(target: Steps, num_seqs: float, context: float) -> Round:
@@ -71,7 +86,8 @@ def round_of(target: Steps, drafting: Drafting, num_seqs: float, context: float,
     return Round(
         num_speculative_tokens,
         expected_tokens(drafting.acceptance_rate, num_speculative_tokens),
-        num_speculative_tokens * drafting.steps.seconds(burst_step(num_seqs, context, num_speculative_tokens)),
+        drafting.seconds(num_seqs, context, num_speculative_tokens),
         drafting.round_trip_seconds,
         target.seconds((Segments(num_seqs, num_speculative_tokens + 1, context),)),
+        drafting.hidden_share,
     )

@@ -13,7 +13,7 @@ from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, GpuGroup, find_gpu
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from cluster.planning.planner import Load, Option, Plan, plan
-from cluster.planning.rounds import Drafting
+from cluster.planning.rounds import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import NoSteps, Roofline, Steps
 from services.prove.devices import Device, describe
 from services.prove.systems import BESIDE, PLAIN, REMOTE, Experiment
@@ -78,7 +78,13 @@ def predict(experiment: Experiment) -> list[Forecast]:
                 continue
             drafting = None
             if drafts is not None:
-                drafting = Drafting(drafts[num_streams], experiment.acceptance_rate, seconds)
+                drafting = Drafting(
+                    drafts[num_streams],
+                    experiment.acceptance_rate,
+                    seconds,
+                    RUN_AHEAD_HIDES if system == REMOTE else 0.0,
+                    experiment.config.draft.drafter == "parallel",
+                )
             option = Option(system, target[num_streams], drafting, num_speculative_tokens=_depth(experiment))
             forecasts.append(Forecast(system, num_streams, load, option))
     return forecasts

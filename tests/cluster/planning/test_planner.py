@@ -12,7 +12,7 @@ from cluster.errors import ConfigurationError
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.options import ClusterRequest, options
 from cluster.planning.planner import Load, Option, Plan, dollars_per_million_tokens, most_sequences, plan
-from cluster.planning.rounds import Drafting
+from cluster.planning.rounds import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import MeasuredSteps
 
 _TARGET = MeasuredSteps(((1, 0.020), (100, 0.020), (200, 0.060)))
@@ -92,6 +92,14 @@ def test_draft_devices_of_a_pool_and_of_a_sidecar() -> None:
     assert plans["draft beside the target"].draft_devices_per_target == 0
     # 12 dollars, and half a draft GPU of one
     assert near.dollars_per_hour == pytest.approx(12 + near.draft_devices_per_target)
+
+
+def test_targets_share_what_a_draft_device_hides() -> None:
+    plans = planned(load=Load(8, 128, 64), num_speculative_tokens=4)
+    assert plans["sidecar"].round.hidden_share == RUN_AHEAD_HIDES
+    near = plans["pool, 0.5 ms away"]
+    assert near.round.hidden_share == pytest.approx(RUN_AHEAD_HIDES * near.draft_devices_per_target)
+    assert plans["draft beside the target"].round.hidden_share == 0
 
 
 def test_memory_decides_what_fits_and_how_many_draft_gpus_it_takes() -> None:

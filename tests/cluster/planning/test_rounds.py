@@ -34,3 +34,16 @@ def test_a_draft_device_feeds_targets_by_the_share_it_drafts() -> None:
     # 1 + (15 + 1) / (4 * 2) = 3
     own = round_of(_FLAT_TARGET, Drafting(_FLAT_DRAFT, 0.8, round_trip_seconds=0.001), 1, 100, 4)
     assert own.targets_fed == pytest.approx(3.0)
+
+
+def test_run_ahead_hides_a_share_of_drafting_and_the_way() -> None:
+    # 15 + 0.3 * (5 * 2 + 0.5) = 18.15; where drafting takes longer than that, it decides
+    drafting = Drafting(_FLAT_DRAFT, 0.8, round_trip_seconds=0.0005, hidden_share=0.7)
+    assert round_of(_FLAT_TARGET, drafting, 1, 100, 5).seconds == pytest.approx(0.01815)
+    assert round_of(_FLAT_TARGET, drafting, 1, 100, 16).seconds == pytest.approx(0.032)
+
+
+def test_a_draft_in_one_pass_takes_one_step_of_all_its_rows() -> None:
+    draft = MeasuredSteps(((1, 0.002), (31, 0.005)))  # 0.1 ms a row
+    own = round_of(_FLAT_TARGET, Drafting(draft, 0.8, is_one_pass=True), 4, 100, 3)
+    assert own.draft_seconds == pytest.approx(0.0035)  # 4 * (3 + 1) rows
