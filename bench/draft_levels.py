@@ -2,6 +2,7 @@
 
 Sequences with 200 tokens each are drafted for, level after level, at T = 1, as a draft worker does it. A level's time
 falls into the kernels' (the model, and drawing tokens) and what lies outside them. Interleaved; medians with quartiles.
+With `--set draft.drafter=parallel` a level is a whole proposal of 8 tokens, which takes one step.
 
 `--random-0.5b` measures a draft of Qwen2.5-0.5B's shape with random weights on this machine's cores, as
 `draft.placement: host-cpu` would run it; give `--set draft.quantization=int8` for INT8 weights.
@@ -37,6 +38,7 @@ from cluster.speculation.params import SamplingParams
 NUM_SEQUENCES = (1, 4, 16, 64)
 CONTEXT_LEN = 200
 LEVELS = 5  # of a round
+ONE_PASS_DRAFTS = 8  # of a proposal that takes one step
 WARM_UP = 5  # rounds
 QWEN_2_5_0_5B = {  # its config.json, with fewer positions
     "architectures": ["Qwen2ForCausalLM"],
@@ -67,14 +69,15 @@ class _Load:
     def __init__(self, drafter: Drafter, num_sequences: int) -> None:
         rng = random.Random(num_sequences)
         self._drafter = drafter
+        num_drafts = ONE_PASS_DRAFTS if drafter.is_one_pass else LEVELS
         self._sequences = [
             DraftSequence(
                 [rng.randrange(drafter.vocab_size) for _ in range(CONTEXT_LEN)],
                 1,
                 SamplingParams(temperature=1.0),
                 NoiseKey(index, 1),
-                num_speculative_tokens=LEVELS,
-                window=2 * LEVELS,
+                num_speculative_tokens=num_drafts,
+                window=2 * num_drafts,
             )
             for index in range(num_sequences)
         ]
@@ -92,12 +95,12 @@ class _Load:
 
     def round(self, levels: list[float], outside: list[float]) -> None:
         with timed_kernels() as in_kernels:
-            for level in range(LEVELS):
+            for level in range(1 if self._drafter.is_one_pass else LEVELS):
                 in_kernels.clear()
                 started_at = time.perf_counter()
                 self._drafter.draft(self._sequences)
                 seconds = time.perf_counter() - started_at
-                if level > 0:  # the first also computes what was committed
+                if level > 0 or self._drafter.is_one_pass:  # a chain's first also computes what was committed
                     levels.append(seconds)
                     outside.append(seconds - sum(in_kernels))
         for sequence in self._sequences:  # the first draft comes true, the others don't

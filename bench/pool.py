@@ -11,6 +11,10 @@ target's own GPUs, and with the bound, which assumes that drafting is hidden beh
 A parallel draft makes all k tokens in one step of n (1 + k) rows, in place of k steps of n. Its acceptance is taken
 to be the same at each position; in sampled text it falls (docs/DECISIONS.md).
 All figures are per target. *planned* is what `outrider plan cluster` predicts for the case.
+
+With `--programs` each case also runs as programs in real time, one after the other: router, targets, draft worker, gRPC
+between them through a proxy that delays, HTTP clients. Only forward passes are replaced by their times. *ran* is their
+tokens per second over those in virtual time.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from bench import simulate
 from bench.in_process import SIMULATED
 from cluster.config import Config
 from cluster.config_file import load_config
@@ -47,7 +52,9 @@ PROMPT_TOKENS, ANSWER_TOKENS = 128, 256
 _ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
 _WARM_UP_SHARE = 0.3
 _NUM_BLOCKS = 100_000  # more than any case needs
+_KV_CACHE_BYTES = 2**30  # more than any case needs of the bundled target's blocks, which are counted and never filled
 _MAX_DEPTH = 16
+_PROMPTS, _ANSWERS = Lengths(PROMPT_TOKENS, PROMPT_TOKENS), Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ class Case:
         return drafted.tokens_per_second / plain.tokens_per_second
 
     @property
-    def config(self) -> Config:
+    def settings(self) -> tuple[str, ...]:
         settings: dict[str, object] = {
             "simulation.target_step_ms": [list(point) for point in self.curve(TARGET, TARGET_GPUS)],
             "simulation.acceptance": self.acceptance,
@@ -120,7 +127,11 @@ class Case:
             settings["simulation.is_one_pass"] = str(self.is_one_pass).lower()
             if self.card == TARGET_GPUS:
                 settings |= {"draft.placement": "in-process", "draft.in_process_threads": "shared"}
-        return load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items())])
+        return tuple(f"{key}={value}" for key, value in settings.items())
+
+    @property
+    def config(self) -> Config:
+        return load_config(None, [*SIMULATED, *self.settings])
 
     @property
     def dollars_per_hour(self) -> float:
@@ -132,8 +143,7 @@ class Case:
 @functools.cache  # cases share the runs that they are compared with
 def run(case: Case, seconds: float) -> Figures:
     warm_up, until = _WARM_UP_SHARE * seconds, (1 + _WARM_UP_SHARE) * seconds
-    prompts, answers = Lengths(PROMPT_TOKENS, PROMPT_TOKENS), Lengths(ANSWER_TOKENS // 2, ANSWER_TOKENS * 3 // 2)
-    traffic = ClosedTraffic(case.targets * case.streams, until, prompts, answers, 0, warm_up / 2)
+    traffic = ClosedTraffic(case.targets * case.streams, until, _PROMPTS, _ANSWERS, 0, warm_up / 2)
     cluster = SimulatedCluster(case.config, traffic, _NUM_BLOCKS, Span(warm_up, until, is_cut=True))
     cluster.run()
     return cluster.figures(case.dollars_per_hour)
@@ -156,6 +166,7 @@ class Cell:
     p99_between_k0_ms: float | None
     dollars_per_million: float | None
     dollars_per_million_k0: float | None
+    programs_tokens_per_second: float | None = None  # None: not run
 
     @property
     def gain(self) -> float:
@@ -170,7 +181,9 @@ class Cell:
 def measure(case: Case, seconds: float) -> Cell:
     one = replace(case, card=TARGET_GPUS, delay_ms=0.0, targets=1)
     pool, beside, plain = (run(each, seconds) for each in (case, one, replace(one, draft=None, acceptance=0.0)))
-    between, between_plain = (f.per_output_token and 1e3 * f.per_output_token.p99 for f in (pool, plain))
+    between, between_plain = (
+        None if figures.per_output_token is None else 1e3 * figures.per_output_token.p99 for figures in (pool, plain)
+    )
     return Cell(
         case,
         tokens_per_second=pool.tokens_per_second / case.targets,
@@ -186,6 +199,15 @@ def measure(case: Case, seconds: float) -> Cell:
         dollars_per_million=pool.dollars_per_million_tokens,
         dollars_per_million_k0=plain.dollars_per_million_tokens,
     )
+
+
+def with_programs(cell: Cell, seconds: float) -> Cell:
+    """Returns `cell` with the tokens per second of a cluster of programs on this machine."""
+    case, warm_up = cell.case, _WARM_UP_SHARE * seconds
+    settings = (*case.settings, f"target.kv_cache_bytes={_KV_CACHE_BYTES}")
+    programs = simulate.Case("", settings, _ANSWERS, _PROMPTS, case.targets * case.streams)
+    ran = simulate.measure(programs, warm_up + seconds, warm_up)
+    return replace(cell, programs_tokens_per_second=ran.tokens_per_second / case.targets)
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
@@ -209,13 +231,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     print(
         "| draft | card | delay ms | targets | streams | acceptance | tokens/s | over k = 0 | over beside "
-        "| planned | of the bound | k | waits | draft busy | p99 between over k = 0 | $ per million, k = 0 |"
+        "| planned | of the bound | k | waits | draft busy | p99 between over k = 0 | $ per million, k = 0 | ran |"
     )
-    print(f"|{' --- |' * 16}")
+    print(f"|{' --- |' * 17}")
     cells = []
     with ProcessPoolExecutor(arguments.parallel) as pool:
         made = cases(arguments)
-        for cell in pool.map(measure, made, [arguments.seconds] * len(made)):
+        simulated = pool.map(measure, made, [arguments.seconds] * len(made))
+        if arguments.programs:  # when nothing else takes the cores
+            simulated = (with_programs(cell, arguments.programs) for cell in list(simulated))
+        for cell in simulated:
             cells.append(cell)
             print(_row(cell), flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
@@ -236,12 +261,13 @@ def _row(cell: Cell) -> str:
     between = "–"
     if cell.p99_between_ms and cell.p99_between_k0_ms:
         between = f"{cell.p99_between_ms / cell.p99_between_k0_ms:.2f}"
-    case = cell.case
+    case, programs = cell.case, cell.programs_tokens_per_second
+    ran = "" if programs is None else f"{programs / cell.tokens_per_second:.2f}"
     return (
         f"| {case.draft} | {case.card} | {case.delay_ms:g} | {case.targets} | {case.streams} | {case.acceptance:g} "
         f"| {cell.tokens_per_second:.0f} | {cell.gain:.2f} | {cell.tokens_per_second / cell.beside:.2f} "
         f"| {cell.planned:.2f} | {cell.gain / cell.bound:.2f} | {cell.mean_k:.1f} "
-        f"| {cell.waiting_share:.0%} | {cell.draft_busy:.0%} | {between} | {dollars}, {plain} |"
+        f"| {cell.waiting_share:.0%} | {cell.draft_busy:.0%} | {between} | {dollars}, {plain} | {ran} |"
     )
 
 
@@ -264,6 +290,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shared-streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=30.0, help="of virtual time that is measured")
     parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--programs", type=float, metavar="SECONDS", help="also run programs, each case this long")
     parser.add_argument("--out", type=Path, default=Path("bench/results/pool.json"))
     return parser
 
