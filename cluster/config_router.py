@@ -35,9 +35,9 @@ class RouterConfig(Section):
     )
     body_timeout_seconds: PositiveSeconds = Field(60.0, description="how long a request may take for its body")
     idle_timeout_seconds: PositiveSeconds = Field(
-        30.0,
-        description="how long a connection stays open between requests; longer than clients keep theirs (5 s are "
-        "usual), else one that asks just then finds it closed",
+        120.0,
+        description="how long a connection stays open between requests; longer than clients and proxies keep theirs "
+        "(5 s are usual, nginx has 60 s, Go's clients 90 s), as one that asks just then finds it closed",
     )
     write_timeout_seconds: PositiveSeconds = Field(
         30.0,

@@ -226,6 +226,7 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
 
     return [
         Route("/v1/models", list_models, methods=["GET"]),
+        Route("/v1/models/", list_models, methods=["GET"], include_in_schema=False),
         Route("/v1/models/{model:path}", show_model, methods=["GET"]),  # names on the hub have a slash
         Route("/health", health.public, methods=["GET"]),
         Route("/health/live", live, methods=["GET"]),

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from cluster.errors import InvalidRequestError, OverloadedError
+from services.router.content_encoding import coding_of, decode
 from services.router.errors import PayloadTooLargeError, RequestTimeoutError, UnsupportedMediaTypeError
 from services.router.json_values import parse_json
 
@@ -64,12 +65,26 @@ class BodyShare:
 async def read_body(
     scope: Scope, receive: Receive, max_bytes: int, timeout_s: float | None = None, share: BodyShare | None = None
 ) -> bytes:
-    """All of a request's body, within a limit, a deadline and its `share` of what all may have.
+    """Returns a request's body, decompressed, within a limit, a deadline and its `share` of what all may have.
 
-    Raises PayloadTooLargeError, RequestTimeoutError, OverloadedError, or ClientDisconnect.
+    Raises PayloadTooLargeError, UnsupportedMediaTypeError, InvalidRequestError if it cannot be decompressed,
+    RequestTimeoutError, OverloadedError, or ClientDisconnect.
     """
+    headers = Headers(scope=scope)
+    coding = coding_of(",".join(headers.getlist("content-encoding")))
+    body = await _read(receive, headers, max_bytes, timeout_s, share)
+    if coding is not None:
+        body = await decode(body, coding, max_bytes)
+        if share is not None:
+            share.grow_to(len(body))
+    return body
+
+
+async def _read(
+    receive: Receive, headers: Headers, max_bytes: int, timeout_s: float | None, share: BodyShare | None
+) -> bytes:
     too_large = PayloadTooLargeError(f"the body is over the limit of {max_bytes} bytes")
-    announced = Headers(scope=scope).get("content-length", "")
+    announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise too_large
     body = bytearray()

@@ -13,13 +13,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.errors import OutriderError
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import Tokenizer
 from services.router.access_log import RequestRecord, record_of
 from services.router.api_request import ApiRequest, parse_request
 from services.router.body import read_json_body, to_json_object
-from services.router.errors import ModelNotFoundError, excerpt, note_error
+from services.router.errors import ModelNotFoundError, excerpt
 from services.router.generation import TextFormat, generate, interleave
 from services.router.large_work import done_beside
 from services.router.logprobs import LogprobsFormat
@@ -29,11 +28,7 @@ from services.router.prompt_budget import PromptBudget, StartWindow
 from services.router.replicas import AdapterRef, ReplicaPool
 from services.router.reply import Piece, Reply, Usage, merged
 from services.router.speculation_stats import SpeculationStats
-from services.router.streaming import (
-    EventStream,
-    note_outcome,
-    until_disconnected,
-)
+from services.router.streaming import EventStream, until_disconnected
 from services.router.switch import SpeculationSwitch
 from services.router.tracing import AnswerTrace, span_of
 from services.router.traffic_log import TrafficLog
@@ -134,7 +129,7 @@ class Endpoint(abc.ABC, Generic[R]):
         answer = self._start(request, prompts, echoes, request_id_of(scope), record, trace, adapter)
         headers = {"x-outrider-seed": str(answer.reply.seed)}
         if request.stream:
-            return EventStream(_events(http_request, answer), headers)
+            return EventStream(_events(answer), headers, answer.reply.failure)
         whole = await until_disconnected(http_request.receive, _whole(answer))
         return JSONResponse(whole, headers=headers)
 
@@ -256,30 +251,20 @@ async def _whole(answer: _Answer) -> dict[str, Any]:
     return answer.reply.whole(choices, Usage(answer.num_prompt_tokens, num_tokens))
 
 
-async def _events(http_request: Request, answer: _Answer) -> AsyncGenerator[bytes, None]:
-    """The server-sent events of a streamed answer. Raises only before the first."""
+async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
+    """Yields the server-sent events of a streamed answer. Raises OutriderError if the answer fails."""
     reply = answer.reply
     num_tokens = [0] * answer.num_choices
     speculation: SpeculationStats | None = None  # of the only choice
     started: set[int] = set()  # choices
-    is_sent = False
-    try:
-        async with contextlib.aclosing(answer.pieces) as pieces:
-            async for index, piece in pieces:
-                num_tokens[index] += len(piece.token_ids)
-                if answer.num_choices == 1:
-                    speculation = piece.speculation
-                usage = Usage(answer.prompt_len(index), num_tokens[index]) if reply.continuous_usage else None
-                for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
-                    yield reply.event(chunk)
-                    is_sent = True
-                started.add(index)
-    except OutriderError as error:
-        if not is_sent:
-            raise
-        note_outcome(http_request.scope, error.http_status)
-        note_error(http_request.scope, error)
-        yield reply.failure(error)
-        return
+    async with contextlib.aclosing(answer.pieces) as pieces:
+        async for index, piece in pieces:
+            num_tokens[index] += len(piece.token_ids)
+            if answer.num_choices == 1:
+                speculation = piece.speculation
+            usage = Usage(answer.prompt_len(index), num_tokens[index]) if reply.continuous_usage else None
+            for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
+                yield reply.event(chunk)
+            started.add(index)
     for last in reply.ending(Usage(answer.num_prompt_tokens, sum(num_tokens)), speculation):
         yield last

@@ -160,7 +160,16 @@ def error_handlers() -> dict[Any, ExceptionHandler]:
 def _from_framework(request: Request, error: HTTPException) -> OutriderError:
     route = f"{request.method} {excerpt(request.url.path)}"
     if error.status_code == 404:
-        return NotFoundError(f"there is no route {route}")
+        return NotFoundError(f"there is no route {route}" + _hint(request.scope["path"]))
     if error.status_code == 405:
         return MethodNotAllowedError(f"there is no route {route}: the method is not allowed")
     return InternalError("internal error")
+
+
+def _hint(path: str) -> str:
+    """Returns what is likely to be wrong with the base URL of a client that asked for `path`."""
+    if path.startswith("/v1/v1"):
+        return ": the client's base URL ends with /v1, and the client adds another"
+    if path.startswith("//"):
+        return ": the client's base URL ends with a slash, and the client adds another"
+    return ""

@@ -17,6 +17,9 @@ _threads = ThreadPoolExecutor(2, thread_name_prefix="large-work")
 
 async def done_beside(num_bytes: int, work: Callable[[], T]) -> T:
     """The result of `work` on so many bytes: in a thread where they are many."""
-    if num_bytes <= LARGE_BYTES:
-        return work()
+    return work() if num_bytes <= LARGE_BYTES else await beside(work)
+
+
+async def beside(work: Callable[[], T]) -> T:
+    """Returns the result of `work`, which is done in a thread."""
     return await asyncio.get_running_loop().run_in_executor(_threads, work)

@@ -83,7 +83,7 @@ class Admission:
                 note_outcome(scope, CLIENT_CLOSED_REQUEST)
                 self._metrics.count_request(CLIENT_CLOSED_REQUEST)
             else:
-                await self._admit(scope, _replayed(body, receive), send)
+                await self._admit(_decompressed(scope), _replayed(body, receive), send)
 
     def _check_room(self) -> None:
         if self._num_in_flight >= self._limit:
@@ -115,6 +115,12 @@ class Admission:
 def _shutting_down() -> UnavailableError:
     """For what the server cancels, which has drained for as long as it may."""
     return UnavailableError("the router is shutting down; ask again, with the same seed for the same answer")
+
+
+def _decompressed(scope: Scope) -> Scope:
+    """Returns the scope of a request whose body has been read and decompressed."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
+    return scope if len(headers) == len(scope["headers"]) else {**scope, "headers": headers}
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Mapping
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -12,11 +13,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.router.errors import CLIENT_CLOSED_REQUEST
+from cluster.errors import OutriderError
+from services.router.errors import CLIENT_CLOSED_REQUEST, note_error
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+# Without an event. Proxies and clients cut a silent connection after 30 to 60 s: AWS's load balancers and nginx after
+# 60, some clients after 30. An error within the first seconds still has a status of its own.
+FIRST_COMMENT_S = 10.0
+COMMENT_S = 15.0
 
 
 def event(value: Mapping[str, Any]) -> bytes:
@@ -50,37 +57,77 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends `events` as they come; closes them at once when the client leaves.
 
-    The status line is sent with the first event, so that an error raised before it gets a status of its own.
+    The status line is sent with the first event, so that an error raised before it gets a status of its own. If no
+    event comes for some seconds, the status line is sent with a comment, as proxies end connections on which nothing
+    comes, and comments follow until the next event.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str] | None = None,
+        failure: Callable[[OutriderError], bytes] | None = None,
+    ) -> None:
+        """`failure` returns the event for an error that ends a stream that has begun."""
         super().__init__(headers={"cache-control": "no-cache"} | dict(headers or {}))
         del self.headers["content-length"]
         self._events = events
+        self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnected(receive, self._send_all(send))
+            await until_disconnected(receive, self._send_all(scope, send))
         except ClientDisconnect:
             note_outcome(scope, CLIENT_CLOSED_REQUEST)
 
-    async def _send_all(self, send: Send) -> None:
-        started = False
-        async with contextlib.aclosing(self._events) as events:
-            async for data in events:
-                if not started:
-                    started = True
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": self.status_code,
-                            "headers": self.raw_headers,
-                        }
-                    )
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        body = _Body(start, send)
+        commenting = asyncio.create_task(body.send_comments())
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for data in events:
+                    await body.send(data)
+        except OutriderError as error:
+            if not body.has_begun or self._failure is None:
+                raise
+            note_outcome(scope, error.http_status)
+            note_error(scope, error)
+            await body.send(self._failure(error))
+        finally:
+            commenting.cancel()
+        await body.send(b"", is_last=True)
+
+
+class _Body:
+    """The body of a stream of events, which begins with the status line."""
+
+    def __init__(self, start: Message, send: Send) -> None:
+        self.has_begun = False
+        self._start = start
+        self._send = send
+        self._sending = asyncio.Lock()  # a sender that waits for the client to read may not be overtaken
+        self._sent_at = time.monotonic()
+
+    async def send(self, data: bytes, *, is_last: bool = False) -> None:
+        async with self._sending:
+            self._sent_at = time.monotonic()
+            if not self.has_begun:
+                await self._send(self._start)
+                self.has_begun = True  # not before: a comment may be cancelled while it waits to be sent
+            await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def send_comments(self) -> None:
+        """Sends a comment whenever nothing was sent for some time, until it is cancelled."""
+        while True:
+            silence_s = COMMENT_S if self.has_begun else FIRST_COMMENT_S
+            rest_s = self._sent_at + silence_s - time.monotonic()
+            if rest_s > 0:
+                await asyncio.sleep(rest_s)
+            else:
+                await self.send(_COMMENT)
 
 
 class NotedSend:
