@@ -158,6 +158,11 @@ class TargetConfig(WorkerConfig):
         description="fast: logits may differ in their last bits with the batch; invariant: the same bits whatever the "
         "batch and the cut of the work, or no start at all",
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: the model's generation_config.json has the temperature, top_p, top_k, min_p and "
+        "repetition_penalty of requests that leave them open, as in vLLM; none: OpenAI's defaults",
+    )
     lora: dict[AdapterName, FilePath] = Field(
         {},
         description="LoRA adapters, by the name that requests give as their `model`: folders with PEFT's "

@@ -7,6 +7,8 @@ from pathlib import Path
 from cluster.errors import ConfigurationError
 
 ASSETS = Path(__file__).parent / "assets"
+_USED_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_UNUSED_FILES = ["consolidated*", "original/*"]  # the same weights once more, in the format of the model's authors
 
 
 def resolve_model_folder(model: str) -> Path:
@@ -35,7 +37,7 @@ def _download(model: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(snapshot_download(model, allow_patterns=_USED_FILES, ignore_patterns=_UNUSED_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"cannot download {model!r} from the hub: {reason}") from error

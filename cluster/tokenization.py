@@ -27,7 +27,11 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigurationError(f"the model folder {folder} has no tokenizer.json")
+            hint = ""
+            if (folder / "tokenizer.model").is_file():
+                convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+                hint = f"; write it from its tokenizer.model with transformers: {convert}"
+            raise ConfigurationError(f"the model folder {folder} has no tokenizer.json{hint}")
         self._definition = path.read_bytes()
         self._tokenizer: _Tokenizer = _Tokenizer.from_buffer(self._definition)
         added = self._tokenizer.get_added_tokens_decoder()

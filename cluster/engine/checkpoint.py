@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from cluster.errors import ConfigurationError
 
+logger = logging.getLogger(__name__)
+
 
 class TensorReader:
     """Reads tensors by name from the memory-mapped shards of a folder."""
@@ -20,6 +23,7 @@ class TensorReader:
         self._folder, self._dtype, self._device = folder, dtype, device
         self._shards: dict[str, Any] = {}
         self._file_of = weight_map(folder)
+        self._has_warned = False
 
     def read(self, parts: Sequence[tuple[str, int]], *inner: int) -> torch.Tensor:
         """The tensors `parts` (name, rows), [rows, *inner] each, one below the other.
@@ -29,7 +33,15 @@ class TensorReader:
         sizes = [rows for _, rows in parts]
         stacked = torch.empty(sum(sizes), *inner, dtype=self._dtype, device=self._device)
         for (name, rows), place in zip(parts, torch.split(stacked, sizes), strict=True):
-            place.copy_(self._mapped(name, rows, *inner))
+            tensor = self._mapped(name, rows, *inner)
+            if tensor.dtype == torch.float16 and self._dtype == torch.bfloat16 and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "%s is in float16 and runs in bfloat16, which has 3 bits less: answers may differ from those of "
+                    "engines that keep float16; dtype float32 keeps all bits",
+                    self._folder,
+                )
+            place.copy_(tensor)
         return stacked
 
     def _mapped(self, name: str, *shape: int) -> torch.Tensor:

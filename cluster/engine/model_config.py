@@ -79,7 +79,8 @@ class ModelConfig:
     @classmethod
     def _from_values(cls, family: Family, folder: Path, values: Values) -> ModelConfig:
         num_layers, num_heads = int(values["num_hidden_layers"]), int(values["num_attention_heads"])
-        max_position_embeddings = int(values["max_position_embeddings"])
+        rope = RopeConfig.from_values(values)
+        max_position_embeddings = rope.max_length(int(values["max_position_embeddings"]))
         windows = [family.sliding_window(values, layer) for layer in range(num_layers)]
         has_attention_bias = bool(values.get("attention_bias"))
         return cls(
@@ -91,7 +92,7 @@ class ModelConfig:
             num_kv_heads=int(values.get("num_key_value_heads") or num_heads),
             head_dim=int(values.get("head_dim") or values["hidden_size"] // num_heads),
             rms_norm_eps=float(values["rms_norm_eps"]),
-            rope=RopeConfig.from_values(values),
+            rope=rope,
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             eos_token_ids=eos_token_ids(folder, values),
@@ -174,13 +175,32 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(folder: Path, values: Values | None = None) -> tuple[int, ...]:
-    """The tokens that end a sequence; `values` are those of `config.json`. Raises ConfigurationError."""
+    """Returns the tokens that end a sequence; `values` are those of `config.json`. Raises ConfigurationError.
+
+    They are those of all files that name some: fine-tunes often change only the tokenizer's.
+    """
     values = _read_json(folder / "config.json") if values is None else values
-    # The generation config is the one that lists every way a model may end.
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        values = {**values, **_read_json(generation)}
-    eos = values.get("eos_token_id")
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    generation = _read_json_if_any(folder / "generation_config.json")
+    found: dict[int, None] = {}  # in order, each once
+    for eos in (values.get("eos_token_id"), generation.get("eos_token_id"), _tokenizers_eos(folder)):
+        if eos is not None:
+            found |= dict.fromkeys(map(int, eos) if isinstance(eos, list) else [int(eos)])
+    return tuple(found)
+
+
+def _tokenizers_eos(folder: Path) -> int | None:
+    """Returns the ID of the `eos_token` of `tokenizer_config.json`."""
+    config = _read_json_if_any(folder / "tokenizer_config.json")
+    eos = config.get("eos_token")
+    content = eos.get("content") if isinstance(eos, dict) else eos
+    if not content:
+        return None
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+        if token.get("content") == content:
+            return int(token_id)
+    added = _read_json_if_any(folder / "tokenizer.json").get("added_tokens") or ()
+    return next((int(token["id"]) for token in added if token["content"] == content), None)
+
+
+def _read_json_if_any(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}

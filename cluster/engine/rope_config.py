@@ -53,6 +53,12 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling | None = None
 
+    def max_length(self, max_position_embeddings: int) -> int:
+        """Returns the model's positions: YaRN often is added to a config that keeps those before stretching."""
+        if not isinstance(self.scaling, YarnScaling):
+            return max_position_embeddings
+        return max(max_position_embeddings, int(self.scaling.factor * self.scaling.original_max_position_embeddings))
+
     @classmethod
     def from_values(cls, values: Values) -> RopeConfig:
         """Raises ValueError for what is not supported, KeyError for what is missing."""

@@ -47,6 +47,7 @@ from services.router.prompt import ChatPrompts
 from services.router.prompt_budget import GivesBack, PromptBudget
 from services.router.replicas import ReplicaPool
 from services.router.responses.endpoint import RESPONSES_PATH, Responses
+from services.router.sampling_defaults import sampling_defaults
 from services.router.switch import SpeculationSwitch
 from services.router.tokens import TOKEN_PATHS, Tokens
 from services.router.tracing import Tracing
@@ -94,6 +95,7 @@ def create_app(config: Config) -> Starlette:
         max_body_bytes=config.router.max_body_bytes,
         max_pause_seconds=config.router.max_pause_seconds,
         traffic=TrafficLog.of(config.router),
+        sampling_defaults=sampling_defaults(config.target, folder),
     )
 
     is_traced = config.tracing.endpoint is not None

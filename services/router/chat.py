@@ -181,6 +181,9 @@ class ChatCompletions(Endpoint[ChatRequest]):
     def _encode(self, request: ChatRequest) -> list[list[int]]:
         return [self._prompts.encode(request.conversation, add_special_tokens=request.add_special_tokens)]
 
+    def _turn_end_ids(self, request: ChatRequest) -> frozenset[int]:
+        return frozenset() if request.ignore_eos else self._prompts.turn_end_ids
+
     def _reply(self, request: ChatRequest, prompts: list[list[int]], **frame: Any) -> Reply:
         return ChatReply(reader=self._reader(request, prompts[0]), **frame)
 

@@ -21,10 +21,17 @@ import jinja2.sandbox
 from cluster.errors import ConfigurationError, InvalidRequestError
 from services.router.template_traits import TemplateTraits
 
+_DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names of templates, as transformers has them
+
 
 class ChatTemplate:
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Raises ConfigurationError when `source` is not a template. `special_tokens`: `bos_token` and so on."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, with_tools: ChatTemplate | None = None
+    ) -> None:
+        """Raises ConfigurationError when `source` is not a template.
+
+        `special_tokens`: `bos_token` and so on; `with_tools`: the template for requests with tools, if that is another.
+        """
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -33,14 +40,26 @@ class ChatTemplate:
             raise ConfigurationError(f"the model's chat template is broken: {error}") from error
         self.source = source
         self._special_tokens = dict(special_tokens or {})
+        self._with_tools = with_tools or self
+
+    def of_request(self, *, has_tools: bool) -> ChatTemplate:
+        """Returns the template for a request."""
+        return self._with_tools if has_tools else self
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate | None:
-        """The one in `chat_template.jinja`, or else in `tokenizer_config.json`; None when there is none."""
+        """Returns the template of a model folder; None if it has none.
+
+        It is in `chat_template.jinja`, or else in `tokenizer_config.json`, which may have another for tools.
+        """
         config = _tokenizer_config(folder)
-        file = folder / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else _template_in(config)
-        return None if source is None else cls(source, _special_tokens(config))
+        tokens, sources = _special_tokens(config), _templates_in(config)
+        for name, path in ((_DEFAULT, "chat_template.jinja"), (_FOR_TOOLS, "additional_chat_templates/tool_use.jinja")):
+            file = folder / path
+            if file.is_file():
+                sources[name] = file.read_text(encoding="utf-8")
+        with_tools = cls(sources[_FOR_TOOLS], tokens) if _FOR_TOOLS in sources else None
+        return cls(sources[_DEFAULT], tokens, with_tools) if _DEFAULT in sources else with_tools
 
     def render(
         self,
@@ -81,11 +100,12 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _template_in(config: Mapping[str, Any]) -> str | None:
+def _templates_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the templates by their names."""
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, each with a name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {_DEFAULT: template} if isinstance(template, str) else {}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -51,6 +51,11 @@ class Serving:
     max_body_bytes: int
     max_pause_seconds: float
     traffic: TrafficLog | None  # None: no prompt is kept
+    sampling_defaults: Mapping[str, Any]  # fields of requests that leave them open
+
+    def with_defaults(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Returns the `fields` of a request with the defaults of those that it leaves open."""
+        return {**self.sampling_defaults, **{name: value for name, value in fields.items() if value is not None}}
 
     def check_model(self, model: str | None) -> AdapterRef | None:
         """The adapter that `model` names; None: the model that is served, which leaving it open means too.
@@ -111,12 +116,16 @@ class Endpoint(abc.ABC, Generic[R]):
         """Special tokens that are needed to read the answer, and so are not left out of its text."""
         return ()
 
+    def _turn_end_ids(self, request: R) -> frozenset[int]:
+        """Returns the tokens that end an answer to `request` beside the model's end tokens."""
+        return frozenset()
+
     async def create(self, http_request: Request) -> Response:
         """The answer to `http_request`. Raises OutriderError when there is none; then nothing is left running."""
         scope = http_request.scope
         record, trace = record_of(scope), AnswerTrace(span_of(scope), time.perf_counter())
         body = await read_json_body(http_request, self._serving.max_body_bytes)
-        request = await done_beside(len(body), lambda: self._parse(to_json_object(body)))
+        request = await done_beside(len(body), lambda: self._parse(self._serving.with_defaults(to_json_object(body))))
         if request.model not in (None, self._serving.model_id):  # what adapters there are, only targets know
             await self._serving.pool.wait_out_change()
         adapter = self._serving.check_model(request.model)
@@ -174,6 +183,7 @@ class Endpoint(abc.ABC, Generic[R]):
             num_prompt_logprobs=request.prompt_logprobs,
         )
         limits = serving.pool.limits()
+        turn_end_ids = self._turn_end_ids(request)
         choice_requests = build_choice_requests(
             request,
             request_id=reply.id,
@@ -181,13 +191,14 @@ class Endpoint(abc.ABC, Generic[R]):
             seed=reply.seed,
             limits=limits,
             tokenizer=serving.tokenizer,
+            turn_end_ids=turn_end_ids,
             adapter=adapter,
             may_speculate=serving.switch.draw(),
         )
         if serving.traffic is not None:
             serving.traffic.add(prompts)
         stop_token_ids = frozenset(request.stop_token_ids)
-        end_token_ids = stop_token_ids | limits.eos_token_ids
+        end_token_ids = stop_token_ids | turn_end_ids | limits.eos_token_ids
         text_format = TextFormat(
             serving.tokenizer,
             request.stop_strings,

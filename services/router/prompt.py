@@ -15,6 +15,8 @@ from services.router.messages import Message, text_of
 
 logger = logging.getLogger(__name__)
 
+_ANSWER = "an answer"  # of a turn that is rendered to see what follows
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -43,6 +45,7 @@ class ChatPrompts:
         self._template = template
         self._tokenizer = tokenizer
         self._guard = SpecialTokenGuard(tokenizer.special_tokens)
+        self.turn_end_ids = _turn_end_ids(template, tokenizer.special_tokens)
         self._warned_of_tools = False
 
     def encode(self, conversation: Conversation, *, add_special_tokens: bool = False) -> list[int]:
@@ -50,7 +53,7 @@ class ChatPrompts:
 
         Only the template writes special tokens: what `conversation` spells of them is text.
         """
-        template = self._template
+        template = self._template and self._template.of_request(has_tools=bool(conversation.tools))
         if template is None:
             raise InvalidRequestError(
                 "messages need a chat template and this model has none; send a prompt to /v1/completions",
@@ -66,6 +69,23 @@ class ChatPrompts:
             return self._tokenizer.encode(render(template, conversation), add_special_tokens=add_special_tokens)
         text = render(template, replace(conversation, messages=messages, tools=tools, variables=variables), stand_ins)
         return self._tokenizer.encode_partly_literal(text, stand_ins, add_special_tokens=add_special_tokens)
+
+
+def _turn_end_ids(template: ChatTemplate | None, special_tokens: Mapping[str, int]) -> frozenset[int]:
+    """Returns the special token that `template` writes after an answer, if it writes one.
+
+    The end tokens of a model's configuration may be those of the model that it was tuned from.
+    """
+    if template is None:
+        return frozenset()
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = render(template, Conversation(turns, add_generation_prompt=False))
+    except InvalidRequestError:
+        return frozenset()
+    rest = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
+    ends = [token for token in special_tokens if rest.startswith(token)]
+    return frozenset([special_tokens[max(ends, key=len)]]) if ends else frozenset()
 
 
 def render(template: ChatTemplate, conversation: Conversation, stand_ins: Collection[str] = ()) -> str:

@@ -61,12 +61,14 @@ def build_choice_requests(
     seed: int,
     limits: Limits,
     tokenizer: Tokenizer,
+    turn_end_ids: frozenset[int] = frozenset(),
     adapter: AdapterRef | None = None,
     may_speculate: bool = True,
 ) -> list[ChoiceRequest]:
     """What to ask of targets with `limits`: for each of `prompts` (token IDs), each of its `request.n` choices.
 
-    Each has noise of its own: choice j of prompt i has the index `i * request.n + j`, as in the answer.
+    `turn_end_ids` end an answer beside the model's end tokens. Each choice has noise of its own: choice j of prompt i
+    has the index `i * request.n + j`, as in the answer.
     Raises InvalidRequestError naming the field when the request is beyond those limits.
     """
     template = target_pb2.GenerateRequest(
@@ -74,7 +76,10 @@ def build_choice_requests(
         sampling=_sampling(request, limits.vocab_size),
         seed=seed,
         ignore_eos=request.ignore_eos,
-        stop_token_ids=_checked(request.stop_token_ids, limits.vocab_size, "stop_token_ids"),
+        stop_token_ids=[
+            *_checked(request.stop_token_ids, limits.vocab_size, "stop_token_ids"),
+            *sorted(turn_end_ids - limits.eos_token_ids),
+        ],
         constraints=_constraints(request, tokenizer, limits.vocab_size),
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,

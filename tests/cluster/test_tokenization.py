@@ -236,3 +236,11 @@ def add_a_special_token(definition: dict) -> None:
 @pytest.mark.parametrize("change", [swap_two_tokens, drop_a_merge, reorder_merges, make_ordinary, add_a_special_token])
 def test_the_fingerprint_changes_with(folder, tokenizer, tmp_path, change):
     assert changed(folder, tmp_path, change).fingerprint() != tokenizer.fingerprint()
+
+
+def test_a_folder_with_another_format_says_how_to_convert_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no tokenizer\.json$"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(ConfigurationError, match="save_pretrained"):
+        Tokenizer(tmp_path)

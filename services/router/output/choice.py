@@ -26,7 +26,7 @@ class Readers:
 
     @classmethod
     def of(cls, config: RouterConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> Readers:
-        source = template.source if template is not None else ""
+        source = template.of_request(has_tools=True).source if template is not None else ""
         name: str | None = config.tool_call_parser
         if name == "auto":
             name = format_of(source, tokenizer.special_tokens)

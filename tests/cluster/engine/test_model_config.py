@@ -147,7 +147,37 @@ class TestPublishedModels:
         assert read(tmp_path, values).sliding_windows == windows
 
 
+class TestEndTokens:
+    """The tokens that end a sequence are those of all files: fine-tunes often change only the tokenizer's."""
+
+    @pytest.mark.parametrize(
+        ("tokenizer_config", "expected"),
+        [
+            ({"eos_token": "<|im_end|>"}, (2, 3, 5)),
+            ({"eos_token": {"content": "<|im_end|>"}}, (2, 3, 5)),
+            ({"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}, (2, 3, 7)),
+            ({"eos_token": "<|unknown|>"}, (2, 3)),
+            ({"eos_token": None}, (2, 3)),
+        ],
+    )
+    def test_of_all_files(self, tmp_path: Path, tokenizer_config: dict[str, Any], expected: tuple[int, ...]) -> None:
+        files = {
+            "generation_config": {"eos_token_id": [3, 2]},
+            "tokenizer_config": tokenizer_config,
+            "tokenizer": {"added_tokens": [{"id": 5, "content": "<|im_end|>"}, {"id": 6, "content": "</s>"}]},
+        }
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        assert read(tmp_path, LLAMA_2_7B).eos_token_ids == expected
+
+
 class TestRope:
+    def test_yarn_stretches_beyond_the_positions_of_the_config(self, tmp_path: Path) -> None:
+        """As Qwen documents it: `rope_scaling` is added to a config of 32,768 positions."""
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+        assert read(tmp_path, QWEN_2_5_7B).max_position_embeddings == 32768
+        assert read(tmp_path, QWEN_2_5_7B | {"rope_scaling": yarn}).max_position_embeddings == 131072
+
     @pytest.mark.parametrize(
         ("values", "rope"),
         [

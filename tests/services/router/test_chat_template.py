@@ -84,5 +84,13 @@ def test_the_places_of_a_template(tmp_path):
     assert rendered() == "config <s></s>"
     config["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     assert rendered() == "yes"
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    assert template.of_request(has_tools=True).render(MESSAGES) == "no"
     (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}\n")
     assert rendered() == "file </s>"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template is not None
+    assert [template.of_request(has_tools=tools).render(MESSAGES) for tools in (True, False)] == ["tools", "file </s>"]
