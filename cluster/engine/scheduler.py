@@ -137,6 +137,8 @@ class Scheduler(Generic[SequenceT]):
             if allocated is None:
                 break
             sequence.block_table, sequence.num_computed_tokens = allocated
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = sequence.num_computed_tokens
             _insert(self.running, self.waiting.pop(0))
             admitted.append(sequence)
         return admitted

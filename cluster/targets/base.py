@@ -84,6 +84,7 @@ class GenerationOutput:
     admitted_at: int | None = None  # nanoseconds since the epoch; may come again after a preemption
     logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
     prompt_logprobs: TokenLogprobs | None = None  # of further tokens of the prompt, from the second one on
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; in the first output with tokens
 
     @classmethod
     def of_admission(cls, request_id: str) -> GenerationOutput:

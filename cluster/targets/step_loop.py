@@ -319,8 +319,10 @@ class StepLoop(Target):
                     error=generation.error,
                     logprobs=scoring.add(rows, committed, generation.request.num_logprobs),
                     prompt_logprobs=prompt_logprobs,
+                    num_cached_tokens=generation.num_cached_tokens or 0,
                 )
             )
+            generation.num_cached_tokens = 0  # it has been told
             if generation.finish_reason is None and generation.error is None:
                 rounds.append(Round(generation.speculative, scheduled.drafts, chosen))
             else:

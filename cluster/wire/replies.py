@@ -36,6 +36,7 @@ class CallReply:
     error: OutriderError | None = None  # the call has ended with it, after these tokens
     logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
     prompt_logprobs: TokenLogprobs | None = None  # of further tokens of the prompt, from the second one on
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; in the first reply with tokens
 
     def merge(self, newer: CallReply) -> None:
         """Takes in the reply that follows this one."""
@@ -48,6 +49,7 @@ class CallReply:
         self.error = newer.error
         self.logprobs = joined(self.logprobs, newer.logprobs)
         self.prompt_logprobs = joined(self.prompt_logprobs, newer.prompt_logprobs)
+        self.num_cached_tokens += newer.num_cached_tokens
 
 
 def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateReplies:
@@ -62,6 +64,9 @@ def encode_replies(replies: Mapping[int, CallReply]) -> target_pb2.GenerateRepli
             message.logprobs.append(_encode_logprobs(call, reply.logprobs))
         if reply.prompt_logprobs is not None:
             message.prompt_logprobs.append(_encode_logprobs(call, reply.prompt_logprobs))
+        if reply.num_cached_tokens:
+            message.cached_calls.append(call)
+            message.num_cached_tokens.append(reply.num_cached_tokens)
         if reply.finish_reason != UNFINISHED:
             message.finished.append(call)
             message.finish_reasons.append(reply.finish_reason)
@@ -89,6 +94,8 @@ def decode_replies(message: target_pb2.GenerateReplies) -> dict[int, CallReply]:
             reply.rounds = own
     for call, reason in zip(message.finished, message.finish_reasons, strict=True):
         _of(call, replies).finish_reason = reason
+    for call, num_cached_tokens in zip(message.cached_calls, message.num_cached_tokens, strict=True):
+        _of(call, replies).num_cached_tokens = num_cached_tokens
     for error in message.errors:
         _of(error.call, replies).error = from_status(error.code, error.message, error.param or None)
     for scores in message.logprobs:

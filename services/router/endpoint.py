@@ -92,6 +92,10 @@ class _Answer:
         """Of the prompt that choice `index` has."""
         return self.prompt_lens[index * len(self.prompt_lens) // self.num_choices]
 
+    def num_cached_tokens(self, index: int, choice: Piece) -> int:
+        """Returns the cached tokens of the prompt of `choice`; of choices that share one, the first has them."""
+        return choice.num_cached_tokens if index * len(self.prompt_lens) % self.num_choices == 0 else 0
+
 
 class Endpoint(abc.ABC, Generic[R]):
     request_type: type[R]
@@ -165,6 +169,7 @@ class Endpoint(abc.ABC, Generic[R]):
         model = serving.model_id if adapter is None else adapter.name
         if adapter is not None:
             serving.metrics.count_adapter(adapter.name)
+        limits = serving.pool.limits()
         reply = self._reply(
             request,
             prompts,
@@ -181,8 +186,8 @@ class Endpoint(abc.ABC, Generic[R]):
             has_echo=request.has_echo,
             num_logprobs=request.num_logprobs or 0,
             num_prompt_logprobs=request.prompt_logprobs,
+            system_fingerprint=limits.fingerprint,
         )
-        limits = serving.pool.limits()
         turn_end_ids = self._turn_end_ids(request)
         choice_requests = build_choice_requests(
             request,
@@ -259,23 +264,27 @@ async def _whole(answer: _Answer) -> dict[str, Any]:
             pieces_of[index].append(piece)
     choices = [merged(pieces) for pieces in pieces_of]
     num_tokens = sum(len(choice.token_ids) for choice in choices)
-    return answer.reply.whole(choices, Usage(answer.num_prompt_tokens, num_tokens))
+    num_cached_tokens = sum(answer.num_cached_tokens(index, choice) for index, choice in enumerate(choices))
+    return answer.reply.whole(choices, Usage(answer.num_prompt_tokens, num_tokens, num_cached_tokens))
 
 
 async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
     """Yields the server-sent events of a streamed answer. Raises OutriderError if the answer fails."""
     reply = answer.reply
-    num_tokens = [0] * answer.num_choices
+    num_tokens, num_cached_tokens = [0] * answer.num_choices, [0] * answer.num_choices
     speculation: SpeculationStats | None = None  # of the only choice
     started: set[int] = set()  # choices
     async with contextlib.aclosing(answer.pieces) as pieces:
         async for index, piece in pieces:
             num_tokens[index] += len(piece.token_ids)
+            num_cached_tokens[index] += answer.num_cached_tokens(index, piece)
             if answer.num_choices == 1:
                 speculation = piece.speculation
-            usage = Usage(answer.prompt_len(index), num_tokens[index]) if reply.continuous_usage else None
+            usage = None
+            if reply.continuous_usage:
+                usage = Usage(answer.prompt_len(index), num_tokens[index], num_cached_tokens[index])
             for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
                 yield reply.event(chunk)
             started.add(index)
-    for last in reply.ending(Usage(answer.num_prompt_tokens, sum(num_tokens)), speculation):
+    for last in reply.ending(Usage(answer.num_prompt_tokens, sum(num_tokens), sum(num_cached_tokens)), speculation):
         yield last

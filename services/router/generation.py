@@ -114,8 +114,10 @@ async def generate(
             is_first = not writer.num_tokens
             finish_reason = _FINISH_REASONS[reply.finish_reason]
             piece = writer.write(reply.token_ids, finish_reason, reply.logprobs, reply.rounds)
-            if is_first and reply.token_ids and request.num_prompt_logprobs is not None:
-                piece.prompt = Prompt(request.prompt_token_ids, prompt_logprobs)
+            if is_first and reply.token_ids:
+                piece.num_cached_tokens = min(reply.num_cached_tokens, len(request.prompt_token_ids))
+                if request.num_prompt_logprobs is not None:
+                    piece.prompt = Prompt(request.prompt_token_ids, prompt_logprobs)
             if piece.finish_reason is not None:
                 record.finish_reasons[piece.finish_reason] += 1
                 metrics.e2e_latency.observe(time.perf_counter() - record.arrived_at)

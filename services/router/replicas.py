@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
+import json
 import logging
 import time
 from collections import Counter
@@ -37,6 +40,7 @@ class Limits:
     max_speculative_tokens: int
     wire_version: int
     eos_token_ids: frozenset[int] = frozenset()
+    fingerprint: str = ""  # of everything but the request that an answer depends on
 
 
 class ReplicaPool:
@@ -106,6 +110,7 @@ class ReplicaPool:
             max_speculative_tokens=min(description.max_speculative_tokens for description in descriptions),
             wire_version=min(description.wire_version for description in descriptions),
             eos_token_ids=frozenset(descriptions[0].eos_token_ids),
+            fingerprint=_fingerprint(tuple(sorted(descriptions[0].traits.items()))),
         )
 
     def adapters(self) -> dict[str, AdapterRef]:
@@ -225,3 +230,8 @@ class ReplicaPool:
         self._absences.note(is_anybody_there=bool(self.usable), now=time.monotonic())
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+@functools.lru_cache(maxsize=16)
+def _fingerprint(traits: tuple[tuple[str, str], ...]) -> str:
+    return f"fp_{hashlib.sha256(json.dumps(traits).encode()).hexdigest()[:12]}"

@@ -36,6 +36,7 @@ class Piece:
     logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
     prompt: Prompt | None = None  # on the first piece with tokens, where it was asked for
     rounds: Sequence[AnswerRound] = ()  # of `token_ids`, where they were asked for
+    num_cached_tokens: int = 0  # of the prompt, found in the target's prefix cache; on the first piece with tokens
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:
@@ -52,6 +53,7 @@ def merged(pieces: Sequence[Piece]) -> Piece:
         logprobs=logprobs,
         prompt=next((piece.prompt for piece in pieces if piece.prompt is not None), None),
         rounds=[answer_round for piece in pieces for answer_round in piece.rounds],
+        num_cached_tokens=sum(piece.num_cached_tokens for piece in pieces),
     )
 
 
@@ -59,12 +61,14 @@ def merged(pieces: Sequence[Piece]) -> Piece:
 class Usage:
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int  # of the prompts, found in the targets' prefix caches
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -80,6 +84,7 @@ class Reply(abc.ABC):
     created: int
     model: str
     seed: int
+    system_fingerprint: str  # of the targets: model, weights, engine and numerics
     has_token_ids: bool = False  # choices carry the token IDs of their text
     has_rounds: bool = False  # choices say which step added which token
     has_speculation_stats: bool = False  # choices say, at their end, what speculation did
@@ -173,6 +178,7 @@ class Reply(abc.ABC):
             "model": self.model,
             "choices": choices,
             "seed": self.seed,
+            "system_fingerprint": self.system_fingerprint,
         }
 
 

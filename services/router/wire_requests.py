@@ -161,8 +161,8 @@ def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_model_len: int)
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(
-            f"{request.prompt_field} has {num_prompt_tokens} tokens, which leaves none for an answer within "
-            f"the model's limit of {max_model_len} tokens",
+            f"This model's maximum context length is {max_model_len} tokens. {request.prompt_field} has "
+            f"{num_prompt_tokens}, which leaves none for an answer.",
             param=request.prompt_field,
         )
     field, max_tokens = request.token_limit
@@ -170,8 +170,9 @@ def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_model_len: int)
         return room
     if max_tokens > room:
         raise ContextLengthError(
-            f"the prompt's {num_prompt_tokens} tokens and {field}={excerpt(max_tokens)} are together over "
-            f"the model's limit of {max_model_len} tokens",
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + max_tokens} tokens: {num_prompt_tokens} in {request.prompt_field} and "
+            f"{field}={excerpt(max_tokens)} for the answer.",
             param=field,
         )
     return max_tokens

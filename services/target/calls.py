@@ -284,6 +284,7 @@ def _to_reply(output: GenerationOutput) -> CallReply:
         _FINISH_REASONS[output.finish_reason],
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
+        num_cached_tokens=output.num_cached_tokens,
     )
     if output.num_draft_tokens:
         reply.rounds = (RoundCounts(output.num_draft_tokens, output.num_accepted_tokens),)

@@ -11,6 +11,7 @@ from services.launch.local import LocalCluster
 from tests.system.client import Case, complete_all
 
 LEAST_ACCEPTANCE = 0.70
+LEAST_DRAFTED = 128  # of 2,048 tokens: enough to judge by; on a busy machine most drafts come too late to be verified
 # Held-out text differs between Python releases: a pair that is just good enough may fall short by chance. It fails
 # this test when it falls short by more than 3 standard deviations of independent tokens (1 in 1,000).
 NUM_DEVIATIONS = 3
@@ -29,6 +30,6 @@ def test_most_drafts_are_accepted(cluster: LocalCluster, temperature: float) -> 
         return after[f"vllm:spec_decode_{name}_total"] - before[f"vllm:spec_decode_{name}_total"]
 
     num_drafted = grown("num_draft_tokens")
-    assert num_drafted > 32 * 64 / 4
+    assert num_drafted > LEAST_DRAFTED
     slack = NUM_DEVIATIONS * math.sqrt(num_drafted * LEAST_ACCEPTANCE * (1 - LEAST_ACCEPTANCE))
     assert grown("num_accepted_tokens") >= LEAST_ACCEPTANCE * num_drafted - slack

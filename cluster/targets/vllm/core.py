@@ -97,6 +97,7 @@ class CoordinatedScheduler(RoundScheduler):
         self.on_step = self._publish
         self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
         self._ended: list[str] = []  # since the last step
+        self._num_cached_tokens: dict[str, int] = {}  # of requests that have no tokens yet
         self._links = Links(settings.new_pool)
         self._follower = Follower()
         self._channel = connect(settings.channel, self._receive, _end_process)
@@ -111,6 +112,7 @@ class CoordinatedScheduler(RoundScheduler):
         admitted_now = self.admitted(output)
         for new in admitted_now:
             self._queue_time.observe(time.time() - self.requests[new.req_id].arrival_time)
+            self._num_cached_tokens[new.req_id] = new.num_computed_tokens
         admitted = [_extra_args(new) for new in admitted_now]
         if traced := [extra_args[REQUEST_ID_KEY] for extra_args in admitted if TRACED_KEY in extra_args]:
             self._channel.send(Outputs([GenerationOutput.of_admission(request_id) for request_id in traced]))
@@ -132,6 +134,7 @@ class CoordinatedScheduler(RoundScheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._ended.append(request.request_id)
+        self._num_cached_tokens.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
@@ -171,6 +174,7 @@ class CoordinatedScheduler(RoundScheduler):
                         error=None if constraint is None else constraint.error,
                         logprobs=committed.logprobs,
                         prompt_logprobs=committed.prompt_logprobs,
+                        num_cached_tokens=self._num_cached_tokens.pop(committed.request.request_id, 0),
                     )
                 )
         self._channel.send(Outputs(outputs))

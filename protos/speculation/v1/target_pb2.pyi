@@ -716,6 +716,8 @@ class GenerateReplies(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ROUND_STARTS_FIELD_NUMBER: _builtins.int
+    CACHED_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """every one at most once"""
@@ -764,6 +766,12 @@ class GenerateReplies(_message.Message):
         rounds were decoded plainly. Empty where every entry's rounds follow one another from its first token on.
         """
 
+    @_builtins.property
+    def cached_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Calls that begin in this message and whose prompts were found in the prefix cache, and how many tokens of each were."""
+
+    @_builtins.property
+    def num_cached_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -779,10 +787,12 @@ class GenerateReplies(_message.Message):
         logprobs: _abc.Iterable[Global___CallLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___CallLogprobs] | None = ...,
         round_starts: _abc.Iterable[_builtins.int] | None = ...,
+        cached_calls: _abc.Iterable[_builtins.int] | None = ...,
+        num_cached_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "errors", b"errors", "finish_reasons", b"finish_reasons", "finished", b"finished", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_rounds", b"num_rounds", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "round_starts", b"round_starts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_calls", b"cached_calls", "calls", b"calls", "errors", b"errors", "finish_reasons", b"finish_reasons", "finished", b"finished", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_rounds", b"num_rounds", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "round_starts", b"round_starts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

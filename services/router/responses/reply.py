@@ -89,6 +89,7 @@ class ResponsesReply(Reply):
             "object": "response",
             "created_at": self.created,
             "completed_at": int(time.time()) if has_ended else None,
+            "system_fingerprint": self.system_fingerprint,
             "status": ("incomplete" if is_cut_off else "completed") if has_ended else "in_progress",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut_off else None,
@@ -120,7 +121,7 @@ class ResponsesReply(Reply):
         )
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -23,6 +23,7 @@ def on_the_wire(message: target_pb2.GenerateReplies) -> target_pb2.GenerateRepli
         {3: CallReply([1])},
         {3: CallReply([1, 2]), 2**63: CallReply([2**32 - 1]), 0: CallReply([7], LENGTH)},
         {3: CallReply([], STOP), 1: CallReply([5, 6], rounds=ROUNDS), 2: CallReply([9], LENGTH)},
+        {3: CallReply([1]), 1: CallReply([5], num_cached_tokens=7)},
     ],
 )
 def test_a_round_trip(replies):

@@ -114,6 +114,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         self.last_finish_reason: int | None = None
         self.describe_delay_s = 0.0
         self.epoch_of_streams: int | None = None  # None: streams do not say
+        self.num_cached_tokens = 0  # of every prompt
         self.adapter_error: str | None = None  # why none is loaded
         self._server: grpc.aio.Server | None = None
 
@@ -227,6 +228,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
                 prompt_logprobs=scores_of(request.prompt_token_ids[1:], request.num_prompt_logprobs)
                 if request.HasField("num_prompt_logprobs") and start == 0
                 else None,
+                num_cached_tokens=self.num_cached_tokens if start == num_generated else 0,
             )
 
 
@@ -263,6 +265,16 @@ class Router:
         assert events.pop() == ""
         payloads = [event.removeprefix("data: ") for event in events]
         return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """The usage of an answer."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 def wait_for_health(router: Router) -> None:

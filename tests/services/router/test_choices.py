@@ -10,6 +10,8 @@ import pytest
 
 from tests.waiting import wait_until
 
+from .conftest import usage
+
 
 def rotated(token_ids: list[int], by: int) -> list[int]:
     return token_ids[by:] + token_ids[:by]
@@ -19,7 +21,7 @@ def test_choices_differ_in_their_index_alone(router, target):
     body = router.complete(prompt=[70, 71, 72], n=3, max_tokens=3, seed=9, return_token_ids=True).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
     assert [choice["token_ids"] for choice in body["choices"]] == [rotated([70, 71, 72], j) for j in range(3)]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
+    assert body["usage"] == usage(3, 9)
     by_index = sorted(target.requests, key=lambda request: request.choice_index)
     assert [request.choice_index for request in by_index] == [0, 1, 2]
     for request in by_index:
@@ -34,7 +36,7 @@ def test_a_batch_is_answered_prompt_by_prompt(router, target):
     assert [choice["index"] for choice in body["choices"]] == list(range(6))
     expected = [(rotated(prompts[i // 2], i % len(prompts[i // 2])) * 4)[:4] for i in range(6)]
     assert [choice["token_ids"] for choice in body["choices"]] == expected
-    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 24, "total_tokens": 30}
+    assert body["usage"] == usage(6, 24)
     assert {request.seed for request in target.requests} == {body["seed"]}
 
 
@@ -67,7 +69,7 @@ def test_choices_run_at_once_and_their_pieces_interleave(router, target):
     assert sorted(finished) == [0, 1, 2, 3]
     order = [chunk["choices"][0]["index"] for chunk in chunks]
     assert set(order[:6]) == {0, 1, 2, 3}
-    assert usage_chunk["usage"] == {"prompt_tokens": 4, "completion_tokens": 24, "total_tokens": 28}
+    assert usage_chunk["usage"] == usage(4, 24)
 
 
 def test_every_choice_of_a_streamed_chat_has_its_role_first_and_its_end_last(router):
@@ -136,3 +138,27 @@ def test_metrics_count_a_prompt_once(router):
     assert f'vllm:prompt_tokens_total{{engine="0",model_name="{router.model}"}} 3.0' in page
     assert f'vllm:generation_tokens_total{{engine="0",model_name="{router.model}"}} 12.0' in page
     assert f'outrider_requests_total{{code="200",model_name="{router.model}"}} 1.0' in page
+
+
+def test_cached_tokens_of_a_prompt_count_once(router, target):
+    """Each of two prompts has two choices."""
+    target.num_cached_tokens = 1
+    fields = {"prompt": [[70, 71], [72, 73]], "n": 2, "max_tokens": 2}
+    assert router.complete(**fields).json()["usage"] == usage(4, 8, 2)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, _ = router.stream(**fields, stream_options=options)
+    assert last["usage"] == usage(4, 8, 2)
+    cached = [chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in chunks if chunk["choices"]]
+    assert {0, 1} == set(cached)
+
+
+def test_cached_tokens_are_those_of_the_prompt_alone(router, target):
+    target.num_cached_tokens = 9  # a target that went on with an answer of another has its tokens, too
+    assert router.complete(prompt=[70, 71], max_tokens=2).json()["usage"] == usage(2, 2, 2)
+
+
+def test_answers_of_one_model_have_one_fingerprint(router, target):
+    chunks = router.stream(prompt=[70], max_tokens=2)[:-1]
+    whole = router.complete(prompt=[71], max_tokens=1).json()
+    assert {chunk["system_fingerprint"] for chunk in [*chunks, whole]} == {whole["system_fingerprint"]}
+    assert whole["system_fingerprint"].startswith("fp_")

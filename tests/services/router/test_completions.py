@@ -9,7 +9,7 @@ import pytest
 
 from tests.waiting import WAIT_S
 
-from .conftest import wait_for_health
+from .conftest import usage, wait_for_health
 
 
 def text_of(events: list) -> str:
@@ -33,11 +33,7 @@ def test_a_whole_answer(router, target, tokenizer):
     assert body["object"] == "text_completion"
     assert body["model"] == router.model
     assert body["choices"] == [{"index": 0, "text": prompt, "logprobs": None, "finish_reason": "length"}]
-    assert body["usage"] == {
-        "prompt_tokens": num_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": 2 * num_tokens,
-    }
+    assert body["usage"] == usage(num_tokens, num_tokens)
     assert body["seed"] == -7
     assert response.headers["x-outrider-seed"] == "-7"
 
@@ -134,7 +130,7 @@ def test_usage_of_a_stream_comes_last_and_alone(router):
     assert done == "[DONE]"
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage_chunk["choices"] == []
-    assert usage_chunk["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert usage_chunk["usage"] == usage(2, 5)
 
 
 def test_leaving_a_stream_cancels_the_call(router, target):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import MAX_MODEL_LEN
+from .conftest import MAX_MODEL_LEN, usage
 
 
 def test_text_to_tokens_and_back(shared_router, tokenizer) -> None:
@@ -82,7 +82,7 @@ def test_every_event_may_have_the_usage_so_far(shared_router, n: int) -> None:
         usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3]
         assert {usage["prompt_tokens"] for usage in usages} == {prompt_tokens}
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 6 * n, "total_tokens": 3 + 6 * n}
+    assert last["usage"] == usage(3, 6 * n)
 
 
 def test_continuous_usage_alone_asks_for_nothing(shared_router) -> None:
