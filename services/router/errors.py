@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -23,7 +23,7 @@ from cluster.errors import InternalError, InvalidRequestError, NotFoundError, Ou
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARACTERS = 500
-_NAMED_FIELDS = 5  # unknown ones, in a line of the log
+_NAMED_FIELDS = 5  # in a line of the log
 CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody receives it, but it is counted
 
 _excerpts = reprlib.Repr()
@@ -84,10 +84,15 @@ def excerpt(value: object) -> str:
 
 def warn_of_unknown(names: Collection[str], what: str) -> None:
     """One line for all unknown fields of a request, or of a part of it (`what`)."""
+    warn_of(sorted(names), f"ignored the unknown {what}")
+
+
+def warn_of(names: Sequence[str], what: str) -> None:
+    """Logs one warning that says `what` happened to `names` of a request, if there are any."""
     if names:
-        named = ", ".join(excerpt(name) for name in sorted(names)[:_NAMED_FIELDS])
+        named = ", ".join(excerpt(name) for name in names[:_NAMED_FIELDS])
         more = f" and {len(names) - _NAMED_FIELDS} more" if len(names) > _NAMED_FIELDS else ""
-        logger.warning("ignored the unknown %s %s%s", what, named, more)
+        logger.warning("%s %s%s", what, named, more)
 
 
 def envelope(error: OutriderError) -> dict[str, Any]:

@@ -11,8 +11,12 @@ MAX_STRINGS = 131_072  # and names of fields
 MAX_ITEMS = 1_200_000  # of all lists and objects together: a request may allow a million tokens
 
 
+class TooManyValuesError(ValueError):
+    """JSON has more values than there may be."""
+
+
 def parse_json(text: bytes) -> Any:
-    """What `text` means. Raises ValueError, also for more values than there may be.
+    """What `text` means. Raises ValueError, and TooManyValuesError for more values than there may be.
 
     NaN, Infinity, invalid UTF-8, lone surrogates and anything nested too deep are not JSON here.
     """
@@ -26,11 +30,11 @@ def _check_number(text: bytes) -> None:
     structure = text.replace(rb"\\", b"").replace(rb"\"", b"")
     num_strings = structure.count(b'"') // 2
     if num_strings > MAX_STRINGS:
-        raise ValueError(f"it has {num_strings} strings and names; {MAX_STRINGS} are the limit")
+        raise TooManyValuesError(f"it has {num_strings} strings and names; {MAX_STRINGS} are the limit")
     structure = b"".join(structure.split(b'"')[::2])  # without what is in strings
     num_containers = structure.count(b"[") + structure.count(b"{")
     if num_containers > MAX_CONTAINERS:
-        raise ValueError(f"it has {num_containers} lists and objects; {MAX_CONTAINERS} are the limit")
+        raise TooManyValuesError(f"it has {num_containers} lists and objects; {MAX_CONTAINERS} are the limit")
     num_items = structure.count(b",")
     if num_items > MAX_ITEMS:
-        raise ValueError(f"it has {num_items} items; {MAX_ITEMS} are the limit")
+        raise TooManyValuesError(f"it has {num_items} items; {MAX_ITEMS} are the limit")

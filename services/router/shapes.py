@@ -13,25 +13,56 @@ class TextPart(TypedDict):
     text: str
 
 
+class RefusalPart(TypedDict):
+    type: Literal["refusal"]
+    refusal: str
+
+
 class CalledFunction(TypedDict):
     name: str
-    arguments: Annotated[str, Field(description="a JSON object, written as a string")]
+    arguments: NotRequired[Annotated[str | None, Field(description="a JSON object, written as a string")]]
 
 
 class ToolCall(TypedDict):
-    id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
+    id: NotRequired[str | None]
+    type: NotRequired[Literal["function"] | None]
     function: CalledFunction
 
 
+class CalledCustomTool(TypedDict):
+    name: str
+    input: NotRequired[str | None]
+
+
+class CustomToolCall(TypedDict):
+    id: NotRequired[str | None]
+    type: Literal["custom"]
+    custom: CalledCustomTool
+
+
 class ChatMessage(TypedDict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: NotRequired[Annotated[str | list[TextPart] | None, Field(description="null beside `tool_calls` only")]]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: NotRequired[
+        Annotated[
+            str | list[TextPart | RefusalPart] | None,
+            Field(description="null and [] in messages of the roles `assistant`, `tool` and `function` only"),
+        ]
+    ]
     name: NotRequired[str | None]
-    tool_calls: NotRequired[Annotated[list[ToolCall] | None, Field(description="of the role `assistant`")]]
+    tool_calls: NotRequired[
+        Annotated[list[ToolCall | CustomToolCall] | None, Field(description="of the role `assistant`")]
+    ]
+    function_call: NotRequired[Annotated[CalledFunction | None, Field(description="of the role `assistant`")]]
     tool_call_id: NotRequired[Annotated[str | None, Field(description="of the role `tool`: the call it answers")]]
     reasoning_content: NotRequired[Annotated[str | None, Field(description="of the role `assistant`")]]
     reasoning: NotRequired[Annotated[str | None, Field(description="another name of `reasoning_content`")]]
+    refusal: NotRequired[Annotated[str | None, Field(description="of the role `assistant`: shown as its content")]]
+    audio: NotRequired[
+        Annotated[
+            dict[str, Any] | None,
+            Field(description="of the role `assistant`: its `transcript` is shown, the rest is left out"),
+        ]
+    ]
 
 
 class FunctionDefinition(TypedDict):

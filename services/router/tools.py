@@ -17,6 +17,9 @@ MAX_DESCRIPTION_CHARACTERS = 65_536
 MAX_SCHEMA_CHARACTERS = 65_536
 MAX_SCHEMA_DEPTH = 32
 
+INPUT_PARAMETER = "input"
+"""The one parameter, a string, of a custom tool, which is a function for the model."""
+
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _REFERENCES = frozenset({"$ref", "$dynamicRef", "$recursiveRef"})
 

@@ -9,8 +9,6 @@ from cluster.errors import InvalidRequestError
 from services.router.errors import excerpt
 from services.router.messages import MAX_MESSAGES
 
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-
 Message = dict[str, Any]
 
 
@@ -41,32 +39,34 @@ class _Conversation:
     def add(self, item: object, where: str) -> None:
         if not isinstance(item, dict):
             raise _refusal(f"{where} should be an object", item)
-        kind = item.get("type", "message")
-        if kind == "message":
-            self._add_message(item, where)
-        elif kind == "reasoning":
-            self._assistant()["reasoning_content"] = _reasoning(item)
-        elif kind == "function_call":
-            for field in ("call_id", "name", "arguments"):
-                if not isinstance(item.get(field), str):
-                    raise _refusal(f"{where}.{field} should be a string", item.get(field))
-            call = {"name": item["name"], "arguments": item["arguments"]}
-            calls = self._assistant().setdefault("tool_calls", [])
-            calls.append({"id": item["call_id"], "type": "function", "function": call})
-        elif kind == "function_call_output":
-            if not isinstance(item.get("call_id"), str):
-                raise _refusal(f"{where}.call_id should be a string", item.get("call_id"))
-            content = _content(item.get("output"), f"{where}.output")
-            self._turn = None
-            self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
-        elif kind == "item_reference":
-            raise _refusal(f"{where} refers to an item, and nothing is stored here: send the item", item.get("id"))
-        else:
-            raise _refusal(
-                f"{where}.type should be message, function_call, function_call_output or reasoning: no other is "
-                "supported",
-                kind,
-            )
+        match item.get("type"):
+            case None | "message":
+                self._add_message(item, where)
+            case "reasoning":
+                self._assistant()["reasoning_content"] = _reasoning(item)
+            case "function_call":
+                function = {"name": _string(item, "name", where), "arguments": item.get("arguments")}
+                self._add_call(item, where, {"type": "function", "function": function})
+            case "function_call_output":
+                self._add_output(item, where)
+            case "item_reference":
+                raise _refusal(f"{where} refers to an item, and nothing is stored here: send the item", item.get("id"))
+            case kind:
+                raise _refusal(
+                    f"{where}.type should be message, function_call, function_call_output or reasoning: no other is "
+                    "supported",
+                    kind,
+                )
+
+    def _add_call(self, item: Mapping[str, Any], where: str, call: Message) -> None:
+        calls = self._assistant().setdefault("tool_calls", [])
+        calls.append({"id": _string(item, "call_id", where)} | call)
+
+    def _add_output(self, item: Mapping[str, Any], where: str) -> None:
+        call_id = _string(item, "call_id", where)
+        content = _content(item.get("output"), f"{where}.output")
+        self._turn = None
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _add_message(self, item: Mapping[str, Any], where: str) -> None:
         content = _content(item.get("content"), f"{where}.content")
@@ -85,25 +85,29 @@ class _Conversation:
         return self._turn
 
 
-def with_content(messages: list[Message]) -> list[Message]:
-    """`messages`, where a turn that had nothing but reasoning says nothing."""
-    return [
-        message | {"content": ""} if message["content"] is None and not message.get("tool_calls") else message
-        for message in messages
-    ]
+def _string(item: Mapping[str, Any], field: str, where: str) -> str:
+    text = item.get(field)
+    if not isinstance(text, str):
+        raise _refusal(f"{where}.{field} should be a string", text)
+    return text
 
 
-def _content(value: object, where: str) -> str | list[dict[str, str]]:
-    if isinstance(value, str):
+def _content(value: object, where: str) -> str | list[dict[str, str]] | None:
+    """The content of a chat's message; its parts have the types that they have in a chat."""
+    if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise _refusal(f"{where} should be a string or a list of text parts", value)
-    parts = []
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise _refusal(f"{where}[{index}] should be a part with text: no other is supported", part)
-        parts.append({"type": "text", "text": part["text"]})
-    return parts or ""
+    return [_part(part, f"{where}[{index}]") for index, part in enumerate(value)] or ""
+
+
+def _part(part: object, where: str) -> dict[str, str]:
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "refusal", "refusal": text}
+    raise _refusal(f"{where} should be a part with text: no other is supported", part)
 
 
 def _reasoning(item: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from cluster.errors import InvalidRequestError
 from services.router.api_request import IGNORED_FIELDS, invalid_request, parse_request
 from services.router.chat import ChatRequest
 from services.router.errors import excerpt, warn_of_unknown
-from services.router.responses.items import to_chat_messages, with_content
+from services.router.responses.items import to_chat_messages
 
 # Fields that mean the same in a chat: it checks them.
 PASSED_ON = (
@@ -108,7 +108,7 @@ def renamed(error: InvalidRequestError) -> InvalidRequestError:
 
 def _chat_fields(request: ResponsesRequest) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "messages": with_content(to_chat_messages(request.instructions, request.input)),
+        "messages": to_chat_messages(request.instructions, request.input),
         "max_completion_tokens": request.max_output_tokens,
         "tools": [_tool(tool) for tool in request.tools],
         "tool_choice": _tool_choice(request.tool_choice),

@@ -97,11 +97,12 @@ BAD_CALLS = [
     5,
     {},
     {"type": "custom", "function": {"name": "f"}},
+    {"type": "custom", "custom": {"name": "f", "input": 5}},
+    {"type": "mcp", "function": {"name": "f"}},
     {"id": 5, "function": {"name": "f"}},
     {"function": {"name": ""}},
-    {"function": {"name": "f", "arguments": "["}},
-    {"function": {"name": "f", "arguments": "[]"}},
     {"function": {"name": "f", "arguments": 5}},
+    {"function": {"name": "f", "arguments": ["a"]}},
 ]
 BAD_FUNCTIONS = [
     {"description": 5},
@@ -115,7 +116,7 @@ BAD_CHAT_FIELDS = [
     ("messages", [None, [], "fox", 5, USER, [None], ["fox"], [[]], [USER, {}]]),
     (
         "messages",
-        [[{"role": role, "content": "fox"}] for role in (None, "", "User", "wizard", "function", 5, ["user"])],
+        [[{"role": role, "content": "fox"}] for role in (None, "", "User", "wizard", 5, ["user"])],
     ),
     ("messages", [[{"role": "user", "content": content}] for content in (None, 5, True, [], ["fox"], {"text": "fox"})]),
     ("messages", [[{"role": "user", "content": [part]}] for part in BAD_PARTS]),
@@ -131,10 +132,16 @@ BAD_CHAT_FIELDS = [
     ("stream_options", [{"include_usage": True}]),
     (
         "messages",
-        [[USER | {"tool_call_id": "x"}], [{"role": "tool", "content": None}], [ASSISTANT | {"tool_calls": 5}]],
+        [[USER | {"tool_call_id": "x"}], [{"role": "tool", "content": 5}], [ASSISTANT | {"tool_calls": 5}]],
     ),
+    (
+        "messages",
+        [[USER | answered] for answered in ({"refusal": "No."}, {"audio": {"id": "a"}}, {"function_call": {}})],
+    ),
+    ("messages", [[ASSISTANT | answered] for answered in ({"refusal": 5}, {"audio": 5}, {"function_call": {}})]),
+    ("messages", [[USER | {"content": [{"type": "refusal", "refusal": "No."}]}], [{"role": "user"}]]),
     ("messages", [[ASSISTANT | {"tool_calls": [call]}] for call in BAD_CALLS]),
-    ("messages", [[ASSISTANT | {"content": None, "tool_calls": []}], [ASSISTANT | {"reasoning_content": 5}]]),
+    ("messages", [[ASSISTANT | {"content": [5]}], [ASSISTANT | {"reasoning_content": 5}]]),
     ("tools", [5, {}, [5], [TOOL, TOOL], [TOOL | {"type": "web_search"}], [TOOL | {"function": None}], [{}]]),
     ("tools", [[{"type": "function", "function": {"name": name}}] for name in (None, "", "a b", "x" * 65, "é", 5)]),
     ("tools", [[{"type": "function", "function": {"name": "f"} | more}] for more in BAD_FUNCTIONS]),

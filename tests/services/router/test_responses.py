@@ -161,7 +161,10 @@ def test_the_oldest_messages_are_left_out_where_that_is_asked_for(model: Model) 
 BAD_FIELDS = [
     ("input", [None, 5, [], [5], [{"role": "user"}], [{"role": "wizard", "content": "x"}], [{"type": "image"}]]),
     ("input", [[{"role": "user", "content": [{"type": "input_image"}]}], [{"type": "item_reference", "id": "x"}]]),
-    ("input", [[CALL | {"arguments": "["}], [CALL | {"name": 5}], [RESULT | {"call_id": None}]]),
+    (
+        "input",
+        [[CALL | {"arguments": 5}], [CALL | {"name": 5}], [RESULT | {"call_id": None}], [RESULT | {"output": 5}]],
+    ),
     ("instructions", [5]),
     ("max_output_tokens", [0, "5", 10**9]),
     ("temperature", [3]),
