@@ -45,11 +45,17 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
-    "kv_transfer_params": (),
 }
 
-# About the caller, not about the answer.
-IGNORED_FIELDS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
+# Fields that do not change the text here: any value is accepted.
+IGNORED_FIELDS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),  # about the caller
+        *("prediction", "kv_transfer_params"),  # about speed
+        "verbosity",  # chat templates have no place for it
+        "audio",  # the form of spoken answers, which `modalities` asks for
+    }
+)
 
 
 def _top_k(value: int) -> int:

@@ -22,19 +22,16 @@ from services.router.reply import Piece, Reply
 from services.router.rounds import AnswerRound
 from services.router.shapes import ChatMessage, ToolChoiceField, ToolDefinition
 from services.router.speculation_stats import SpeculationStats
+from services.router.template_variables import TemplateVariables
 from services.router.tools import Tool, ToolChoice, check_choice, to_tool_choice, to_tools, tool_grammar
 
 
-class ChatRequest(ApiRequest):
+class ChatRequest(ApiRequest, TemplateVariables):
     unsupported_fields = UNSUPPORTED_FIELDS | {
         "echo": (False,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "reasoning_effort": (),
-        "verbosity": (),
         "web_search_options": (),
         "documents": ([],),
         "chat_template": (),
@@ -48,7 +45,6 @@ class ChatRequest(ApiRequest):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False  # the template writes them itself
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default={}, description="variables of the template's own")
     tools: Annotated[tuple[Tool, ...], PlainValidator(to_tools, json_schema_input_type=list[ToolDefinition])] = ()
     tool_choice: Annotated[ToolChoice, PlainValidator(to_tool_choice, json_schema_input_type=ToolChoiceField)] = (
         ToolChoice("auto")
@@ -76,7 +72,7 @@ class ChatRequest(ApiRequest):
             tools,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
-            variables=self.chat_template_kwargs,
+            variables=self.template_variables,
         )
 
     @cached_property

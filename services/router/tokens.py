@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from services.router.large_work import done_beside
 from services.router.messages import Message, to_messages
 from services.router.prompt import ChatPrompts, Conversation, check_continuation
 from services.router.shapes import ChatMessage, ToolDefinition
+from services.router.template_variables import TemplateVariables
 from services.router.tools import Tool, to_tools
 
 MAX_TOKENS = 262_144
@@ -25,7 +26,7 @@ _TOKENIZE_PATH, _DETOKENIZE_PATH = "/tokenize", "/detokenize"
 TOKEN_PATHS = frozenset({_TOKENIZE_PATH, _DETOKENIZE_PATH})
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateVariables):
     """Of a prompt, or of a chat's messages: one of the two."""
 
     model_config = ConfigDict(strict=True)
@@ -38,7 +39,6 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: bool | None = None  # vLLM's default: true for a prompt; a chat template writes its own
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
     tools: Annotated[tuple[Tool, ...], PlainValidator(to_tools, json_schema_input_type=list[ToolDefinition])] = ()
     return_token_strs: bool = False
 
@@ -103,7 +103,7 @@ class Tokens:
                 [tool.definition for tool in request.tools],
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
-                variables=request.chat_template_kwargs,
+                variables=request.template_variables,
             )
             return self._prompts.encode(conversation, add_special_tokens=bool(request.add_special_tokens))
         assert request.prompt is not None

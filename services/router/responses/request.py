@@ -19,7 +19,7 @@ PASSED_ON = (
     "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop", "seed",
     "ignore_eos", "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "priority",
     "cache_salt", "request_id", "vllm_xargs", "skip_special_tokens", "include_reasoning", "chat_template_kwargs",
-    "num_speculative_tokens",
+    "enable_thinking", "num_speculative_tokens",
 )  # fmt: skip
 
 # Fields that are refused unless they ask for nothing, and why.
@@ -40,7 +40,12 @@ IGNORED = IGNORED_FIELDS | {
 }
 
 # What the chat calls them, and what they are called here.
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 class ResponsesRequest(BaseModel):
@@ -103,23 +108,18 @@ def renamed(error: InvalidRequestError) -> InvalidRequestError:
     name = _NAMES.get(error.param or "")
     if name is None:
         return error
-    return type(error)(error.message.replace(error.param or "", name, 1), param=name)
+    return type(error)(error.message.replace(error.param or "", name, 1), param=name.partition(".")[0])
 
 
 def _chat_fields(request: ResponsesRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {
+    return {
         "messages": to_chat_messages(request.instructions, request.input),
         "max_completion_tokens": request.max_output_tokens,
         "tools": [_tool(tool) for tool in request.tools],
         "tool_choice": _tool_choice(request.tool_choice),
         "response_format": _response_format(request.text),
+        "reasoning_effort": request.reasoning.get("effort"),
     }
-    effort = request.reasoning.get("effort")
-    if effort is not None:
-        if not isinstance(effort, str):
-            raise InvalidRequestError(f"reasoning.effort should be a string (got {excerpt(effort)})", param="reasoning")
-        fields["chat_template_kwargs"] = {"reasoning_effort": effort}
-    return fields
 
 
 def _tool(tool: object) -> object:
