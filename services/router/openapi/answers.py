@@ -127,7 +127,7 @@ ANSWERS: dict[str, Schema] = {
         {"usage": nullable(reference("Usage"))} | _METRICS,
     ),
     "ResponseItem": structure(
-        {"id": TEXT, "type": {"enum": ["message", "reasoning", "function_call"]}, "status": TEXT},
+        {"id": TEXT, "type": {"enum": ["message", "reasoning", "function_call", "custom_tool_call"]}, "status": TEXT},
         {
             "role": TEXT,
             "content": items(structure({"type": TEXT, "text": TEXT})),
@@ -135,6 +135,7 @@ ANSWERS: dict[str, Schema] = {
             "call_id": TEXT,
             "name": TEXT,
             "arguments": TEXT,
+            "input": TEXT,
         },
     ),
     "Response": structure(

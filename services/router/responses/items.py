@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidRequestError
-from services.router.errors import excerpt
+from services.router.errors import excerpt, warn_of
 from services.router.messages import MAX_MESSAGES
+
+_SYSTEM_ROLES = ("system", "developer")
 
 Message = dict[str, Any]
 
 
 def to_chat_messages(instructions: str | None, value: object) -> list[Message]:
-    """What a chat has for `instructions` and `input`. Raises InvalidRequestError naming the item."""
+    """Converts `instructions` and `input` to the messages of a chat. Raises InvalidRequestError naming the item.
+
+    Items of other types, such as calls of tools that OpenAI's servers run, are left out, with one warning in the log.
+    """
     conversation = _Conversation()
     if instructions:
         conversation.messages.append({"role": "system", "content": instructions})
@@ -26,6 +31,7 @@ def to_chat_messages(instructions: str | None, value: object) -> list[Message]:
         raise _refusal(f"input should have at most {MAX_MESSAGES} items, and has {len(value)}", value)
     for index, item in enumerate(value):
         conversation.add(item, f"input[{index}]")
+    warn_of(sorted(conversation.left_out), "left out the items of unsupported types:")
     return conversation.messages
 
 
@@ -34,6 +40,7 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
+        self.left_out: set[str] = set()  # types of items that a chat has no place for
         self._turn: Message | None = None  # the assistant's, while its items come
 
     def add(self, item: object, where: str) -> None:
@@ -47,16 +54,17 @@ class _Conversation:
             case "function_call":
                 function = {"name": _string(item, "name", where), "arguments": item.get("arguments")}
                 self._add_call(item, where, {"type": "function", "function": function})
-            case "function_call_output":
+            case "custom_tool_call":
+                custom = {"name": _string(item, "name", where), "input": item.get("input")}
+                self._add_call(item, where, {"type": "custom", "custom": custom})
+            case "function_call_output" | "custom_tool_call_output":
                 self._add_output(item, where)
             case "item_reference":
                 raise _refusal(f"{where} refers to an item, and nothing is stored here: send the item", item.get("id"))
+            case str(kind):
+                self.left_out.add(kind)
             case kind:
-                raise _refusal(
-                    f"{where}.type should be message, function_call, function_call_output or reasoning: no other is "
-                    "supported",
-                    kind,
-                )
+                raise _refusal(f"{where}.type should be a string", kind)
 
     def _add_call(self, item: Mapping[str, Any], where: str, call: Message) -> None:
         calls = self._assistant().setdefault("tool_calls", [])
@@ -70,9 +78,14 @@ class _Conversation:
 
     def _add_message(self, item: Mapping[str, Any], where: str) -> None:
         content = _content(item.get("content"), f"{where}.content")
-        if item.get("role") != "assistant":
+        role = item.get("role")
+        if role in _SYSTEM_ROLES and content and len(self.messages) == 1 and self.messages[0]["role"] == "system":
+            # Some templates refuse a second system message, and clients send both instructions and such items.
+            self.messages[0]["content"] = [*_parts(self.messages[0]["content"]), *_parts(content)]
+            return
+        if role != "assistant":
             self._turn = None
-            self.messages.append({"role": item.get("role"), "content": content})
+            self.messages.append({"role": "system" if role in _SYSTEM_ROLES else role, "content": content})
             return
         if self._turn is not None and self._turn["content"] is not None:
             self._turn = None  # two texts of it are two messages
@@ -99,6 +112,10 @@ def _content(value: object, where: str) -> str | list[dict[str, str]] | None:
     if not isinstance(value, list):
         raise _refusal(f"{where} should be a string or a list of text parts", value)
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(value)] or ""
+
+
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _part(part: object, where: str) -> dict[str, str]:

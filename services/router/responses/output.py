@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from services.router.output.source import Said
+from services.router.responses.custom_input import CustomInput
 
 Event = dict[str, Any]
 Item = dict[str, Any]
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _DELTAS = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
-_ITEM_OF = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
+_CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # the field that has a call's text
 
 
 class OutputItems:
     """The items of one answer, as they come to be."""
 
-    def __init__(self) -> None:
+    def __init__(self, custom_tools: Collection[str] = ()) -> None:
+        """`custom_tools`: the names whose calls are custom_tool_call items."""
+        self._custom_tools = custom_tools
         self._items: list[Item] = []
         self._is_open = False  # the last of them
         self._pieces: list[str] = []  # of its text, which are not in it yet
+        self._input = CustomInput()  # of the last call of a custom tool
 
     @property
     def items(self) -> list[Item]:
         """Those so far, with their text so far."""
         if self._pieces:
             item, text = self._items[-1], "".join(self._pieces)
-            if item["type"] == "function_call":
-                item["arguments"] += text
+            if item["type"] in _CALL_TEXTS:
+                item[_CALL_TEXTS[item["type"]]] += text
             else:
                 item["content"][0]["text"] += text
             self._pieces = []
@@ -44,34 +49,53 @@ class OutputItems:
     def say(self, said: Sequence[Said], call_ids: Iterator[str]) -> Iterator[Event]:
         """The events of what was said; each call takes one of `call_ids`."""
         for one in said:
-            kind = _ITEM_OF[one.kind]
+            kind = self._item_type(one)
             if not self._is_open or self._items[-1]["type"] != kind or one.kind == "call":
                 yield from self.close()
                 yield from self._begin(kind, one.text if one.kind == "call" else "", call_ids)
-            if one.kind != "call" and one.text:
-                yield self._delta(one.text)
+            if one.kind == "call":
+                continue
+            text = self._input.push(one.text) if kind == "custom_tool_call" else one.text
+            if text:
+                yield self._delta(text)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """The events of the end of the last item, if it is open."""
         if not self._is_open:
             return
+        kind = self._items[-1]["type"]
+        if kind == "custom_tool_call" and (text := self._input.end()):
+            yield self._delta(text)
         self._is_open = False
         item = self.items[-1]
         item["status"] = status
-        kind = item["type"]
         done: Event = {"type": f"{_DELTAS[kind]}.done", **self._place(kind)}
         if kind == "function_call":
             yield done | {"name": item["name"], "arguments": item["arguments"]}
+        elif kind == "custom_tool_call":
+            yield done | {"input": item["input"]}
         else:
             (part,) = item["content"]
             yield done | {"text": part["text"]} | ({"logprobs": []} if kind == "message" else {})
             yield {"type": "response.content_part.done", **self._place(kind), "part": dict(part)}
         yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": _copy(item)}
 
+    def _item_type(self, said: Said) -> str:
+        match said.kind:
+            case "call":
+                return "custom_tool_call" if said.text in self._custom_tools else "function_call"
+            case "arguments":  # they follow their call
+                kind: str = self._items[-1]["type"]
+                return kind
+            case "content":
+                return "message"
+        return "reasoning"
+
     def _begin(self, kind: str, name: str, call_ids: Iterator[str]) -> Iterator[Event]:
         item: Item = {"id": f"{_PREFIXES[kind]}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress"}
-        if kind == "function_call":
-            item |= {"call_id": next(call_ids), "name": name, "arguments": ""}
+        if kind in _CALL_TEXTS:
+            item |= {"call_id": next(call_ids), "name": name, _CALL_TEXTS[kind]: ""}
+            self._input = CustomInput()
         elif kind == "message":
             item |= {"role": "assistant", "content": []}
         else:
@@ -79,7 +103,7 @@ class OutputItems:
         self._items.append(item)
         self._is_open = True
         yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": _copy(item)}
-        if kind == "function_call":
+        if kind in _CALL_TEXTS:
             return
         part: Item = {"type": _PARTS[kind], "text": ""}
         if kind == "message":
@@ -95,7 +119,7 @@ class OutputItems:
 
     def _place(self, kind: str) -> dict[str, Any]:
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        return place if kind == "function_call" else place | {"content_index": 0}
+        return place if kind in _CALL_TEXTS else place | {"content_index": 0}
 
 
 def _copy(item: Item) -> Item:

@@ -24,7 +24,7 @@ class _Progress:
     """What has come of the one choice of a response."""
 
     reader: MessageReader
-    output: OutputItems = field(default_factory=OutputItems)
+    output: OutputItems
     finish_reason: str | None = None
     numbers: Iterator[int] = field(default_factory=itertools.count)  # of events
 
@@ -40,7 +40,7 @@ class ResponsesReply(Reply):
     progress: _Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "progress", _Progress(self.reader.start()))
+        object.__setattr__(self, "progress", _Progress(self.reader.start(), OutputItems(self.request.custom_tools)))
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         (choice,) = choices

@@ -11,6 +11,7 @@ from services.router.api_request import IGNORED_FIELDS, invalid_request, parse_r
 from services.router.chat import ChatRequest
 from services.router.errors import excerpt, warn_of_unknown
 from services.router.responses.items import to_chat_messages
+from services.router.responses.tools import custom_tool_names, to_chat_tool_choice, to_chat_tools
 
 # Fields that mean the same in a chat: it checks them.
 PASSED_ON = (
@@ -76,6 +77,11 @@ class ResponsesChat(ChatRequest):
     def token_limit(self) -> tuple[str, int | None]:
         return "max_output_tokens", self.max_completion_tokens
 
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the tools whose calls are custom_tool_call items."""
+        return custom_tool_names(self.origin.tools)
+
 
 def to_chat(fields: dict[str, Any]) -> ResponsesChat:
     """The chat that the body `fields` asks for. Raises InvalidRequestError naming the field."""
@@ -115,25 +121,11 @@ def _chat_fields(request: ResponsesRequest) -> dict[str, Any]:
     return {
         "messages": to_chat_messages(request.instructions, request.input),
         "max_completion_tokens": request.max_output_tokens,
-        "tools": [_tool(tool) for tool in request.tools],
-        "tool_choice": _tool_choice(request.tool_choice),
+        "tools": to_chat_tools(request.tools),
+        "tool_choice": to_chat_tool_choice(request.tool_choice),
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning.get("effort"),
     }
-
-
-def _tool(tool: object) -> object:
-    """A function, which has its fields beside its type here, and in an object of their own in a chat."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return tool  # the chat says what is wrong with it
-    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-
-
-def _tool_choice(choice: str | dict[str, Any]) -> object:
-    match choice:
-        case {"type": "function", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}
-    return choice
 
 
 def _response_format(text: dict[str, Any]) -> object:

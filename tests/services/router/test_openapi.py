@@ -85,10 +85,12 @@ def test_answers_are_as_it_says(document: dict[str, Any], model: Model) -> None:
     extras = {"return_token_ids": True, "return_speculation_stats": True, "return_rounds": True}
     chat = {"messages": [USER], "tools": [TIME], **extras}
     tools = [{"type": "function", "name": "time"}]
+    custom_tools = [{"type": "custom", "name": "time"}, {"type": "web_search"}]
     for path, name, body in [
         ("/v1/completions", "Completion", {"prompt": "fox", **extras}),
         ("/v1/chat/completions", "ChatCompletion", chat),
         ("/v1/responses", "Response", {"input": "fox", "tools": tools}),
+        ("/v1/responses", "Response", {"input": "fox", "tools": custom_tools}),
         ("/tokenize", "Tokens", {"prompt": "fox", "return_token_strs": True}),
         ("/detokenize", "Text", {"tokens": [70]}),
         ("/v1/completions", "Error", {"prompt": "fox", "top_p": 2}),
@@ -107,6 +109,7 @@ def test_answers_are_as_it_says(document: dict[str, Any], model: Model) -> None:
         ("/v1/completions", "Completion", {"prompt": "fox"}),
         ("/v1/chat/completions", "ChatCompletionChunk", chat | {"stream_options": {"include_usage": True}}),
         ("/v1/responses", "ResponseEvent", {"input": "fox", "tools": tools}),
+        ("/v1/responses", "ResponseEvent", {"input": "fox", "tools": custom_tools}),
     ]:
         text = client.post(path, json=body | {"stream": True}).text
         events = re.findall(r"^data: (\{.*)$", text, re.MULTILINE)

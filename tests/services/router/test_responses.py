@@ -17,13 +17,13 @@ CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "argume
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "18"}
 
 
-def create(model: Model, **fields: Any) -> dict[str, Any]:
+def create(model: Model, /, **fields: Any) -> dict[str, Any]:
     response = model.router.client.post("/v1/responses", json={"input": "Paris?"} | fields)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-def stream(model: Model, **fields: Any) -> list[dict[str, Any]]:
+def stream(model: Model, /, **fields: Any) -> list[dict[str, Any]]:
     response = model.router.client.post("/v1/responses", json={"input": "Paris?", "stream": True} | fields)
     assert response.status_code == 200, response.text
     *events, rest = response.text.split("\n\n")
@@ -168,8 +168,10 @@ BAD_FIELDS = [
     ("instructions", [5]),
     ("max_output_tokens", [0, "5", 10**9]),
     ("temperature", [3]),
-    ("tools", [5, [5], [{"type": "web_search"}], [WEATHER | {"name": ""}]]),
-    ("tool_choice", ["required", {"type": "function", "name": "x"}, {"type": "allowed_tools"}]),
+    ("tools", [5, [5], [{"type": 5}], [{}], [WEATHER | {"name": ""}], [{"type": "custom"}], [WEATHER, WEATHER]]),
+    ("tools", [[{"type": "custom", "name": "weather"}, WEATHER], [{"type": "custom", "name": "f", "description": 5}]]),
+    ("tool_choice", ["required", {"type": "function", "name": "x"}, {"type": "allowed_tools"}, {"type": "web_search"}]),
+    ("input", [[{"type": "custom_tool_call", "call_id": "x", "name": "f", "input": 5}], [{"type": 5}]]),
     ("text", [5, {"format": 5}]),
     ("reasoning", [5, {"effort": 5}]),
     ("truncation", ["maybe"]),
