@@ -16,7 +16,7 @@ from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest, MaxToken
 from services.router.endpoint import Endpoint, Serving
 from services.router.messages import Message, text_of, to_messages
 from services.router.output.choice import Readers
-from services.router.output.message import MessageReader, Reader
+from services.router.output.message import MessageWriter, Reader
 from services.router.prompt import ChatPrompts, Conversation, check_continuation
 from services.router.reply import Piece, Reply
 from services.router.rounds import AnswerRound
@@ -96,15 +96,15 @@ class ChatReply(Reply):
     chunk_object = "chat.completion.chunk"
 
     reader: Reader | None = None  # None: all of an answer is content
-    _started: dict[int, MessageReader] = field(default_factory=dict)  # of the choices that are being streamed
+    _started: dict[int, MessageWriter] = field(default_factory=dict)  # of the choices that are being streamed
 
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         finish_reason = choice.finish_reason
         if self.reader is not None:
-            reader = self.reader.start()
-            message = reader.message(choice.text)
-            finish_reason = reader.finish_reason(finish_reason)
+            writer = MessageWriter(self.reader)
+            message = writer.message(choice.said)
+            finish_reason = writer.finish_reason(finish_reason)
         return self._with_extras(
             {
                 "index": index,
@@ -146,11 +146,10 @@ class ChatReply(Reply):
         """The deltas of `piece`, and the reason for which its choice ends with it."""
         if self.reader is None:
             return ([{"content": piece.text}] if piece.text else []), piece.finish_reason
-        reader = self._started.get(index)
-        if reader is None:
-            reader = self._started[index] = self.reader.start()
-        said = reader.push(piece.text, is_last=piece.finish_reason is not None)
-        return reader.deltas(said), reader.finish_reason(piece.finish_reason)
+        writer = self._started.get(index)
+        if writer is None:
+            writer = self._started[index] = MessageWriter(self.reader)
+        return writer.deltas(piece.said), writer.finish_reason(piece.finish_reason)
 
     def _delta(
         self,
@@ -180,8 +179,8 @@ class ChatCompletions(Endpoint[ChatRequest]):
     def _turn_end_ids(self, request: ChatRequest) -> frozenset[int]:
         return frozenset() if request.ignore_eos else self._prompts.turn_end_ids
 
-    def _reply(self, request: ChatRequest, prompts: list[list[int]], **frame: Any) -> Reply:
-        return ChatReply(reader=self._reader(request, prompts[0]), **frame)
+    def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
+        return ChatReply(reader=reader, **frame)
 
     def _reader(self, request: ChatRequest, prompt: list[int]) -> Reader | None:
         return self._readers.reader(

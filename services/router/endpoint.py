@@ -23,6 +23,7 @@ from services.router.generation import TextFormat, generate, interleave
 from services.router.large_work import done_beside
 from services.router.logprobs import LogprobsFormat
 from services.router.middleware import request_id_of
+from services.router.output.message import Reader
 from services.router.page.feed import Feed
 from services.router.prompt_budget import PromptBudget, StartWindow
 from services.router.replicas import AdapterRef, ReplicaPool
@@ -112,8 +113,12 @@ class Endpoint(abc.ABC, Generic[R]):
         """The request that the body `fields` makes. Raises InvalidRequestError naming the field."""
         return parse_request(self.request_type, fields)
 
-    def _reply(self, request: R, prompts: list[list[int]], **frame: Any) -> Reply:
-        """The reply to `request`, whose prompts have these token IDs; `frame`: the fields that every reply has."""
+    def _reader(self, request: R, prompt: list[int]) -> Reader | None:
+        """Returns how answers to `prompt` are read; None: all of an answer is content."""
+        return None
+
+    def _reply(self, request: R, reader: Reader | None, **frame: Any) -> Reply:
+        """Returns the reply to `request`; `frame`: the fields that every reply has."""
         return self.reply_type(**frame)
 
     def _shown_special_tokens(self, request: R) -> Collection[int]:
@@ -170,9 +175,10 @@ class Endpoint(abc.ABC, Generic[R]):
         if adapter is not None:
             serving.metrics.count_adapter(adapter.name)
         limits = serving.pool.limits()
+        reader = self._reader(request, prompts[0])
         reply = self._reply(
             request,
-            prompts,
+            reader,
             id=f"{self.reply_type.id_prefix}{request.request_id or request_id}",
             created=int(time.time()),
             model=model,
@@ -214,6 +220,7 @@ class Endpoint(abc.ABC, Generic[R]):
             has_no_tokens=request.token_limit[1] == 0,
             shown_special_tokens=self._shown_special_tokens(request),
             tells_rounds=request.return_rounds,
+            reader=reader,
         )
         window = StartWindow()
         sequences = [
@@ -265,26 +272,31 @@ async def _whole(answer: _Answer) -> dict[str, Any]:
     choices = [merged(pieces) for pieces in pieces_of]
     num_tokens = sum(len(choice.token_ids) for choice in choices)
     num_cached_tokens = sum(answer.num_cached_tokens(index, choice) for index, choice in enumerate(choices))
-    return answer.reply.whole(choices, Usage(answer.num_prompt_tokens, num_tokens, num_cached_tokens))
+    num_reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
+    usage = Usage(answer.num_prompt_tokens, num_tokens, num_cached_tokens, num_reasoning_tokens)
+    return answer.reply.whole(choices, usage)
 
 
 async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
     """Yields the server-sent events of a streamed answer. Raises OutriderError if the answer fails."""
     reply = answer.reply
-    num_tokens, num_cached_tokens = [0] * answer.num_choices, [0] * answer.num_choices
+    num_tokens, num_cached_tokens, num_reasoning_tokens = ([0] * answer.num_choices for _ in range(3))
     speculation: SpeculationStats | None = None  # of the only choice
     started: set[int] = set()  # choices
     async with contextlib.aclosing(answer.pieces) as pieces:
         async for index, piece in pieces:
             num_tokens[index] += len(piece.token_ids)
             num_cached_tokens[index] += answer.num_cached_tokens(index, piece)
+            num_reasoning_tokens[index] += piece.num_reasoning_tokens
             if answer.num_choices == 1:
                 speculation = piece.speculation
             usage = None
             if reply.continuous_usage:
-                usage = Usage(answer.prompt_len(index), num_tokens[index], num_cached_tokens[index])
+                counts = num_tokens[index], num_cached_tokens[index], num_reasoning_tokens[index]
+                usage = Usage(answer.prompt_len(index), *counts)
             for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
                 yield reply.event(chunk)
             started.add(index)
-    for last in reply.ending(Usage(answer.num_prompt_tokens, sum(num_tokens), sum(num_cached_tokens)), speculation):
+    counts = sum(num_tokens), sum(num_cached_tokens), sum(num_reasoning_tokens)
+    for last in reply.ending(Usage(answer.num_prompt_tokens, *counts), speculation):
         yield last

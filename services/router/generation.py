@@ -18,6 +18,8 @@ from protos.speculation.v1 import target_pb2
 from services.router.access_log import RequestRecord
 from services.router.caller import current_key
 from services.router.failover import run_anywhere
+from services.router.output.message import Reader
+from services.router.output.source import Said
 from services.router.page.feed import Feed
 from services.router.prompt_budget import StartWindow
 from services.router.replicas import ReplicaPool
@@ -47,6 +49,7 @@ class TextFormat:
     has_no_tokens: bool = False  # the only token is not wanted
     shown_special_tokens: Collection[int] = ()  # even where others are skipped
     tells_rounds: bool = False  # pieces say which step added which token
+    reader: Reader | None = None  # of a chat whose answers have reasoning or calls
 
 
 async def generate(
@@ -176,6 +179,7 @@ class _Writer:
             form.tokenizer, skip_special_tokens=form.skip_special_tokens, shown=form.shown_special_tokens
         )
         self._matcher = StopMatcher(form.stop_strings) if form.stop_strings else None
+        self._reader = form.reader.start() if form.reader is not None else None
         self._texts: list[str] = []  # of the tokens of the last piece, where their rounds are told
 
     def write(
@@ -199,6 +203,8 @@ class _Writer:
                 piece.stop_reason = piece.stop_reason or token_ids[-1]
         if logprobs is not None:
             piece.logprobs = logprobs.part(0, len(piece.token_ids))
+        if self._reader is not None and piece.finish_reason is not None and (text := self._reader.reasoning_text):
+            piece.num_reasoning_tokens = len(self._form.tokenizer.encode(text, add_special_tokens=False))
         if self._form.tells_rounds:
             unspelled = [""] * (len(piece.token_ids) - len(self._texts))
             piece.rounds = list(answer_rounds([*self._texts, *unspelled], rounds))
@@ -213,7 +219,10 @@ class _Writer:
             text = self._detokenizer.push(token_ids)
         if finish_reason is not None:
             text += self._flush()
-        return Piece(text, token_ids, finish_reason)
+        if self._reader is None:
+            return Piece(text, token_ids, finish_reason)
+        said = self._reader.push(text, is_last=finish_reason is not None)
+        return Piece("", token_ids, finish_reason, said=said)
 
     def _flush(self) -> str:
         rest = self._detokenizer.flush()
@@ -224,19 +233,42 @@ class _Writer:
     def _matched(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
         # One by one: which token is the last must not depend on how many came at once.
         assert self._matcher is not None
-        text, self._texts = "", []
+        said, self._texts = list[Said](), []
         for num_tokens, token_id in enumerate(token_ids, start=1):
             spelled = self._detokenizer.push([token_id])
             self._texts.append(spelled)
-            if self.num_tokens + num_tokens <= self._form.min_tokens:
-                text += spelled
-                continue
-            text += self._matcher.push(spelled)
+            own = self._read(spelled)
+            said += own if self.num_tokens + num_tokens <= self._form.min_tokens else self._cut(own)
             if self._matcher.stopped_at is not None:
-                return Piece(text, token_ids[:num_tokens], "stop", stop_reason=self._matcher.stopped_at)
-        if finish_reason is None:
-            return Piece(text, token_ids, None)
-        text += self._matcher.push(self._flush()) + self._matcher.flush()
-        if self._matcher.stopped_at is not None:
-            return Piece(text, token_ids, "stop", stop_reason=self._matcher.stopped_at)
-        return Piece(text, token_ids, finish_reason)
+                return self._piece(said, token_ids[:num_tokens], "stop")
+        if finish_reason is not None:
+            said += self._cut(self._read(self._flush(), is_last=True))
+            said.append(Said("content", self._matcher.flush()))
+        return self._piece(said, token_ids, finish_reason if self._matcher.stopped_at is None else "stop")
+
+    def _read(self, text: str, *, is_last: bool = False) -> list[Said]:
+        if self._reader is None:
+            return [Said("content", text)]
+        return self._reader.push(text, is_last=is_last)
+
+    def _cut(self, said: Sequence[Said]) -> list[Said]:
+        """Returns `said` without the content that may be part of a stop string, and without what follows one."""
+        assert self._matcher is not None
+        held = "" if self._reader is None else self._reader.held_content
+        kept: list[Said] = []
+        for one in said:
+            if one.kind != "content":
+                kept += [Said("content", self._matcher.flush()), one]
+                continue
+            kept.append(Said("content", self._matcher.push(one.text)))
+            if self._matcher.stopped_at is not None:
+                return kept
+        if held and self._matcher.would_stop(held):
+            kept.append(Said("content", self._matcher.push(held)))
+        return kept
+
+    def _piece(self, said: Sequence[Said], token_ids: Sequence[int], finish_reason: str | None) -> Piece:
+        assert self._matcher is not None
+        text = "".join(one.text for one in said) if self._reader is None else ""
+        kept = () if self._reader is None else [one for one in said if one.text or one.kind != "content"]
+        return Piece(text, token_ids, finish_reason, stop_reason=self._matcher.stopped_at, said=kept)

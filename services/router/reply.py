@@ -11,6 +11,7 @@ from cluster.errors import OutriderError
 from cluster.logprobs import TokenLogprobs, joined
 from services.router.errors import envelope
 from services.router.logprobs import LogprobsFormat
+from services.router.output.source import Said
 from services.router.rounds import AnswerRound
 from services.router.speculation_stats import SpeculationStats
 from services.router.streaming import DONE, event
@@ -28,7 +29,7 @@ class Prompt:
 class Piece:
     """A part of one choice, or all of it. `text` may be empty: tokens can end inside a character."""
 
-    text: str
+    text: str  # of a completion, or of a chat whose answers are all content
     token_ids: Sequence[int]
     finish_reason: str | None  # "stop" or "length" on the last piece
     speculation: SpeculationStats | None = None  # of the whole choice, on the last piece
@@ -37,6 +38,8 @@ class Piece:
     prompt: Prompt | None = None  # on the first piece with tokens, where it was asked for
     rounds: Sequence[AnswerRound] = ()  # of `token_ids`, where they were asked for
     num_cached_tokens: int = 0  # of the prompt, found in the target's prefix cache; on the first piece with tokens
+    said: Sequence[Said] = ()  # of a chat whose answers have reasoning or calls, in place of `text`
+    num_reasoning_tokens: int = 0  # of the whole choice, on the last piece
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:
@@ -54,6 +57,8 @@ def merged(pieces: Sequence[Piece]) -> Piece:
         prompt=next((piece.prompt for piece in pieces if piece.prompt is not None), None),
         rounds=[answer_round for piece in pieces for answer_round in piece.rounds],
         num_cached_tokens=sum(piece.num_cached_tokens for piece in pieces),
+        said=[said for piece in pieces for said in piece.said],
+        num_reasoning_tokens=pieces[-1].num_reasoning_tokens,
     )
 
 
@@ -62,6 +67,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # of the prompts, found in the targets' prefix caches
+    reasoning_tokens: int  # of the answers; the tokens of the reasoning's text
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,6 +75,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 

@@ -48,9 +48,17 @@ class StopMatcher:
         self._held = pending[start_of_held:]
         return pending[:start_of_held]
 
+    def would_stop(self, text: str) -> bool:
+        """Returns True if the text stops with `text`, which has not come for sure."""
+        num_matched = self._num_matched.copy()
+        would_stop = any(self._advance(character) is not None for character in text)
+        self._num_matched = num_matched
+        return would_stop
+
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Returns what was held back, at the end of the text."""
         held, self._held = self._held, ""
+        self._num_matched = [0] * len(self._patterns)
         return held
 
     def _advance(self, character: str) -> str | None:

@@ -1,4 +1,5 @@
-"""The message that an answer is: its content, its reasoning and its calls, whole or in deltas."""
+"""The message that an answer is: its content, its reasoning and its calls, read from its text and written in OpenAI's
+form, whole or in deltas."""
 
 from __future__ import annotations
 
@@ -42,11 +43,19 @@ class MessageReader:
     """Reads one answer. The concatenation of what it says does not depend on the pieces that it was given."""
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
         self._writer = Writer(include_reasoning=reader.include_reasoning, parallel_calls=reader.parallel_calls)
         self._program = reader.read(Source(), self._writer)
-        self._num_calls = 0
         next(self._program)
+
+    @property
+    def held_content(self) -> str:
+        """White space that is content unless a call follows."""
+        return self._writer.held_content
+
+    @property
+    def reasoning_text(self) -> str:
+        """All of the reasoning so far, included or not."""
+        return self._writer.reasoning_text
 
     def push(self, text: str, *, is_last: bool) -> list[Said]:
         """What is clear of the answer now that `text` has come."""
@@ -61,29 +70,39 @@ class MessageReader:
                 raise AssertionError("a program reads on after the end")
         return self._writer.take()
 
+
+class MessageWriter:
+    """Writes one answer in OpenAI's form, whole or in deltas."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._num_calls = 0
+
     def new_call_id(self) -> str:
         if self._reader.has_short_ids:
             return "".join(secrets.choice(_ALPHABET) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
     def finish_reason(self, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._writer.num_calls and self._reader.calls_finish else reason
+        """Returns the reason for which an answer ends that has been written; `reason`: that of its text."""
+        return "tool_calls" if reason == "stop" and self._num_calls and self._reader.calls_finish else reason
 
     def deltas(self, said: Sequence[Said]) -> list[dict[str, Any]]:
         """`said` as the deltas of a streamed message."""
         return [self._delta(one) for one in said]
 
-    def message(self, text: str) -> dict[str, Any]:
-        """The message that `text`, the whole answer, is."""
+    def message(self, said: Sequence[Said]) -> dict[str, Any]:
+        """Returns the message of an answer that says all of `said`."""
         content, reasoning = "", ""
         calls: list[dict[str, Any]] = []
-        for one in self.push(text, is_last=True):
+        for one in said:
             if one.kind == "content":
                 content += one.text
             elif one.kind == "reasoning":
                 reasoning += one.text
             elif one.kind == "call":
                 calls.append(self._call(one.text))
+                self._num_calls += 1
             else:
                 calls[-1]["function"]["arguments"] += one.text
         message: dict[str, Any] = {

@@ -127,6 +127,7 @@ class Writer:
         self._drops_call = False
         self._held_content = ""
         self._held_reasoning = ""
+        self._reasoning: list[str] = []
 
     def content(self, text: str) -> None:
         kept = text.rstrip()
@@ -139,8 +140,9 @@ class Writer:
         """Without the newlines at its end, which templates put there."""
         kept = text.rstrip("\n")
         if kept:
+            self._reasoning.append(self._held_reasoning + kept)
             if self._includes_reasoning:
-                self._say("reasoning", self._held_reasoning + kept)
+                self._say("reasoning", self._reasoning[-1])
             self._held_reasoning = ""
         self._held_reasoning += text[len(kept) :]
 
@@ -154,6 +156,16 @@ class Writer:
     def arguments(self, text: str) -> None:
         if not self._drops_call:
             self._say("arguments", text)
+
+    @property
+    def held_content(self) -> str:
+        """White space that is content unless a call follows."""
+        return self._held_content
+
+    @property
+    def reasoning_text(self) -> str:
+        """All of the reasoning, included or not."""
+        return "".join(self._reasoning)
 
     def end(self) -> None:
         """At the end of the text."""

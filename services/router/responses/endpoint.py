@@ -70,14 +70,13 @@ class Responses(ChatCompletions):
                 cuts = cuts[middle + 1 :]
         return prompt
 
-    def _reply(self, request: ChatRequest, prompts: list[list[int]], **frame: Any) -> Reply:
+    def _reader(self, request: ChatRequest, prompt: list[int]) -> Reader:
+        return super()._reader(request, prompt) or Reader()
+
+    def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
         assert isinstance(request, ResponsesChat)
-        return ResponsesReply(
-            request=request,
-            reader=self._reader(request, prompts[0]) or Reader(),
-            count_tokens=lambda text: len(self._serving.tokenizer.encode(text, add_special_tokens=False)),
-            **frame,
-        )
+        assert reader is not None
+        return ResponsesReply(request=request, reader=reader, **frame)
 
 
 def _cuts(messages: list[Message]) -> list[list[Message]]:

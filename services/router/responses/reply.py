@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from cluster.errors import OutriderError
 from services.router.errors import envelope
-from services.router.output.message import MessageReader, Reader
+from services.router.output.message import MessageWriter, Reader
 from services.router.reply import Piece, Reply, Usage
 from services.router.responses.output import Event, OutputItems
 from services.router.responses.request import ResponsesChat
@@ -23,7 +23,7 @@ from services.router.speculation_stats import SpeculationStats
 class _Progress:
     """What has come of the one choice of a response."""
 
-    reader: MessageReader
+    writer: MessageWriter
     output: OutputItems
     finish_reason: str | None = None
     numbers: Iterator[int] = field(default_factory=itertools.count)  # of events
@@ -36,11 +36,12 @@ class ResponsesReply(Reply):
 
     request: ResponsesChat
     reader: Reader
-    count_tokens: Callable[[str], int]
     progress: _Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "progress", _Progress(self.reader.start(), OutputItems(self.request.custom_tools)))
+        object.__setattr__(
+            self, "progress", _Progress(MessageWriter(self.reader), OutputItems(self.request.custom_tools))
+        )
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         (choice,) = choices
@@ -73,10 +74,8 @@ class ResponsesReply(Reply):
 
     def _said(self, piece: Piece) -> Iterator[Event]:
         progress = self.progress
-        is_last = piece.finish_reason is not None
-        said = progress.reader.push(piece.text, is_last=is_last)
-        yield from progress.output.say(said, iter(progress.reader.new_call_id, None))
-        if is_last:
+        yield from progress.output.say(piece.said, iter(progress.writer.new_call_id, None))
+        if piece.finish_reason is not None:
             progress.finish_reason = piece.finish_reason
             yield from progress.output.close("incomplete" if piece.finish_reason == "length" else "completed")
 
@@ -113,17 +112,11 @@ class ResponsesReply(Reply):
         }
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        reasoning = sum(
-            self.count_tokens(part["text"])
-            for item in self.progress.output.items
-            if item["type"] == "reasoning"
-            for part in item["content"]
-        )
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

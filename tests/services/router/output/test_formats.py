@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.router.output.formats import TOOL_FORMATS, Program, named, plain, required
-from services.router.output.message import Reader
+from services.router.output.message import MessageWriter, Reader
 from services.router.output.source import Said
 from services.router.tools import to_tools
 
@@ -217,6 +217,10 @@ def read(reader: Reader, pieces: list[str]) -> list[Said]:
     return joined
 
 
+def message_of(reader: Reader, text: str) -> dict[str, Any]:
+    return MessageWriter(reader).message(reader.start().push(text, is_last=True))
+
+
 def split(text: str, random_numbers: random.Random) -> list[str]:
     cuts = sorted(random_numbers.randint(0, len(text)) for _ in range(random_numbers.randint(0, 8)))
     return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -224,13 +228,14 @@ def split(text: str, random_numbers: random.Random) -> list[str]:
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_what_an_answer_says(name: str, text: str, content: str | None, calls: list[tuple[str, str]]) -> None:
-    started = reader_of(name).start()
-    message = started.message(text)
+    reader = reader_of(name)
+    writer = MessageWriter(reader)
+    message = writer.message(reader.start().push(text, is_last=True))
     assert message["content"] == content
     functions = [call["function"] for call in message.get("tool_calls", [])]
     assert [(function["name"], function["arguments"]) for function in functions] == calls
-    assert started.finish_reason("stop") == ("tool_calls" if calls else "stop")
-    assert started.finish_reason("length") == "length"
+    assert writer.finish_reason("stop") == ("tool_calls" if calls else "stop")
+    assert writer.finish_reason("length") == "length"
 
 
 @pytest.mark.parametrize(("name", "text"), [case[:2] for case in CASES])
@@ -281,16 +286,14 @@ def test_arguments_are_streamed_as_they_come() -> None:
 
 def test_only_the_first_call_is_kept_where_they_may_not_be_parallel() -> None:
     text = '<tool_call>{"name": "time"}</tool_call><tool_call>{"name": "weather"}</tool_call> bye'
-    message = reader_of("hermes", parallel_calls=False).start().message(text)
+    message = message_of(reader_of("hermes", parallel_calls=False), text)
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["time"]
     assert message["content"] == " bye"
 
 
 def test_ids_of_calls() -> None:
     for short in (False, True):
-        message = (
-            reader_of("hermes", has_short_ids=short).start().message('<tool_call>{"name": "time"}</tool_call>' * 2)
-        )
+        message = message_of(reader_of("hermes", has_short_ids=short), '<tool_call>{"name": "time"}</tool_call>' * 2)
         first, second = (call["id"] for call in message["tool_calls"])
         assert first != second
         assert (len(first) == 9 and first.isalnum()) if short else first.startswith("call_")
@@ -313,7 +316,7 @@ def test_ids_of_calls() -> None:
 )
 def test_reasoning(text: str, has_begun: bool, reasoning: str | None, content: str | None) -> None:
     reader = Reader(program=plain, reads_reasoning=True, reasoning_has_begun=has_begun)
-    message = reader.start().message(text)
+    message = message_of(reader, text)
     assert message["content"] == content
     assert message.get("reasoning_content") == message.get("reasoning") == reasoning
     assert all(read(reader, [text[:cut], text[cut:]]) == read(reader, [text]) for cut in range(len(text)))
@@ -321,4 +324,4 @@ def test_reasoning(text: str, has_begun: bool, reasoning: str | None, content: s
 
 def test_reasoning_can_be_left_out() -> None:
     reader = Reader(reads_reasoning=True, include_reasoning=False)
-    assert reader.start().message("<think>hm</think>yes") == {"role": "assistant", "content": "yes", "refusal": None}
+    assert message_of(reader, "<think>hm</think>yes") == {"role": "assistant", "content": "yes", "refusal": None}
