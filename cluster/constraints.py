@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_WHITESPACE = 16  # characters between two parts of a JSON text
+
 GrammarForm = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import xgrammar
 
+from cluster.constraints import MAX_WHITESPACE
 from cluster.errors import InvalidRequestError
 from cluster.grammars.frames import LENGTH, frame
 from cluster.grammars.matching import probe
@@ -28,11 +29,10 @@ from cluster.grammars.vocabulary import read_vocabulary
 _MAX_COMPILED_BYTES = 16 * 2**20
 _MAX_MEMORY_BYTES = 2 * 2**30  # beyond what the process has when it begins
 _PR_SET_PDEATHSIG = 1
-_MAX_WHITESPACE = 16  # characters between two parts of a JSON text
 
 
 def _json_schema(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.CompiledGrammar:
-    return compiler.compile_json_schema(text, max_whitespace_cnt=_MAX_WHITESPACE)
+    return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 _COMPILE: dict[str, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {

@@ -18,6 +18,7 @@ from services.router.messages import Message, text_of, to_messages
 from services.router.output.choice import Readers
 from services.router.output.message import MessageWriter, Reader
 from services.router.prompt import ChatPrompts, Conversation, check_continuation
+from services.router.reasoning_grammar import after_reasoning
 from services.router.reply import Piece, Reply
 from services.router.rounds import AnswerRound
 from services.router.shapes import ChatMessage, ToolChoiceField, ToolDefinition
@@ -77,7 +78,7 @@ class ChatRequest(ApiRequest, TemplateVariables):
 
     @cached_property
     def grammar(self) -> Grammar | None:
-        """Where a call is demanded, that of the call: the answer has no other text, which another could be for."""
+        """If a call is demanded, that of the call: the answer has no other text but reasoning."""
         check_choice(self.tool_choice, self.tools)
         called = tool_grammar(self.tool_choice, self.tools, parallel=self.parallel_tool_calls)
         return called if called is not None else super().grammar
@@ -178,6 +179,12 @@ class ChatCompletions(Endpoint[ChatRequest]):
 
     def _turn_end_ids(self, request: ChatRequest) -> frozenset[int]:
         return frozenset() if request.ignore_eos else self._prompts.turn_end_ids
+
+    def _grammar(self, request: ChatRequest, reader: Reader | None) -> Grammar | None:
+        grammar = request.grammar
+        if grammar is None or reader is None:
+            return grammar
+        return after_reasoning(grammar, reader, self._serving.tokenizer.special_tokens)
 
     def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
         return ChatReply(reader=reader, **frame)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from cluster.constraints import Grammar
 from cluster.telemetry.metrics import RouterMetrics
 from cluster.tokenization import Tokenizer
 from services.router.access_log import RequestRecord, record_of
@@ -117,6 +118,10 @@ class Endpoint(abc.ABC, Generic[R]):
         """Returns how answers to `prompt` are read; None: all of an answer is content."""
         return None
 
+    def _grammar(self, request: R, reader: Reader | None) -> Grammar | None:
+        """Returns what the text of an answer has to be."""
+        return request.grammar
+
     def _reply(self, request: R, reader: Reader | None, **frame: Any) -> Reply:
         """Returns the reply to `request`; `frame`: the fields that every reply has."""
         return self.reply_type(**frame)
@@ -202,6 +207,7 @@ class Endpoint(abc.ABC, Generic[R]):
             seed=reply.seed,
             limits=limits,
             tokenizer=serving.tokenizer,
+            grammar=self._grammar(request, reader),
             turn_end_ids=turn_end_ids,
             adapter=adapter,
             may_speculate=serving.switch.draw(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError, UnavailableError
 from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2, types_pb2
@@ -61,6 +62,7 @@ def build_choice_requests(
     seed: int,
     limits: Limits,
     tokenizer: Tokenizer,
+    grammar: Grammar | None,
     turn_end_ids: frozenset[int] = frozenset(),
     adapter: AdapterRef | None = None,
     may_speculate: bool = True,
@@ -80,7 +82,7 @@ def build_choice_requests(
             *_checked(request.stop_token_ids, limits.vocab_size, "stop_token_ids"),
             *sorted(turn_end_ids - limits.eos_token_ids),
         ],
-        constraints=_constraints(request, tokenizer, limits.vocab_size),
+        constraints=_constraints(request, grammar, tokenizer, limits.vocab_size),
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,
         cache_salt=request.cache_salt or "",
@@ -116,13 +118,15 @@ def _checked(token_ids: Sequence[int], vocab_size: int, param: str) -> Sequence[
     return token_ids
 
 
-def _constraints(request: ApiRequest, tokenizer: Tokenizer, vocab_size: int) -> target_pb2.Constraints | None:
+def _constraints(
+    request: ApiRequest, grammar: Grammar | None, tokenizer: Tokenizer, vocab_size: int
+) -> target_pb2.Constraints | None:
     """None where there are none, which is what a worker of a version before has."""
     constraints = target_pb2.Constraints(
         allowed_token_ids=_checked(request.allowed_token_ids or (), vocab_size, "allowed_token_ids"),
         bad_words=[target_pb2.TokenIds(token_ids=word) for word in bad_words(request.bad_words, tokenizer)],
         min_tokens=request.min_tokens,
-        grammar=None if request.grammar is None else target_pb2.Grammar(**{request.grammar.form: request.grammar.text}),
+        grammar=None if grammar is None else target_pb2.Grammar(**{grammar.form: grammar.text}),
     )
     return constraints if constraints.ByteSize() else None
 

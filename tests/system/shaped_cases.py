@@ -25,6 +25,16 @@ PERSON: Body = {
     "required": ["name", "age", "tags"],
 }
 
+# Any text up to a mark, then a form, as of an answer that begins with reasoning.
+_AFTER_A_LINE: Body = {
+    "type": "sequence",
+    "elements": [
+        {"type": "any_text", "excludes": ["\n"]},
+        {"type": "const_string", "value": "\n"},
+        {"type": "regex", "pattern": "[0-9]{3}-[a-f]+( and [A-Z][a-z]*){1,3}"},
+    ],
+}
+
 _CONSTRAINTS: dict[str, Body] = {
     "nothing": {},
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
@@ -35,6 +45,9 @@ _CONSTRAINTS: dict[str, Body] = {
     "bad words": {"bad_words": ["the", "self", "return None", " ="], "ignore_eos": True},
     "min tokens": {"min_tokens": 12, "stop_token_ids": list(range(3, 200))},
     "stop tokens": {"stop_token_ids": list(range(200, 300)), "include_stop_str_in_output": True},
+    "form after a line": {
+        "structured_outputs": {"structural_tag": {"type": "structural_tag", "format": _AFTER_A_LINE}}
+    },
 }
 _SAMPLING: dict[str, Body] = {
     "greedy": {"temperature": 0},

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from cluster.config_router import RouterConfig
 from cluster.tokenization import Tokenizer
 from services.router.chat_template import ChatTemplate
-from services.router.output.formats import TOOL_FORMATS, ToolFormat, format_of, named, plain, required
+from services.router.output.formats import TOOL_FORMATS, Program, ToolFormat, format_of, named, plain, required
 from services.router.output.message import Reader
 from services.router.output.reasoning import BEGIN, END
 from services.router.tools import Tool, ToolChoice
 
-_LAST_TOKENS = 8  # of a prompt, in which its opening of the reasoning is sought
+_LAST_TOKENS = 32  # of a prompt, in which a mark of reasoning at its end is looked for; a mark may be some ten tokens
 
 
 @dataclass(frozen=True)
@@ -47,26 +47,24 @@ class Readers:
 
         `prompt`: its token IDs; `continued`: the text of the message that the answer goes on with.
         """
-        is_short = self.tool_format is not None and self.tool_format.has_short_ids
-        if choice.is_forced:  # the grammar leaves no room for reasoning
-            return Reader(
-                program=named(choice.name) if choice.mode == "named" else required,
-                tools=tools,
-                parallel_calls=parallel_calls,
-                has_short_ids=is_short,
-                calls_finish=choice.mode == "required",
-            )
-        has_calls = bool(tools) and choice.mode == "auto" and self.tool_format is not None
-        if not has_calls and not self.reads_reasoning:
+        program: Program = plain
+        if choice.is_forced:
+            program = named(choice.name) if choice.mode == "named" else required
+        elif tools and choice.mode == "auto" and self.tool_format is not None:
+            program = self.tool_format.program
+        if program is plain and not self.reads_reasoning:
             return None
+        mark = self._last_mark(prompt, continued) if self.reads_reasoning else None
         return Reader(
-            program=self.tool_format.program if has_calls and self.tool_format is not None else plain,
+            program=program,
             tools=tools,
             reads_reasoning=self.reads_reasoning,
-            reasoning_has_begun=self.reads_reasoning and self._opens_reasoning(prompt, continued),
+            reasoning_has_begun=mark == BEGIN,
+            may_reason=self.reads_reasoning and mark != END and not continued,
             include_reasoning=include_reasoning,
             parallel_calls=parallel_calls,
-            has_short_ids=is_short,
+            has_short_ids=self.tool_format is not None and self.tool_format.has_short_ids,
+            calls_finish=choice.mode != "named",
         )
 
     def shown_special_tokens(self, tools: Sequence[Tool], choice: ToolChoice) -> Collection[int]:
@@ -77,8 +75,12 @@ class Readers:
         special = self.tokenizer.special_tokens
         return [special[marker] for marker in markers if marker in special]
 
-    def _opens_reasoning(self, prompt: Sequence[int], continued: str) -> bool:
+    def _last_mark(self, prompt: Sequence[int], continued: str) -> str | None:
+        """Returns the mark of reasoning that an answer comes after, in the message that it goes on with or else at the
+        end of the prompt."""
         if continued:
-            return continued.rfind(BEGIN) > continued.rfind(END)
-        end = self.tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False)
-        return end.rstrip().endswith(BEGIN)
+            places = {mark: continued.rfind(mark) for mark in (BEGIN, END)}
+            last = max(places, key=places.__getitem__)
+            return last if places[last] >= 0 else None
+        end = self.tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False).rstrip()
+        return next((mark for mark in (BEGIN, END) if end.endswith(mark)), None)

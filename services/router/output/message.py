@@ -25,6 +25,7 @@ class Reader:
     tools: Sequence[Tool] = ()
     reads_reasoning: bool = False
     reasoning_has_begun: bool = False  # in the prompt
+    may_reason: bool = False  # the model may begin with reasoning: the prompt has not ended it
     include_reasoning: bool = True
     parallel_calls: bool = True
     has_short_ids: bool = False

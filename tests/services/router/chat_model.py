@@ -45,8 +45,21 @@ class Model:
 
     @property
     def grammar(self) -> Any:
+        """The schema of the answer that the last request demanded, after any reasoning."""
         constraints = self.target.requests[-1].constraints
-        return json.loads(constraints.grammar.json_schema) if constraints.HasField("grammar") else None
+        if not constraints.HasField("grammar"):
+            return None
+        if constraints.grammar.json_schema:
+            return json.loads(constraints.grammar.json_schema)
+        part = self.tag
+        while part["type"] != "json_schema":
+            part = part["elements"][0 if part["type"] == "or" else -1]
+        return part["json_schema"]
+
+    @property
+    def tag(self) -> Any:
+        """The structural tag of the last request."""
+        return json.loads(self.target.requests[-1].constraints.grammar.structural_tag)["format"]
 
     def chat(self, **fields: Any) -> dict[str, Any]:
         response = self.router.chat(**{"messages": [USER], "tools": [WEATHER, TIME]} | fields)
