@@ -71,7 +71,8 @@ class EventStream(Response):
         failure: Callable[[OutriderError], bytes] | None = None,
     ) -> None:
         """`failure` returns the event for an error that ends a stream that has begun."""
-        super().__init__(headers={"cache-control": "no-cache"} | dict(headers or {}))
+        # nginx would collect events before it passes them on.
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | dict(headers or {}))
         del self.headers["content-length"]
         self._events = events
         self._failure = failure

@@ -63,8 +63,7 @@ class Page:
         return [Route(path, show, methods=["GET"], include_in_schema=False) for path, show in endpoints.items()]
 
     async def _show_events(self, request: Request) -> Response:
-        # A proxy that collected events before it passes them on would make them late.
-        headers = {"x-content-type-options": "nosniff", "x-accel-buffering": "no", "cache-control": "no-store"}
+        headers = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
         events = self._feed.events(self._hello(), partial(is_still_let_in, request.scope))
         return EventStream(events, headers)
 
