@@ -40,7 +40,7 @@ PROBES = frozenset({"/health/live", "/health", "/ping"})
 _METRICS = "/metrics"
 _OF_LAUNCHERS = frozenset({"/health", _METRICS})
 _OPEN = Caller("", "client")
-_SEND_ONE = "send a key as `Authorization: Bearer KEY`"
+_SEND_ONE = "send a key as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
 
 
 class Credentials:
@@ -146,7 +146,8 @@ class Gate:
             key = bearer_of(scope)
             caller = self._credentials.public(key, path)
         except InvalidApiKeyError as error:
-            key, caller, refusal = None, None, error
+            # A router without keys reads none.
+            key, caller, refusal = None, self._credentials.public(None, path), error
         else:
             refusal = InvalidApiKeyError(_reason(key))
         scope.setdefault("state", {})["caller"] = caller
@@ -201,14 +202,22 @@ class AdminGate:
 
 
 def bearer_of(scope: Scope) -> bytes | None:
-    """The key in the header; None: none. Raises InvalidApiKeyError for a header that cannot be one."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    if not values:
-        return None
-    scheme, _, key = values[0].partition(b" ")
-    if len(values) > 1 or scheme.lower() != b"bearer":
-        raise InvalidApiKeyError(f"the Authorization header cannot be understood: {_SEND_ONE}")
-    return bytes(key.strip())
+    """Returns the key in the headers; None: there is none.
+
+    Raises InvalidApiKeyError for a header that cannot be understood, and for two keys.
+    """
+    bearers, others = (
+        [value for name, value in scope["headers"] if name == header] for header in (b"authorization", b"x-api-key")
+    )
+    keys = [value.strip() for value in others]
+    for value in bearers:
+        scheme, _, key = value.partition(b" ")
+        if len(bearers) > 1 or scheme.lower() != b"bearer":
+            raise InvalidApiKeyError(f"the Authorization header cannot be understood: {_SEND_ONE}")
+        keys.append(key.strip())
+    if len(others) > 1 or len(set(keys)) > 1:
+        raise InvalidApiKeyError(f"the headers have more than one key: {_SEND_ONE}")
+    return bytes(keys[0]) if keys else None
 
 
 async def refuse(error: OutriderError, scope: Scope, receive: Receive, send: Send, name: str = "") -> None:

@@ -100,7 +100,9 @@ def test_a_key_is_asked_for_everywhere_but_by_probes(keyed: Router) -> None:
         {"authorization": ALICE},
         {"authorization": "Bearer"},
         {"authorization": f"Bearer sha256:{hashlib.sha256(BOB.encode()).hexdigest()}"},
-        {"x-api-key": ALICE},
+        {"x-api-key": "wrong"},
+        {"x-api-key": f"Bearer {ALICE}"},
+        {"api-key": ALICE},
     ],
 )
 def test_a_wrong_key_is_refused_and_not_repeated(keyed: Router, target, headers, caplog) -> None:
@@ -113,9 +115,30 @@ def test_a_wrong_key_is_refused_and_not_repeated(keyed: Router, target, headers,
     assert not target.requests
 
 
-def test_two_headers_are_one_too_many(keyed: Router) -> None:
-    headers = [("authorization", "Bearer wrong"), ("authorization", f"Bearer {ALICE}")]
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", "Bearer wrong"), ("authorization", f"Bearer {ALICE}")],
+        [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {ALICE}")],
+        [("x-api-key", ALICE), ("x-api-key", ALICE)],
+        [("x-api-key", ALICE), ("authorization", "Bearer wrong")],
+        [("x-api-key", ALICE), ("authorization", f"Bearer {BOB}")],
+        [("x-api-key", "wrong"), ("authorization", f"Bearer {ALICE}")],
+        [("x-api-key", ALICE), ("authorization", f"Basic {ALICE}")],
+    ],
+)
+def test_two_headers_are_one_too_many(keyed: Router, headers: list[tuple[str, str]]) -> None:
     assert keyed.client.get("/v1/models", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("headers", [{"x-api-key": ALICE}, {"X-Api-Key": ALICE, "authorization": f"Bearer {ALICE}"}])
+def test_a_key_comes_in_either_header(keyed: Router, headers: dict[str, str]) -> None:
+    assert keyed.client.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{"authorization": "Basic x"}, {"authorization": "Bearer x", "x-api-key": "y"}])
+def test_without_keys_no_header_is_read(router: Router, headers: dict[str, str]) -> None:
+    assert router.client.get("/v1/models", headers=headers).status_code == 200
 
 
 def test_the_scheme_may_be_written_in_any_case(keyed: Router) -> None:
