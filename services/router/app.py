@@ -13,6 +13,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -29,6 +30,8 @@ from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
 from services.router.access_log import AccessLog
 from services.router.adapters import AdapterCalls
+from services.router.anthropic.endpoint import COUNT_TOKENS_PATH, Messages
+from services.router.anthropic.envelope import MESSAGES_PATH
 from services.router.chat import ChatCompletions
 from services.router.chat_template import ChatTemplate
 from services.router.completions import Completions
@@ -55,7 +58,8 @@ from services.router.traffic_log import TrafficLog
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
-_GENERATING_PATHS = frozenset({_COMPLETIONS_PATH, _CHAT_PATH, RESPONSES_PATH})
+_GENERATING_PATHS = frozenset({_COMPLETIONS_PATH, _CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH})
+_PROBED_PATH = "/"  # by agents, with HEAD and without a key
 
 
 def create_app(config: Config) -> Starlette:
@@ -126,10 +130,11 @@ def create_app(config: Config) -> Starlette:
             Route(_COMPLETIONS_PATH, Completions(serving).create, methods=["POST"]),
             Route(_CHAT_PATH, ChatCompletions(serving, prompts, readers).create, methods=["POST"]),
             *Responses(serving, prompts, readers).routes(),
+            *Messages(serving, prompts, readers).routes(),
             *Tokens(serving, prompts).routes(),
             *_information_routes(serving, health, config.target.model),
             *OpenApi(importlib.metadata.version("outrider")).routes(),
-            *(page.routes() if page is not None else ()),
+            *(page.routes() if page is not None else [_root()]),
         ],
         middleware=[
             Middleware(RequestIds),
@@ -139,12 +144,12 @@ def create_app(config: Config) -> Starlette:
                 credentials=credentials,
                 limits=KeyLimits(config.router.requests_per_minute_per_key, config.router.max_requests_per_key),
                 metrics=metrics,
-                open_paths=page.open_paths if page is not None else frozenset(),
+                open_paths=frozenset({_PROBED_PATH}) | (page.open_paths if page is not None else frozenset()),
             ),
             *([Middleware(Tracing, paths=_GENERATING_PATHS, tracer=tracer)] if is_traced else []),
             Middleware(
                 Admission,
-                paths=_GENERATING_PATHS | TOKEN_PATHS,
+                paths=_GENERATING_PATHS | TOKEN_PATHS | {COUNT_TOKENS_PATH},
                 config=config.router,
                 metrics=serving.metrics,
             ),
@@ -187,6 +192,17 @@ def _hello(serving: Serving, template: ChatTemplate | None, question: str | None
         "question": question,
         "max_speculative_tokens": 0 if limits is None else limits.max_speculative_tokens,
     }
+
+
+def _root() -> Route:
+    """Returns the route of probes at a router without a page."""
+
+    async def answer(request: Request) -> Response:
+        if request.method != "HEAD":
+            raise HTTPException(404)
+        return Response()
+
+    return Route(_PROBED_PATH, answer, methods=["GET"], include_in_schema=False)
 
 
 def _information_routes(serving: Serving, health: Health, root: str) -> list[Route]:

@@ -2,6 +2,7 @@
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
+The routes of Anthropic's API have that API's envelope (`anthropic/envelope.py`).
 Messages are bounded and quote at most an excerpt of what the user sent.
 """
 
@@ -19,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from cluster.errors import InternalError, InvalidRequestError, NotFoundError, OutriderError
+from services.router.anthropic.envelope import anthropic_envelope, is_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +97,24 @@ def warn_of(names: Sequence[str], what: str) -> None:
         logger.warning("%s %s%s", what, named, more)
 
 
-def envelope(error: OutriderError) -> dict[str, Any]:
-    """The body that `error` is answered with."""
+def bounded_message(error: OutriderError) -> str:
+    """Returns the message of `error` as it is sent."""
     message = error.message
-    if len(message) > MAX_MESSAGE_CHARACTERS:
-        message = message[: MAX_MESSAGE_CHARACTERS - 3] + "..."
+    return message if len(message) <= MAX_MESSAGE_CHARACTERS else message[: MAX_MESSAGE_CHARACTERS - 3] + "..."
+
+
+def envelope_for(scope: Scope, error: OutriderError) -> dict[str, Any]:
+    """Returns the body that `error` of the request of `scope` is answered with."""
+    if is_anthropic(scope["path"]):
+        return anthropic_envelope(error, bounded_message(error), scope.get("state", {}).get("request_id"))
+    return envelope(error)
+
+
+def envelope(error: OutriderError) -> dict[str, Any]:
+    """Returns the body of OpenAI's API for `error`."""
     return {
         "error": {
-            "message": message,
+            "message": bounded_message(error),
             "type": error.error_type,
             "param": error.param,
             "code": getattr(error, "code", None),
@@ -119,6 +131,8 @@ def error_response(error: OutriderError, headers: Mapping[str, str] | None = Non
 
 
 class _ErrorResponse(Response):
+    """Has OpenAI's envelope until the request that it answers is known."""
+
     media_type = "application/json"
 
     def __init__(self, error: OutriderError, headers: Mapping[str, str]) -> None:
@@ -127,6 +141,8 @@ class _ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         note_error(scope, self._error)
+        self.body = self.render(json.dumps(envelope_for(scope, self._error)))
+        self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 

@@ -15,15 +15,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.config_router import RouterConfig
 from cluster.errors import OutriderError, OverloadedError, UnavailableError
 from cluster.telemetry.metrics import RouterMetrics
+from services.router.anthropic.envelope import is_anthropic
 from services.router.body import BodyRoom, read_body
-from services.router.errors import CLIENT_CLOSED_REQUEST, envelope, error_response
-from services.router.streaming import NotedSend, event, note_outcome
+from services.router.errors import CLIENT_CLOSED_REQUEST, error_response
+from services.router.streaming import NotedSend, error_event, note_outcome
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestIds:
-    """Gives every answer an `x-request-id`: the one that the client sent, if it is printable."""
+    """Gives every answer an `x-request-id`: the one that the client sent, if it is printable.
+
+    Answers of Anthropic's API have it as `request-id`, too.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -35,10 +39,13 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
+        names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
 
         def send_with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own, for every chunk
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                for name in names:
+                    headers[name] = request_id
             return send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -103,7 +110,7 @@ class Admission:
             error = _shutting_down()
             note_outcome(scope, error.http_status)
             if noted.status is not None:
-                await send({"type": "http.response.body", "body": event(envelope(error)), "more_body": False})
+                await send({"type": "http.response.body", "body": error_event(scope, error), "more_body": False})
             else:
                 await error_response(error)(scope, receive, send)
         finally:

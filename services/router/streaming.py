@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import OutriderError
-from services.router.errors import CLIENT_CLOSED_REQUEST, note_error
+from services.router.anthropic.envelope import is_anthropic
+from services.router.errors import CLIENT_CLOSED_REQUEST, envelope_for, note_error
 
 T = TypeVar("T")
 
@@ -29,6 +30,17 @@ COMMENT_S = 15.0
 def event(value: Mapping[str, Any]) -> bytes:
     """`value` as one server-sent event."""
     return b"data: " + to_json(value) + b"\n\n"
+
+
+def named_event(name: str, value: Mapping[str, Any]) -> bytes:
+    """Returns `value` as one server-sent event called `name`."""
+    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
+
+
+def error_event(scope: Scope, error: OutriderError) -> bytes:
+    """Returns the event that ends the stream that answers the request of `scope`."""
+    value = envelope_for(scope, error)
+    return named_event("error", value) if is_anthropic(scope["path"]) else event(value)
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -43,6 +43,8 @@ _BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "def main(", "max_tokens": 8},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi <|im_end|>"}], "max_tokens": 8},
     "/v1/responses": {"input": "hi", "max_output_tokens": 8},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
     "/tokenize": {"prompt": "def main("},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
@@ -234,6 +236,9 @@ class Judge:
         if call.path == "/v1/responses":
             kinds = ("response.completed", "response.incomplete", "response.failed")
             if decoded[-1]["type"] not in kinds:
+                yield f"a stream that ends with {decoded[-1]['type']}"
+        elif call.path == "/v1/messages":
+            if decoded[-1]["type"] not in ("message_stop", "error"):
                 yield f"a stream that ends with {decoded[-1]['type']}"
         elif events[-1] != "[DONE]":
             yield f"a stream that ends with {events[-1][:80]}"

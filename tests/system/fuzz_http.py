@@ -27,7 +27,16 @@ SETTINGS = (
     "router.write_timeout_seconds=1",
     "router.max_connections=200",
 )
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/health", "/metrics", "/nothing")
+_PATHS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/tokenize",
+    "/health",
+    "/metrics",
+    "/nothing",
+)
 _BODIES = (
     {"prompt": "def main(", "max_tokens": 8, "stream": True},
     {"prompt": "def main(", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 4},

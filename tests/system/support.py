@@ -74,5 +74,8 @@ def _ask(client: httpx.Client, feature: str) -> httpx.Response:
         return client.post("/v1/completions", json={"prompt": "fox", "max_tokens": 5, **_COMPLETIONS[feature]})
     if feature == "`/v1/responses`":
         return client.post("/v1/responses", json={"input": "fox", "max_output_tokens": 16})
+    if feature == "`/v1/messages`":
+        message = {"role": "user", "content": "fox"}
+        return client.post("/v1/messages", json={"messages": [message], "max_tokens": 16})
     body = {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 5, **_CHATS[feature]}
     return client.post("/v1/chat/completions", json=body)

@@ -174,6 +174,46 @@ ANSWERS: dict[str, Schema] = {
             "delta": TEXT,
         },
     ),
+    "AnthropicError": structure(
+        {"type": _constant("error"), "error": structure({"type": TEXT, "message": TEXT})}, {"request_id": TEXT}
+    ),
+    "ContentBlock": structure(
+        {"type": {"enum": ["text", "thinking", "tool_use"]}},
+        {"text": TEXT, "thinking": TEXT, "signature": TEXT, "id": TEXT, "name": TEXT, "input": ANY_OBJECT},
+    ),
+    "MessageUsage": structure(
+        {
+            "input_tokens": INTEGER,
+            "cache_creation_input_tokens": INTEGER,
+            "cache_read_input_tokens": INTEGER,
+            "output_tokens": INTEGER,
+        }
+    ),
+    "Message": structure(
+        {
+            "id": TEXT,
+            "type": _constant("message"),
+            "role": _constant("assistant"),
+            "model": TEXT,
+            "content": items(reference("ContentBlock")),
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", None]},
+            "stop_sequence": nullable(TEXT),
+            "usage": reference("MessageUsage"),
+            "seed": INTEGER,
+        }
+    ),
+    "MessageEvent": structure(
+        {"type": TEXT},
+        {
+            "message": reference("Message"),
+            "index": INTEGER,
+            "content_block": reference("ContentBlock"),
+            "delta": ANY_OBJECT,
+            "usage": reference("MessageUsage"),
+            "error": structure({"type": TEXT, "message": TEXT}),
+        },
+    ),
+    "TokenCount": structure({"input_tokens": INTEGER}),
     "Model": structure(
         {"id": TEXT, "object": _constant("model"), "created": INTEGER, "owned_by": TEXT, "root": TEXT},
         {"parent": nullable(TEXT), "max_model_len": INTEGER},

@@ -9,6 +9,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.router.anthropic.endpoint import COUNT_TOKENS_PATH
+from services.router.anthropic.envelope import MESSAGES_PATH
+from services.router.anthropic.request import PASSED_ON as PASSED_ON_BY_MESSAGES
+from services.router.anthropic.request import CountTokensRequest, MessagesRequest
 from services.router.chat import ChatRequest
 from services.router.completions import CompletionRequest
 from services.router.gate import PROBES
@@ -20,13 +24,16 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
 
 _ABOUT = (
-    "Errors of every route have the envelope `Error`. In a request `null` is the same as leaving a field out, and a "
-    "field that is not listed is ignored with a warning in the log, or refused where it is known and not supported."
+    "Errors have the envelope `Error`, those of `/v1/messages` `AnthropicError`. In a request `null` is the same as "
+    "leaving a field out, and a field that is not listed is ignored with a warning in the log, or refused where it is "
+    "known and not supported."
 )
 
 _REASONS = {
@@ -58,7 +65,8 @@ class Operation:
     event: str | None = None  # the schema of an event of a streamed answer
     errors: Sequence[int] = (500,)
     media_type: str = "application/json"
-    unavailable: str = "Error"  # the schema of the answer with status 503
+    error: str = "Error"  # the schema of errors
+    unavailable: str | None = None  # the schema of the answer with status 503, if that is another
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -87,6 +95,25 @@ OPERATIONS: tuple[Operation, ...] = (
         Operation(method, f"/v1/responses/{{response_id}}{path}", "Nothing is stored", None, errors=(404, 500))
         for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items"))
     ),
+    Operation(
+        "POST",
+        MESSAGES_PATH,
+        "The assistant's next message, in Anthropic's form",
+        "Message",
+        MessagesRequest,
+        "MessageEvent",
+        _OF_ANSWERS,
+        error="AnthropicError",
+    ),
+    Operation(
+        "POST",
+        COUNT_TOKENS_PATH,
+        "The number of tokens of a message's prompt",
+        "TokenCount",
+        CountTokensRequest,
+        errors=_OF_ANSWERS,
+        error="AnthropicError",
+    ),
     Operation("GET", "/v1/models", "The one model", "ModelList"),
     Operation("GET", "/v1/models/{model}", "The one model", "Model", errors=(404, 500)),
     Operation(
@@ -111,11 +138,14 @@ def openapi_document(version: str) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": version, "description": _ABOUT},
-        "security": [{"key": []}, {}],  # without keys in the configuration none is asked for
+        "security": [{"key": []}, {"x-api-key": []}, {}],  # without keys in the configuration none is asked for
         "paths": paths,
         "components": {
             "schemas": _request_schemas() | ANSWERS,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -161,7 +191,9 @@ def _success(operation: Operation) -> dict[str, Any]:
 
 def _response(operation: Operation, status: int) -> dict[str, Any]:
     response: dict[str, Any] = {"description": _REASONS[status]}
-    schema = operation.unavailable if status == 503 else "Error"
+    schema = operation.error
+    if status == 503 and operation.unavailable is not None:
+        schema = operation.unavailable
     if schema:
         response["content"] = {"application/json": {"schema": reference(schema)}}
     return response
@@ -180,6 +212,8 @@ def _request_schemas() -> dict[str, Schema]:
     chat, responses = schemas["ChatRequest"]["properties"], schemas["ResponsesRequest"]["properties"]
     chat["tool_choice"]["default"] = "auto"
     responses |= {name: chat[name] for name in PASSED_ON}
+    for kind in (MessagesRequest, CountTokensRequest):
+        schemas[kind.__name__]["properties"] |= {name: chat[name] for name in PASSED_ON_BY_MESSAGES}
     used = _references({request.__name__: schemas[request.__name__] for request in _REQUESTS}, schemas)
     return {name: schema for name, schema in schemas.items() if name in used}
 

@@ -10,18 +10,12 @@ from cluster.errors import InvalidRequestError
 from services.router.api_request import IGNORED_FIELDS, invalid_request, parse_request
 from services.router.chat import ChatRequest
 from services.router.errors import excerpt, warn_of_unknown
+from services.router.extensions import EXTENSIONS
 from services.router.responses.items import to_chat_messages
 from services.router.responses.tools import custom_tool_names, to_chat_tool_choice, to_chat_tools
 
 # Fields that mean the same in a chat: it checks them.
-PASSED_ON = (
-    "model", "stream", "temperature", "top_p", "parallel_tool_calls",
-    # vLLM's and ours
-    "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop", "seed",
-    "ignore_eos", "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "priority",
-    "cache_salt", "request_id", "vllm_xargs", "skip_special_tokens", "include_reasoning", "chat_template_kwargs",
-    "enable_thinking", "num_speculative_tokens",
-)  # fmt: skip
+PASSED_ON = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", *EXTENSIONS)
 
 # Fields that are refused unless they ask for nothing, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -429,6 +429,7 @@ BODIES: dict[str, tuple[str, str]] = {
     "strings": (PATH, json.dumps({"prompt": "x", "stop": ["a"] * 1_000_000})),
     "messages": ("/v1/chat/completions", json.dumps({"messages": [EMPTY] * 200_000})),
     "items": ("/v1/responses", json.dumps({"input": [EMPTY] * 200_000})),
+    "a message's": ("/v1/messages", json.dumps({"messages": [EMPTY] * 200_000, "max_tokens": 5})),
     "to tokenize": ("/tokenize", json.dumps({"messages": [EMPTY] * 200_000})),
     "arguments": (
         "/v1/chat/completions",
@@ -476,6 +477,7 @@ def shared(new_router: NewRouter, target: ScriptedTarget) -> Router:
         ("/v1/chat/completions", {"messages": [EMPTY] * 4097}, "messages should have at most 4096 entries"),
         ("/tokenize", {"messages": [EMPTY] * 4097}, "messages should have at most 4096 entries"),
         ("/v1/responses", {"input": [EMPTY] * 4097}, "input should have at most 4096 items"),
+        ("/v1/messages", {"messages": [EMPTY] * 4097, "max_tokens": 5}, "messages should have at most 4096 entries"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
@@ -487,7 +489,7 @@ def shared(new_router: NewRouter, target: ScriptedTarget) -> Router:
             "messages[0].tool_calls should have at most 1024 entries",
         ),
     ],
-    ids=["messages", "tokenize", "items", "parts", "calls"],
+    ids=["messages", "tokenize", "items", "anthropic", "parts", "calls"],
 )
 def test_lists_of_a_chat_are_bounded(shared: Router, path: str, fields: dict[str, Any], reason: str) -> None:
     answered = shared.client.post(path, json=fields)
@@ -509,8 +511,9 @@ def test_structure_within_strings_is_text(shared: Router) -> None:
         (PATH, {"prompt": "x", "vllm_xargs": {}}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"system": "x", "max_tokens": 5}),
     ],
-    ids=["completion", "xargs", "message", "response"],
+    ids=["completion", "xargs", "message", "response", "anthropic"],
 )
 def test_unknown_fields_are_one_line(
     shared: Router, path: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture

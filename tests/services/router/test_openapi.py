@@ -48,12 +48,13 @@ def test_every_route_is_in_it(document: dict[str, Any], model_folder) -> None:
 
 
 def test_every_status_of_the_manual_is_in_it(document: dict[str, Any]) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        error = "AnthropicError" if path == "/v1/messages" else "Error"
         answers = document["paths"][path]["post"]["responses"]
         assert answers.keys() == {"200", "400", "401", "404", "408", "413", "415", "429", "431", "500", "503"}
         for status in answers.keys() - {"200"}:
             schema = answers[status]["content"]["application/json"]["schema"]
-            assert schema == {"$ref": "#/components/schemas/Error"}
+            assert schema == {"$ref": f"#/components/schemas/{error}"}
         assert answers["200"]["content"].keys() == {"application/json", "text/event-stream"}
 
 
@@ -70,6 +71,9 @@ def test_every_status_of_the_manual_is_in_it(document: dict[str, Any]) -> None:
         ("CompletionRequest", {"prompt": {}}, False),
         ("ResponsesRequest", {"input": "fox", "temperature": 0.5, "truncation": "auto"}, True),
         ("ResponsesRequest", {"input": "fox", "temperature": 3}, False),
+        ("MessagesRequest", {"messages": [USER], "max_tokens": 5, "temperature": 0.5, "seed": 1}, True),
+        ("MessagesRequest", {"messages": [USER]}, False),
+        ("CountTokensRequest", {"messages": [USER], "system": "a"}, True),
         ("TokenizeRequest", {"messages": [USER], "tools": [TIME]}, True),
         ("DetokenizeRequest", {"tokens": [-1]}, False),
     ],
@@ -86,11 +90,15 @@ def test_answers_are_as_it_says(document: dict[str, Any], model: Model) -> None:
     chat = {"messages": [USER], "tools": [TIME], **extras}
     tools = [{"type": "function", "name": "time"}]
     custom_tools = [{"type": "custom", "name": "time"}, {"type": "web_search"}]
+    message = {"messages": [USER], "max_tokens": 500, "tools": [{"name": "time"}]}
     for path, name, body in [
         ("/v1/completions", "Completion", {"prompt": "fox", **extras}),
         ("/v1/chat/completions", "ChatCompletion", chat),
         ("/v1/responses", "Response", {"input": "fox", "tools": tools}),
         ("/v1/responses", "Response", {"input": "fox", "tools": custom_tools}),
+        ("/v1/messages", "Message", message),
+        ("/v1/messages", "AnthropicError", message | {"max_tokens": 0}),
+        ("/v1/messages/count_tokens", "TokenCount", {"messages": [USER]}),
         ("/tokenize", "Tokens", {"prompt": "fox", "return_token_strs": True}),
         ("/detokenize", "Text", {"tokens": [70]}),
         ("/v1/completions", "Error", {"prompt": "fox", "top_p": 2}),
@@ -110,6 +118,7 @@ def test_answers_are_as_it_says(document: dict[str, Any], model: Model) -> None:
         ("/v1/chat/completions", "ChatCompletionChunk", chat | {"stream_options": {"include_usage": True}}),
         ("/v1/responses", "ResponseEvent", {"input": "fox", "tools": tools}),
         ("/v1/responses", "ResponseEvent", {"input": "fox", "tools": custom_tools}),
+        ("/v1/messages", "MessageEvent", message),
     ]:
         text = client.post(path, json=body | {"stream": True}).text
         events = re.findall(r"^data: (\{.*)$", text, re.MULTILINE)

@@ -10,7 +10,7 @@ from services.router import streaming
 
 from .conftest import Router, ScriptedTarget
 
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 
 
 @pytest.fixture

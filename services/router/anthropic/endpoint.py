@@ -1,0 +1,45 @@
+"""The routes of messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from services.router.anthropic.envelope import MESSAGES_PATH
+from services.router.anthropic.reply import MessagesReply
+from services.router.anthropic.request import CountTokensRequest, to_chat
+from services.router.body import read_json_body, to_json_object
+from services.router.chat import ChatCompletions, ChatRequest
+from services.router.large_work import done_beside
+from services.router.output.message import Reader
+from services.router.reply import Reply
+
+COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
+
+
+class Messages(ChatCompletions):
+    reply_type = MessagesReply
+
+    def routes(self) -> list[Route]:
+        return [
+            Route(MESSAGES_PATH, self.create, methods=["POST"]),
+            Route(COUNT_TOKENS_PATH, self.count_tokens, methods=["POST"]),
+        ]
+
+    async def count_tokens(self, http_request: Request) -> Response:
+        """Answers with the number of tokens of the prompt that the request would have."""
+        body = await read_json_body(http_request, self._serving.max_body_bytes)
+        request = await done_beside(len(body), lambda: to_chat(to_json_object(body), CountTokensRequest))
+        self._serving.check_model(request.model)
+        prompts = await done_beside(len(body), lambda: self._encode(request))
+        return JSONResponse({"input_tokens": len(prompts[0])})
+
+    def _parse(self, fields: dict[str, Any]) -> ChatRequest:
+        return to_chat(fields)
+
+    def _reply(self, request: ChatRequest, prompts: list[list[int]], **frame: Any) -> Reply:
+        reader = self._reader(request, prompts[0]) or Reader()
+        return MessagesReply(reader=reader, num_prompt_tokens=len(prompts[0]), **frame)

@@ -1,0 +1,186 @@
+"""Converts `system` and `messages` of a request to the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.errors import InvalidRequestError
+from services.router.errors import excerpt, warn_of
+from services.router.messages import MAX_MESSAGES, MAX_PARTS, Message, Part, text_of
+
+_ROLES = ("user", "assistant", "system")
+# Blocks that belong to one role.
+_OWNERS = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
+# Blocks that the model would have to read and cannot.
+_REFUSED = frozenset({"image", "document", "search_result", "container_upload"})
+_EMPTY_ERROR = "Error"  # the text of a failed tool's result that has none
+
+
+def to_chat_messages(system: object, value: object) -> list[Message]:
+    """Returns the messages of the chat. Raises InvalidRequestError naming the message and the block.
+
+    Consecutive messages of one role are one turn. Blocks of other types, such as calls of tools that Anthropic's
+    servers run, are left out, with one warning in the log.
+    """
+    conversation = _Conversation()
+    if system is not None:
+        conversation.add_system(system)
+    if not isinstance(value, list) or not value:
+        raise _refusal("messages should be a list of messages", value)
+    _check_number(value, "messages", MAX_MESSAGES)
+    for index, message in enumerate(value):
+        conversation.add(message, f"messages[{index}]")
+    warn_of(sorted(conversation.left_out), "left out the content blocks of unsupported types:")
+    return conversation.messages
+
+
+def continues(messages: list[Message]) -> bool:
+    """Returns whether the answer continues the last of `messages`: it is text of the assistant."""
+    last = messages[-1] if messages else {}
+    return (
+        last.get("role") == "assistant"
+        and not last.get("tool_calls")
+        and last["content"] is not None
+        and bool(text_of(last["content"]).strip())
+    )
+
+
+class _Conversation:
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.left_out: set[str] = set()  # types of blocks that a chat has no place for
+
+    def add_system(self, system: object) -> None:
+        if isinstance(system, str):
+            parts: str | list[Part] = system
+        elif isinstance(system, list):
+            _check_number(system, "system", MAX_PARTS)
+            parts = [_text_part(block, f"system[{index}]") for index, block in enumerate(system)]
+        else:
+            raise _refusal("system should be a string or a list of text blocks", system)
+        if parts:
+            self._say("system", parts)
+
+    def add(self, message: object, where: str) -> None:
+        if not isinstance(message, dict):
+            raise _refusal(f"{where} should be an object", message)
+        role, content = message.get("role"), message.get("content")
+        if role not in _ROLES:
+            raise _refusal(f"{where}.role should be one of {', '.join(_ROLES)}", role)
+        if isinstance(content, str):
+            self._say(role, content)
+        elif isinstance(content, list) and (content or role == "assistant"):
+            _check_number(content, f"{where}.content", MAX_PARTS)
+            for index, block in enumerate(content):
+                self._add_block(role, block, f"{where}.content[{index}]")
+        else:
+            raise _refusal(f"{where}.content should be a string or a list of content blocks", content)
+
+    def _add_block(self, role: str, block: object, where: str) -> None:
+        if not isinstance(block, dict):
+            raise _refusal(f"{where} should be an object", block)
+        kind = block.get("type")
+        if not isinstance(kind, str):
+            raise _refusal(f"{where}.type should be a string", kind)
+        owner = _OWNERS.get(kind, role)
+        if owner != role:
+            raise _refusal(f"{where}: a block of the type {kind} belongs into a message of the role {owner}", block)
+        match kind:
+            case "text":
+                self._say(role, [_text_part(block, where)])
+            case "thinking":
+                self._think(_string(block, "thinking", where))
+            case "redacted_thinking":
+                pass  # nobody can read it
+            case "tool_use":
+                self._add_call(block, where)
+            case "tool_result":
+                self._add_result(block, where)
+            case _:
+                self._leave_out(kind, where)
+
+    def _think(self, text: str) -> None:
+        turn = self._turn("assistant")
+        earlier = turn.get("reasoning_content")
+        turn["reasoning_content"] = text if earlier is None else f"{earlier}\n{text}"
+
+    def _add_call(self, block: Mapping[str, Any], where: str) -> None:
+        arguments = block.get("input")
+        if not isinstance(arguments, dict | None):
+            raise _refusal(f"{where}.input should be an object", arguments)
+        function = {"name": _string(block, "name", where), "arguments": arguments or {}}
+        call = {"id": _string(block, "id", where), "type": "function", "function": function}
+        self._turn("assistant").setdefault("tool_calls", []).append(call)
+
+    def _add_result(self, block: Mapping[str, Any], where: str) -> None:
+        call_id = _string(block, "tool_use_id", where)
+        content = self._result(block.get("content"), f"{where}.content")
+        if not content and block.get("is_error") is True:
+            content = _EMPTY_ERROR
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _result(self, content: object, where: str) -> str | list[Part]:
+        if content is None or isinstance(content, str):
+            return content or ""
+        if not isinstance(content, list):
+            raise _refusal(f"{where} should be a string or a list of content blocks", content)
+        _check_number(content, where, MAX_PARTS)
+        parts = []
+        for index, block in enumerate(content):
+            kind = block.get("type") if isinstance(block, dict) else None
+            if isinstance(kind, str) and kind != "text":
+                self._leave_out(kind, f"{where}[{index}]")
+            else:
+                parts.append(_text_part(block, f"{where}[{index}]"))
+        return parts
+
+    def _leave_out(self, kind: str, where: str) -> None:
+        if kind in _REFUSED:
+            raise InvalidRequestError(
+                f"{where}: blocks of the type {kind} are not supported, send text", param="messages"
+            )
+        self.left_out.add(kind)
+
+    def _say(self, role: str, content: str | list[Part]) -> None:
+        """Adds `content` to the turn of `role`."""
+        turn = self._turn(role)
+        if turn["content"] is None:
+            turn["content"] = content
+            return
+        if isinstance(turn["content"], str):
+            turn["content"] = _parts(turn["content"])
+        turn["content"].extend(_parts(content))
+
+    def _turn(self, role: str) -> Message:
+        """Returns the last message if it is one of `role`, else a new one."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": None})
+        return self.messages[-1]
+
+
+def _parts(content: str | list[Part]) -> list[Part]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _text_part(block: object, where: str) -> Part:
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+    raise _refusal(f"{where} should be a text block", block)
+
+
+def _string(block: Mapping[str, Any], field: str, where: str) -> str:
+    text = block.get(field)
+    if not isinstance(text, str):
+        raise _refusal(f"{where}.{field} should be a string", text)
+    return text
+
+
+def _check_number(values: list[Any], where: str, most: int) -> None:
+    if len(values) > most:
+        raise _refusal(f"{where} should have at most {most} entries, and has {len(values)}", values)
+
+
+def _refusal(reason: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{reason} (got {excerpt(value)})", param="messages")

@@ -1,0 +1,111 @@
+"""A message: its object, and the events of it while it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import OutriderError
+from services.router.anthropic.content import ContentBlocks, Event
+from services.router.anthropic.envelope import anthropic_envelope
+from services.router.errors import bounded_message
+from services.router.output.message import MessageReader, Reader
+from services.router.reply import Piece, Reply, Usage
+from services.router.speculation_stats import SpeculationStats
+from services.router.streaming import named_event
+
+
+@dataclass
+class _Progress:
+    """The part of the answer that has come."""
+
+    reader: MessageReader
+    content: ContentBlocks = field(default_factory=ContentBlocks)
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessagesReply(Reply):
+    id_prefix = "msg_"
+    whole_object = chunk_object = "message"
+
+    reader: Reader
+    num_prompt_tokens: int
+    progress: _Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "progress", _Progress(self.reader.start()))
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        (choice,) = choices
+        for _ in self._said(choice):
+            pass
+        return self._message(usage)
+
+    def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        if is_first:
+            yield {
+                "type": "message_start",
+                "message": self._message(Usage(self.num_prompt_tokens, 0, piece.num_cached_tokens)) | {"content": []},
+            }
+            yield {"type": "ping"}
+        yield from self._said(piece)
+
+    def event(self, value: Mapping[str, Any]) -> bytes:
+        return named_event(value["type"], value)
+
+    def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
+        delta = {"stop_reason": self.progress.stop_reason, "stop_sequence": self.progress.stop_sequence}
+        yield self.event({"type": "message_delta", "delta": delta, "usage": _usage(usage)})
+        yield self.event({"type": "message_stop"})
+
+    def failure(self, error: OutriderError) -> bytes:
+        return self.event(anthropic_envelope(error, bounded_message(error)))
+
+    def _said(self, piece: Piece) -> Iterator[Event]:
+        progress = self.progress
+        is_last = piece.finish_reason is not None
+        said = progress.reader.push(piece.text, is_last=is_last)
+        yield from progress.content.say(said, iter(progress.reader.new_call_id, None))
+        if is_last:
+            yield from progress.content.close()
+            progress.stop_reason, progress.stop_sequence = self._stop_reason(piece)
+
+    def _stop_reason(self, last: Piece) -> tuple[str, str | None]:
+        """Returns the reason for which the answer ends with `last`, and the stop sequence if it is one."""
+        if last.finish_reason == "length":
+            return "max_tokens", None
+        if isinstance(last.stop_reason, str):
+            return "stop_sequence", last.stop_reason
+        return ("tool_use" if self.progress.content.has_calls else "end_turn"), None
+
+    def _message(self, usage: Usage) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": self.progress.content.blocks,
+            "stop_reason": self.progress.stop_reason,
+            "stop_sequence": self.progress.stop_sequence,
+            "usage": _usage(usage),
+            "seed": self.seed,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+    def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
+        raise NotImplementedError("a message has no choices")
+
+    def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError("a message has no choices")
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
