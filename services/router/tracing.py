@@ -26,7 +26,6 @@ from services.router.reply import Piece
 from services.router.streaming import NotedSend
 
 _FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REASON_LENGTH: "length"}
-_OPERATIONS = {"prompt": "text_completion", "messages": "chat"}  # by the field that has the prompt
 
 
 class Tracing:
@@ -134,7 +133,7 @@ def _request_attributes(
     """No text of the request is among them."""
     return {
         "outrider.request_id": request_id,
-        "gen_ai.operation.name": _OPERATIONS[request.prompt_field],
+        "gen_ai.operation.name": "text_completion" if request.prompt_field == "prompt" else "chat",
         "gen_ai.provider.name": "outrider",
         "gen_ai.request.model": request.model or model,
         "gen_ai.request.max_tokens": request.token_limit[1],

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 import pytest
@@ -126,6 +127,24 @@ def test_a_streamed_answer(simulated: LocalCluster, collector: Collector) -> Non
     spans = collector.wait_for(trace_id, 6)
     check_one_choice(spans, "/v1/completions", 100)
     assert one(spans, "POST /v1/completions", "server").attributes["gen_ai.request.stream"] is True
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 100}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100}),
+    ],
+)
+def test_each_api_of_chats_has_spans(
+    simulated: LocalCluster, collector: Collector, path: str, fields: dict[str, Any]
+) -> None:
+    trace_id, headers = new_trace()
+    assert httpx.post(f"{simulated.url}{path}", json=fields, headers=headers, timeout=60).status_code == 200
+    spans = collector.wait_for(trace_id, 6)
+    check_one_choice(spans, path, 100)
+    assert one(spans, f"POST {path}", "server").attributes["gen_ai.operation.name"] == "chat"
 
 
 def test_each_choice_has_a_call_of_its_own(simulated: LocalCluster, collector: Collector) -> None:
