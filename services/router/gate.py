@@ -209,7 +209,7 @@ def bearer_of(scope: Scope) -> bytes | None:
     bearers, others = (
         [value for name, value in scope["headers"] if name == header] for header in (b"authorization", b"x-api-key")
     )
-    keys = [value.strip() for value in others]
+    keys = [value.strip() for value in others if value.strip()]
     for value in bearers:
         scheme, _, key = value.partition(b" ")
         if len(bearers) > 1 or scheme.lower() != b"bearer":
