@@ -76,7 +76,24 @@ class ModelNotFoundError(NotFoundError):
 
 
 class ContextLengthError(InvalidRequestError):
+    """A prompt, or a prompt and the tokens of its answer, exceed the model's context."""
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        num_prompt_tokens: int = 0,
+        max_tokens: int | None = None,
+        max_model_len: int = 0,
+    ) -> None:
+        """`max_tokens`: those of the answer; None: the prompt leaves no room for any."""
+        super().__init__(message, param=param)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
 
 
 def excerpt(value: object) -> str:

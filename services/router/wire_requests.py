@@ -168,6 +168,8 @@ def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_model_len: int)
             f"This model's maximum context length is {max_model_len} tokens. {request.prompt_field} has "
             f"{num_prompt_tokens}, which leaves none for an answer.",
             param=request.prompt_field,
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_len=max_model_len,
         )
     field, max_tokens = request.token_limit
     if max_tokens is None:
@@ -178,6 +180,9 @@ def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_model_len: int)
             f"{num_prompt_tokens + max_tokens} tokens: {num_prompt_tokens} in {request.prompt_field} and "
             f"{field}={excerpt(max_tokens)} for the answer.",
             param=field,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            max_model_len=max_model_len,
         )
     return max_tokens
 

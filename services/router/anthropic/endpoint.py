@@ -8,11 +8,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from cluster.errors import InvalidRequestError
 from services.router.anthropic.envelope import MESSAGES_PATH
 from services.router.anthropic.reply import MessagesReply
 from services.router.anthropic.request import CountTokensRequest, to_chat
 from services.router.body import read_json_body, to_json_object
 from services.router.chat import ChatCompletions, ChatRequest
+from services.router.errors import ContextLengthError
 from services.router.large_work import done_beside
 from services.router.output.message import Reader
 from services.router.reply import Reply
@@ -29,6 +31,12 @@ class Messages(ChatCompletions):
             Route(COUNT_TOKENS_PATH, self.count_tokens, methods=["POST"]),
         ]
 
+    async def create(self, http_request: Request) -> Response:
+        try:
+            return await super().create(http_request)
+        except ContextLengthError as error:
+            raise InvalidRequestError(_context_message(error), param=error.param) from error
+
     async def count_tokens(self, http_request: Request) -> Response:
         """Answers with the number of tokens of the prompt that the request would have."""
         body = await read_json_body(http_request, self._serving.max_body_bytes)
@@ -43,3 +51,13 @@ class Messages(ChatCompletions):
     def _reply(self, request: ChatRequest, prompts: list[list[int]], **frame: Any) -> Reply:
         reader = self._reader(request, prompts[0]) or Reader()
         return MessagesReply(reader=reader, num_prompt_tokens=len(prompts[0]), **frame)
+
+
+def _context_message(error: ContextLengthError) -> str:
+    """Returns the message in Anthropic's words, from which agents read by how much to shorten the request."""
+    if error.max_tokens is None:
+        return f"prompt is too long: {error.num_prompt_tokens} tokens > {error.max_model_len} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {error.num_prompt_tokens} + {error.max_tokens} > "
+        f"{error.max_model_len}, decrease input length or `max_tokens` and try again"
+    )

@@ -445,6 +445,17 @@ def test_names_in_messages_are_those_of_this_api(shared_router: Router) -> None:
     )
 
 
+def test_agents_can_read_how_long_the_context_is(model: Model) -> None:
+    prompt = post(model, f"{PATH}/count_tokens").json()["input_tokens"]
+    for fields in ({}, {"stream": True}):
+        text = f"input length and `max_tokens` exceed context limit: {prompt} + 32000 > 2000, decrease"
+        assert_error(post(model, max_tokens=32_000, **fields), 400, "invalid_request_error", text)
+    long: Any = [{"role": "user", "content": "é" * 2000}]
+    prompt = post(model, f"{PATH}/count_tokens", messages=long).json()["input_tokens"]
+    text = f"prompt is too long: {prompt} tokens > 2000 maximum"
+    assert_error(post(model, max_tokens=1, messages=long), 400, "invalid_request_error", text)
+
+
 def test_errors_of_every_layer_have_the_envelope(
     new_router: Callable[..., Router], target: ScriptedTarget, tmp_path: Path
 ) -> None:
