@@ -48,9 +48,12 @@ class Messages(ChatCompletions):
     def _parse(self, fields: dict[str, Any]) -> ChatRequest:
         return to_chat(fields)
 
-    def _reply(self, request: ChatRequest, prompts: list[list[int]], **frame: Any) -> Reply:
-        reader = self._reader(request, prompts[0]) or Reader()
-        return MessagesReply(reader=reader, num_prompt_tokens=len(prompts[0]), **frame)
+    def _reader(self, request: ChatRequest, prompt: list[int]) -> Reader:
+        return super()._reader(request, prompt) or Reader()
+
+    def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
+        assert reader is not None
+        return MessagesReply(reader=reader, **{**frame, "continuous_usage": True})  # the first event has the prompt's
 
 
 def _context_message(error: ContextLengthError) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.errors import OutriderError
 from services.router.anthropic.content import ContentBlocks, Event
 from services.router.anthropic.envelope import anthropic_envelope
 from services.router.errors import bounded_message
-from services.router.output.message import MessageReader, Reader
+from services.router.output.message import MessageWriter, Reader
 from services.router.reply import Piece, Reply, Usage
 from services.router.speculation_stats import SpeculationStats
 from services.router.streaming import named_event
@@ -20,7 +20,7 @@ from services.router.streaming import named_event
 class _Progress:
     """The part of the answer that has come."""
 
-    reader: MessageReader
+    writer: MessageWriter
     content: ContentBlocks = field(default_factory=ContentBlocks)
     stop_reason: str | None = None
     stop_sequence: str | None = None
@@ -32,11 +32,10 @@ class MessagesReply(Reply):
     whole_object = chunk_object = "message"
 
     reader: Reader
-    num_prompt_tokens: int
     progress: _Progress = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "progress", _Progress(self.reader.start()))
+        object.__setattr__(self, "progress", _Progress(MessageWriter(self.reader)))
 
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         (choice,) = choices
@@ -46,10 +45,9 @@ class MessagesReply(Reply):
 
     def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
         if is_first:
-            yield {
-                "type": "message_start",
-                "message": self._message(Usage(self.num_prompt_tokens, 0, piece.num_cached_tokens)) | {"content": []},
-            }
+            assert usage is not None
+            of_prompt = replace(usage, completion_tokens=0)
+            yield {"type": "message_start", "message": self._message(of_prompt) | {"content": []}}
             yield {"type": "ping"}
         yield from self._said(piece)
 
@@ -66,10 +64,8 @@ class MessagesReply(Reply):
 
     def _said(self, piece: Piece) -> Iterator[Event]:
         progress = self.progress
-        is_last = piece.finish_reason is not None
-        said = progress.reader.push(piece.text, is_last=is_last)
-        yield from progress.content.say(said, iter(progress.reader.new_call_id, None))
-        if is_last:
+        yield from progress.content.say(piece.said, iter(progress.writer.new_call_id, None))
+        if piece.finish_reason is not None:
             yield from progress.content.close()
             progress.stop_reason, progress.stop_sequence = self._stop_reason(piece)
 
