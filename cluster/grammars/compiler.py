@@ -21,7 +21,7 @@ from cluster.grammars.frames import LENGTH, frame
 from cluster.grammars.matcher import CompiledGrammar
 
 if TYPE_CHECKING:
-    import xgrammar
+    from cluster.grammars.matching import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class GrammarCompiler:
         self._process: asyncio.subprocess.Process | None = None
         self._matching: Any = None  # the module
         self._written = ""  # the vocabulary
-        self._vocabulary: xgrammar.TokenizerInfo | None = None
+        self._vocabulary: Vocabulary | None = None
         self._turn = asyncio.Lock()
         self._work: dict[Grammar, _Work] = {}
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the one used last comes last

@@ -4,49 +4,80 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
 import xgrammar
 
+from cluster.constraints import GrammarForm
 from cluster.errors import InvalidRequestError
 from cluster.grammars.matcher import Matcher
+from cluster.grammars.unique_keys import QuotingTokens, UniqueKeys
 
 _PROBE_TOKENS = 128  # of each text
 _PROBE_SECONDS = 0.02
 """Of the longest step of a trial: a grammar that is so ambiguous takes longer with every token."""
 
 
-def read_vocabulary(written: str) -> xgrammar.TokenizerInfo:
+class Vocabulary:
+    """What the tokens of a model spell."""
+
+    def __init__(self, info: xgrammar.TokenizerInfo) -> None:
+        self.info = info
+
+    @cached_property
+    def quoting_tokens(self) -> QuotingTokens:
+        return QuotingTokens(self.info.decoded_vocab)
+
+
+@dataclass(frozen=True)
+class ReadGrammar:
+    """A compiled grammar, as matchers need it."""
+
+    compiled: xgrammar.CompiledGrammar
+    vocabulary: Vocabulary
+    form: GrammarForm
+
+    def write(self) -> str:
+        """Returns the text that `read_compiled` takes."""
+        return f"{self.form}\n{self.compiled.serialize_json()}"
+
+
+def read_vocabulary(written: str) -> Vocabulary:
     """As the process that compiles wrote it."""
-    return xgrammar.TokenizerInfo.deserialize_json(written)
+    return Vocabulary(xgrammar.TokenizerInfo.deserialize_json(written))
 
 
-def read_compiled(written: str, vocabulary: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
+def read_compiled(written: str, vocabulary: Vocabulary) -> ReadGrammar:
     """As the process that compiles wrote it."""
-    return xgrammar.CompiledGrammar.deserialize_json(written, vocabulary)
+    form, _, text = written.partition("\n")
+    compiled = xgrammar.CompiledGrammar.deserialize_json(text, vocabulary.info)
+    return ReadGrammar(compiled, vocabulary, cast(GrammarForm, form))
 
 
-def make_matcher(compiled: xgrammar.CompiledGrammar) -> Matcher:
-    """At the beginning of the text of the grammar `compiled`."""
+def make_matcher(grammar: ReadGrammar) -> Matcher:
+    """Returns a matcher at the beginning of the text of `grammar`."""
     # A model that has no token to end with: the text ends as soon as the grammar could end it.
     matcher: Matcher = xgrammar.GrammarMatcher(
-        compiled, terminate_without_stop_token=not compiled.tokenizer_info.stop_token_ids
+        grammar.compiled, terminate_without_stop_token=not grammar.vocabulary.info.stop_token_ids
     )
-    return matcher
+    return UniqueKeys(matcher, grammar.vocabulary.quoting_tokens) if grammar.form == "json_schema" else matcher
 
 
-def probe(compiled: xgrammar.CompiledGrammar) -> None:
+def probe(grammar: ReadGrammar) -> None:
     """Follows two texts of the grammar for a while. Raises InvalidRequestError where a step takes too long, or where no
     token can follow."""
-    _follow(compiled, lambda step: 0)
-    _follow(compiled, lambda step: step * 7919)
+    _follow(grammar, lambda step: 0)
+    _follow(grammar, lambda step: step * 7919)
 
 
-def _follow(compiled: xgrammar.CompiledGrammar, choose: Callable[[int], int]) -> None:
+def _follow(grammar: ReadGrammar, choose: Callable[[int], int]) -> None:
     """Of the tokens that go on after so many steps, the one that `choose` says comes next."""
-    vocab_size = compiled.tokenizer_info.vocab_size
-    matcher, ends = make_matcher(compiled), set(compiled.tokenizer_info.stop_token_ids)
+    vocab_size = grammar.vocabulary.info.vocab_size
+    matcher, ends = make_matcher(grammar), set(grammar.vocabulary.info.stop_token_ids)
     bits = torch.empty(1, -(-vocab_size // 32), dtype=torch.int32)
     for step in range(_PROBE_TOKENS):
         bits.fill_(-1)

@@ -4,7 +4,7 @@
 
 The first frame that it writes is the vocabulary, as xgrammar writes it. Then each `{"form": ..., "text": ...}` is
 answered `{"error": ...}`, or `{}` and, in a frame of its own as it may have many megabytes, the grammar as xgrammar
-writes it.
+writes it, with its form in a line before it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import xgrammar
 
-from cluster.constraints import MAX_WHITESPACE
+from cluster.constraints import MAX_WHITESPACE, GrammarForm
 from cluster.errors import InvalidRequestError
 from cluster.grammars.frames import LENGTH, frame
-from cluster.grammars.matching import probe
+from cluster.grammars.matching import ReadGrammar, Vocabulary, probe
 from cluster.grammars.vocabulary import read_vocabulary
 
 _MAX_COMPILED_BYTES = 16 * 2**20
@@ -35,7 +35,7 @@ def _json_schema(compiler: xgrammar.GrammarCompiler, text: str) -> xgrammar.Comp
     return compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
 
 
-_COMPILE: dict[str, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {
+_COMPILE: dict[GrammarForm, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {
     "json_schema": _json_schema,
     "regex": lambda compiler, text: compiler.compile_regex(text),
     "ebnf": lambda compiler, text: compiler.compile_grammar(text),
@@ -43,14 +43,17 @@ _COMPILE: dict[str, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledG
 }
 
 
-def _answer(compiler: xgrammar.GrammarCompiler, form: str, text: str) -> tuple[dict[str, Any], str]:
+def _answer(
+    compiler: xgrammar.GrammarCompiler, vocabulary: Vocabulary, form: GrammarForm, text: str
+) -> tuple[dict[str, Any], str]:
     try:
         compiled = _COMPILE[form](compiler, text)
         if compiled.memory_size_bytes > _MAX_COMPILED_BYTES:
             size = compiled.memory_size_bytes // 2**20
             return {"error": f"the grammar takes {size} MiB, and may take {_MAX_COMPILED_BYTES // 2**20}"}, ""
-        probe(compiled)
-        return {}, compiled.serialize_json()
+        grammar = ReadGrammar(compiled, vocabulary, form)
+        probe(grammar)
+        return {}, grammar.write()
     except InvalidRequestError as error:
         return {"error": error.message}, ""
     except MemoryError:
@@ -77,13 +80,13 @@ def _end_with_parent() -> None:
 
 def main(folder: str, vocab_size: str, *end_token_ids: str) -> None:
     _end_with_parent()
-    vocabulary = read_vocabulary(Path(folder), int(vocab_size), [int(token) for token in end_token_ids])
-    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+    vocabulary = Vocabulary(read_vocabulary(Path(folder), int(vocab_size), [int(token) for token in end_token_ids]))
+    compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
     _limit_memory()
-    _write(vocabulary.serialize_json())
+    _write(vocabulary.info.serialize_json())
     while header := sys.stdin.buffer.read(LENGTH.size):
         asked = json.loads(sys.stdin.buffer.read(*LENGTH.unpack(header)))
-        answer, grammar = _answer(compiler, asked["form"], asked["text"])
+        answer, grammar = _answer(compiler, vocabulary, asked["form"], asked["text"])
         _write(json.dumps(answer))
         if "error" not in answer:
             _write(grammar)
