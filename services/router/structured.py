@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
-from cluster.json_schema import check_schema
 from services.router.errors import excerpt
+from services.router.json_values import parse_json
+from services.router.schemas import enforceable_schema, schema_text
 
 MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_CHOICES = 1024
@@ -85,20 +85,12 @@ def _guided(name: str, value: object) -> Grammar:
 def _json_schema(name: str, value: object) -> Grammar:
     """`value`: the schema, as an object or as JSON."""
     if isinstance(value, str):
-        _check_text(name, value)
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise _refusal(name, "should be a schema", value) from error
+        value = _parsed(name, value, "should be a schema")
     if not isinstance(value, Mapping):
         raise _refusal(name, "should be a schema", value)
-    try:
-        check_schema(value)
-    except ValueError as error:
-        raise InvalidRequestError(f"{name} {error}", param=name.partition(".")[0]) from error
-    text = json.dumps(value)
-    _check_text(name, text)
-    return Grammar("json_schema", text)
+    _check_text(name, schema_text(value))
+    text = schema_text(enforceable_schema(value, name))
+    return Grammar("json_schema", _check_text(name, text))
 
 
 def _json_object(name: str, value: object) -> Grammar:
@@ -130,8 +122,33 @@ def _literal(text: str) -> str:
 
 
 def _structural_tag(name: str, value: object) -> Grammar:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return Grammar("structural_tag", _check_text(name, text))
+    if isinstance(value, str):
+        value = _parsed(name, value, "should be a structural tag")
+    return Grammar("structural_tag", _check_text(name, schema_text(_tag_with_enforceable(value, name))))
+
+
+def _tag_with_enforceable(tag: Any, name: str) -> Any:
+    """Returns the part `name` of a structural tag with the schemas by which its JSON is enforced."""
+    if isinstance(tag, list):
+        return [_tag_with_enforceable(part, f"{name}[{index}]") for index, part in enumerate(tag)]
+    if not isinstance(tag, Mapping):
+        return tag
+    # `schema` in the older form, which has `begin` and `end` next to it.
+    is_json = tag.get("type") == "json_schema" and tag.get("style", "json") == "json"
+    field = "json_schema" if is_json else "schema" if "begin" in tag else None
+    return {
+        key: enforceable_schema(part, f"{name}.{key}") if key == field else _tag_with_enforceable(part, f"{name}.{key}")
+        for key, part in tag.items()
+    }
+
+
+def _parsed(name: str, text: str, reason: str) -> object:
+    """Returns what `text` means as JSON. Raises InvalidRequestError with `reason`."""
+    _check_text(name, text)
+    try:
+        return parse_json(text.encode())
+    except ValueError as error:
+        raise _refusal(name, reason, text) from error
 
 
 def _check_text(name: str, value: object) -> str:

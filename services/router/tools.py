@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
 from services.router.errors import excerpt
+from services.router.schemas import enforceable_schema, schema_text
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_CHARACTERS = 65_536
@@ -21,7 +22,6 @@ INPUT_PARAMETER = "input"
 """The one parameter, a string, of a custom tool, which is a function for the model."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_REFERENCES = frozenset({"$ref", "$dynamicRef", "$recursiveRef"})
 
 Schema = Mapping[str, Any]
 
@@ -88,7 +88,7 @@ def _tool(value: object, where: str) -> Tool:
 
 
 def _check_schema(schema: object, where: str) -> None:
-    """Bounds what a schema costs; whether it is one is for the grammar to find out, where there is one."""
+    """Bounds what a schema costs. Whether it can be enforced is checked where it is: in `tool_grammar`."""
     if not isinstance(schema, dict):
         raise _refusal(f"{where} should be a JSON schema, which is an object", schema)
     if schema.get("type", "object") != "object":
@@ -133,61 +133,40 @@ def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -
     """What the whole answer has to be where a call is demanded.
 
     Of a named function it is the arguments; else a list of {"name": ..., "parameters": ...}, of one call unless they
-    may be `parallel`.
+    may be `parallel`. Raises InvalidRequestError if the parameters of a tool that may be called cannot be enforced.
     """
+    indices = {tool.name: index for index, tool in enumerate(tools)}
     if choice.mode == "named":
-        (tool,) = (tool for tool in tools if tool.name == choice.name)
-        return _json_grammar({"type": "object", **tool.parameters})
+        index = indices[choice.name]
+        return Grammar("json_schema", schema_text(_parameters(tools[index], index)))
     if choice.mode != "required":
         return None
     definitions: dict[str, Schema] = {}
-    calls = [_call_schema(tool, f"tool{index}", definitions) for index, tool in enumerate(tools)]
+    calls = [_call_schema(tool, index, definitions) for index, tool in enumerate(tools)]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     if not parallel:
         schema["maxItems"] = 1
     if definitions:
         schema["$defs"] = definitions
-    return _json_grammar(schema)
+    return Grammar("json_schema", schema_text(schema))
 
 
-def _call_schema(tool: Tool, key: str, definitions: dict[str, Schema]) -> Schema:
-    """A schema of a call of `tool`. Parameters that refer to parts of themselves become the definition `key`."""
-    parameters: Schema = {"type": "object", **tool.parameters}
-    if any(field in _REFERENCES for field in _keys(parameters)):
-        definitions[key] = _moved(parameters, f"#/$defs/{key}")
-        parameters = {"$ref": f"#/$defs/{key}"}
+def _parameters(tool: Tool, index: int) -> dict[str, Any]:
+    """Returns the enforceable schema of the arguments of `tool`, with definitions named differently for each tool."""
+    name = f"tools[{index}].function.parameters"
+    return enforceable_schema({"type": "object", **tool.parameters}, name, prefix=f"tool{index}-")
+
+
+def _call_schema(tool: Tool, index: int, definitions: dict[str, Schema]) -> Schema:
+    """Returns the schema of a call of `tool`; adds what it refers to to `definitions`."""
+    parameters = _parameters(tool, index)
+    definitions.update(parameters.pop("$defs", {}))
     return {
         "type": "object",
         "properties": {"name": {"const": tool.name}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
-
-
-def _keys(value: object) -> Iterator[str]:
-    if isinstance(value, Mapping):
-        yield from value
-        for item in value.values():
-            yield from _keys(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _keys(item)
-
-
-def _moved(value: Any, place: str) -> Any:
-    """`value` with its references into itself as they have to be once it is at `place`."""
-    if isinstance(value, Mapping):
-        return {
-            key: place + item[1:]
-            if key in _REFERENCES and isinstance(item, str) and item.startswith("#")
-            else _moved(item, place)
-            for key, item in value.items()
-        }
-    return [_moved(item, place) for item in value] if isinstance(value, list) else value
-
-
-def _json_grammar(schema: Schema) -> Grammar:
-    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
 
 
 def _refusal(reason: str, value: object) -> InvalidRequestError:

@@ -108,7 +108,8 @@ def renamed(error: InvalidRequestError) -> InvalidRequestError:
     name = _NAMES.get(error.param or "")
     if name is None:
         return error
-    return type(error)(error.message.replace(error.param or "", name, 1), param=name.partition(".")[0])
+    message = error.message.replace("response_format.json_schema", "text.format", 1)
+    return type(error)(message.replace(error.param or "", name, 1), param=name.partition(".")[0])
 
 
 def _chat_fields(request: ResponsesRequest) -> dict[str, Any]:

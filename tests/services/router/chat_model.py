@@ -20,6 +20,7 @@ HERMES_TEMPLATE = (
 )
 MISTRAL_TEMPLATE = HERMES_TEMPLATE.replace("<tool_call></tool_call>", "[TOOL_CALLS]")
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+ENFORCED = PARAMETERS | {"additionalProperties": False}  # as a grammar has them
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": PARAMETERS}}
 TIME = {"type": "function", "function": {"name": "time"}}
 USER = {"role": "user", "content": "Paris?"}

@@ -15,11 +15,15 @@ from cluster.wire.replies import CallReply, decode_replies, encode_replies
 from protos.speculation.v1 import target_pb2
 from services.router.logprobs import LogprobsFormat
 from services.router.structured import MAX_GRAMMAR_CHARACTERS, grammar_of
+from services.router.tools import Tool, ToolChoice, tool_grammar
 from services.router.wire_requests import bad_words
 
 from .conftest import Router, ScriptedTarget
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ENFORCED = Grammar(
+    "json_schema", '{"type":"object","properties":{"a":{"type":"integer"}},"additionalProperties":false}'
+)
 
 
 @pytest.mark.parametrize(
@@ -30,14 +34,18 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type":"object"}')),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
-            Grammar("json_schema", json.dumps(SCHEMA)),
+            ENFORCED,
         ),
-        ({"guided_json": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
-        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json_schema", json.dumps(SCHEMA))),
+        ({"guided_json": json.dumps(SCHEMA)}, ENFORCED),
+        ({"structured_outputs": {"json": SCHEMA}}, ENFORCED),
         ({"structured_outputs": {"json_object": True}}, Grammar("json_schema", '{"type":"object"}')),
         ({"structured_outputs": {"regex": "a+", "choice": None}}, Grammar("regex", "a+")),
         ({"guided_choice": ['a"b', "c\\\n"]}, Grammar("ebnf", r'root ::= "a\"b" | "c\\\x0a"')),
         ({"guided_grammar": 'root ::= "x"'}, Grammar("ebnf", 'root ::= "x"')),
+        (
+            {"structured_outputs": {"structural_tag": {"format": {"type": "json_schema", "json_schema": SCHEMA}}}},
+            Grammar("structural_tag", f'{{"format":{{"type":"json_schema","json_schema":{ENFORCED.text}}}}}'),
+        ),
     ],
 )
 def test_the_grammar_of_a_request(fields: dict[str, object], grammar: Grammar | None) -> None:
@@ -48,6 +56,60 @@ def test_at_most_one_grammar() -> None:
     with pytest.raises(InvalidRequestError, match="give one") as raised:
         grammar_of({"response_format": {"type": "json_object"}, "guided_regex": "a"})
     assert raised.value.param == "guided_regex"
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("uniqueItems", {"type": "array", "items": {"type": "string"}, "uniqueItems": True}),
+        ("allOf", {"allOf": [{"type": "string"}, {"minLength": 1}]}),
+        ("not", {"not": {"type": "null"}}),
+        ("multipleOf", {"type": "integer", "multipleOf": 5}),
+    ],
+)
+def test_every_schema_is_checked_alike(router: Router, keyword: str, schema: dict[str, object]) -> None:
+    wrong = {"type": "object", "properties": {"a": schema}}
+    messages = [{"role": "user", "content": "fox"}]
+    function = {"name": "f", "parameters": wrong}
+    tools = [{"type": "function", "function": {"name": "g"}}, {"type": "function", "function": function}]
+    form = {"type": "json_schema", "name": "x", "schema": wrong}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": wrong}}
+    for path, fields in (
+        ("response_format.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": form}}),
+        ("guided_json", {"guided_json": wrong}),
+        ("structured_outputs.json", {"structured_outputs": {"json": json.dumps(wrong)}}),
+        ("structured_outputs.structural_tag.format.json_schema", {"structured_outputs": {"structural_tag": tag}}),
+        ("tools[1].function.parameters", {"tools": tools, "tool_choice": "required"}),
+        (
+            "tools[1].function.parameters",
+            {"tools": tools, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        ),
+    ):
+        response = router.chat(messages=messages, **fields)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["message"].startswith(f"{path}.properties.a.{keyword} ")
+    response = router.client.post("/v1/responses", json={"input": "fox", "text": {"format": form}})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"text.format.schema.properties.a.{keyword} ")
+    assert response.json()["error"]["param"] == "text"
+    named = {"type": "function", "function": {"name": "g"}}
+    for choice in ("auto", named):  # neither enforces the wrong parameters
+        assert router.chat(messages=messages, tools=tools, tool_choice=choice).status_code == 200
+
+
+def test_definitions_of_tools_are_kept_apart() -> None:
+    def tool(name: str, type_: str) -> Tool:
+        schema = {"properties": {"$ref": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": type_}}}
+        return Tool(name, schema, {})
+
+    grammar = tool_grammar(ToolChoice("required"), [tool("a", "null"), tool("b", "boolean")], parallel=False)
+    assert grammar is not None
+    schema = json.loads(grammar.text)
+    references = [call["properties"]["parameters"]["properties"]["$ref"] for call in schema["items"]["anyOf"]]
+    assert [schema["$defs"][reference["$ref"].rpartition("/")[2]]["type"] for reference in references] == [
+        "null",
+        "boolean",
+    ]
 
 
 def test_a_grammar_is_of_bounded_length() -> None:

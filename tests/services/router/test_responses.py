@@ -9,7 +9,7 @@ import grpc
 import openai
 import pytest
 
-from .chat_model import PARAMETERS, Model, call_of
+from .chat_model import ENFORCED, PARAMETERS, Model, call_of
 from .test_request_validation import assert_error
 
 WEATHER = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
@@ -123,7 +123,7 @@ def test_a_call_can_be_demanded(model: Model) -> None:
     body = create(model, tools=[WEATHER], tool_choice={"type": "function", "name": "weather"})
     assert [(item["name"], item["arguments"]) for item in body["output"]] == [("weather", '{"city": "Paris"}')]
     assert body["tools"] == [WEATHER]
-    assert model.grammar == PARAMETERS
+    assert model.grammar == ENFORCED
 
 
 def test_a_failure_on_the_way(model: Model) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from .chat_model import MISTRAL_TEMPLATE, NAMED, PARAMETERS, TIME, USER, WEATHER, Model, call_of, functions_of
+from .chat_model import ENFORCED, MISTRAL_TEMPLATE, NAMED, TIME, USER, WEATHER, Model, call_of, functions_of
 
 
 def test_what_the_model_is_told(model: Model) -> None:
@@ -125,7 +125,7 @@ def test_a_named_function_is_what_the_answer_is(model: Model) -> None:
     assert functions_of(choice["message"]) == [("weather", '{"city": "Paris"}')]
     assert choice["message"]["content"] is None
     assert choice["finish_reason"] == "stop"
-    assert model.grammar == PARAMETERS
+    assert model.grammar == ENFORCED
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -141,7 +141,7 @@ def test_a_call_is_required(model: Model, parallel: bool) -> None:
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, parameters in (("weather", PARAMETERS), ("time", {"type": "object"}))
+        for name, parameters in (("weather", ENFORCED), ("time", {"type": "object"}))
     ]
     limit = {} if parallel else {"maxItems": 1}
     assert model.grammar == {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | limit

@@ -1,0 +1,28 @@
+"""The one check of all JSON schemas that answers are held to, wherever a request has them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cluster.errors import InvalidRequestError
+from cluster.json_schema.enforceable import to_enforceable
+from cluster.json_schema.errors import SchemaError
+
+
+def enforceable_schema(schema: object, name: str, prefix: str = "") -> dict[str, Any]:
+    """Returns the schema by which the answer to `schema`, the field `name`, is enforced.
+
+    The names of its definitions begin with `prefix`. Raises InvalidRequestError naming the path of a keyword that
+    cannot be enforced.
+    """
+    try:
+        return to_enforceable(schema, prefix)
+    except SchemaError as error:
+        field = name.partition(".")[0].partition("[")[0]
+        raise InvalidRequestError(f"{name}{error.path} {error.reason}", param=field) from error
+
+
+def schema_text(schema: object) -> str:
+    """Returns `schema` as a grammar has it."""
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
