@@ -10,7 +10,7 @@ import pytest
 import xgrammar
 
 from cluster.constraints import Grammar
-from cluster.grammars.matching import make_matcher, probe
+from cluster.grammars.matching import ReadGrammar, Vocabulary, make_matcher, probe
 from cluster.grammars.vocabulary import read_vocabulary
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
@@ -19,7 +19,12 @@ from services.router.reasoning_grammar import after_reasoning
 
 from .chat_model import HERMES_TEMPLATE, NAMED, PARAMETERS, WEATHER, Model, functions_of
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 FORMS = {
     "json_schema": Grammar("json_schema", json.dumps(SCHEMA)),
@@ -39,8 +44,9 @@ class Matching:
     def __init__(self) -> None:
         folder = resolve_model_folder("outrider-target-12m")
         self.tokenizer = Tokenizer(folder)
-        self._vocabulary = read_vocabulary(folder, self.tokenizer.vocab_size, [0])
-        self._compiler = xgrammar.GrammarCompiler(self._vocabulary, max_threads=1)
+        info = read_vocabulary(folder, self.tokenizer.vocab_size, [0])
+        self._vocabulary = Vocabulary(info)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 
     def is_answer(self, grammar: Grammar, text: str) -> bool:
         compile_ = {
@@ -49,7 +55,7 @@ class Matching:
             "regex": self._compiler.compile_regex,
             "ebnf": self._compiler.compile_grammar,
         }[grammar.form]
-        compiled = compile_(grammar.text)
+        compiled = ReadGrammar(compile_(grammar.text), self._vocabulary, grammar.form)
         probe(compiled)
         matcher = make_matcher(compiled)
         return all(matcher.accept_token(token) for token in [*self.tokenizer.encode(text, add_special_tokens=False), 0])
