@@ -268,7 +268,7 @@ def test_a_demanded_call_is_a_tool_use(model: Model) -> None:
     body = create(model, tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"})
     assert without_ids(body)["content"] == [{"type": "tool_use", "name": "weather", "input": {"city": "Paris"}}]
     assert body["stop_reason"] == "tool_use"
-    assert model.grammar == PARAMETERS
+    assert model.grammar == PARAMETERS | {"additionalProperties": False}
 
 
 @pytest.mark.parametrize(

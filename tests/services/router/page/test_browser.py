@@ -210,7 +210,7 @@ def test_an_answer_can_be_stopped_and_an_error_is_shown(browser: Browser, cluste
         page.fill("#prompt-length", "4096")
         page.fill("#prompt-text", "x " * 8000)
         page.click("text=Send")
-        expect(page.locator("#error")).to_contain_text("limit")
+        expect(page.locator("#error")).to_contain_text("maximum context length")
 
 
 def test_a_router_with_keys_asks_for_one(browser: Browser, tmp_path) -> None:
