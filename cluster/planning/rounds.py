@@ -26,8 +26,8 @@ from cluster.planning.steps import Steps
 from cluster.speculation.speed import expected_tokens, round_seconds
 
 MAX_DEPTH = 16
-# Fitted to `bench.pool`: plans are within 18 % of all its cells, 1.01 of them in the median (docs/PLANNING.md). Without
-# it they are up to 43 % too low.
+# Fitted to `bench.pool`: plans are within 20 % of 85 of its 88 cells, 1.00 of them in the median (docs/PLANNING.md).
+# Without it they are up to 43 % too low.
 RUN_AHEAD_HIDES = 0.7
 
 
