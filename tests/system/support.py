@@ -67,6 +67,17 @@ def assert_table_is_true(url: str, engine: str) -> None:
             response = _ask(client, feature)
             expected = 200 if is_supported else 400
             assert response.status_code == expected, (engine, feature, response.status_code, response.text)
+        if engine != "simulated":
+            _assert_cached_tokens_are_told(client)
+
+
+def _assert_cached_tokens_are_told(client: httpx.Client) -> None:
+    """The same prompt again and again: some target has seen it."""
+    body = {"prompt": [5 + 7 * place % 2000 for place in range(400)], "max_tokens": 1}
+    usages = [client.post("/v1/completions", json=body).json()["usage"] for _ in range(4)]
+    counts = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert counts[0] == 0
+    assert 0 < max(counts) < 400
 
 
 def _ask(client: httpx.Client, feature: str) -> httpx.Response:
