@@ -1,4 +1,7 @@
-"""Analyses the values of a schema: their types, the full list if it is short, and whether two schemas overlap."""
+"""Analyses the values of a schema: their types, the full list if it is short, and whether two schemas overlap.
+
+Keywords that are malformed are ignored here: they are refused where the schema is translated.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +92,9 @@ def types_of(schema: Any, references: References, depth: int = 0) -> frozenset[s
         return frozenset() if schema is False else _BASIC
     types = _BASIC
     given = schema.get("type")
-    if given is not None:
-        types = frozenset([given] if isinstance(given, str) else given)
+    names = [given] if isinstance(given, str) else given
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        types = frozenset(names)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         types = _common(types, frozenset(map(type_of, values)))
@@ -135,10 +139,10 @@ def are_apart(one: Any, other: Any, references: References, depth: int = 0) -> b
 
 def _have_apart_property(one: Mapping[str, Any], other: Mapping[str, Any], references: References, depth: int) -> bool:
     """Returns whether both require a property that cannot have the same value in both."""
-    shared = set(one.get("required", [])) & set(other.get("required", []))
+    properties, others = _properties(one), _properties(other)
     return any(
-        are_apart(one["properties"][name], other["properties"][name], references, depth + 1)
-        for name in shared & one.get("properties", {}).keys() & other.get("properties", {}).keys()
+        are_apart(properties[name], others[name], references, depth + 1)
+        for name in _required(one) & _required(other) & properties.keys() & others.keys()
     )
 
 
@@ -146,4 +150,14 @@ def _forbids_required(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Returns whether objects of `other` have a property that `one` forbids."""
     if one.get("additionalProperties") is not False or one.get("patternProperties"):
         return False
-    return bool(set(other.get("required", [])) - one.get("properties", {}).keys())
+    return bool(_required(other) - _properties(one).keys())
+
+
+def _required(schema: Mapping[str, Any]) -> set[str]:
+    names = schema.get("required")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
