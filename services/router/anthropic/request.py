@@ -24,7 +24,7 @@ _IGNORED = IGNORED_FIELDS | {"cache_control", "inference_geo", "speed"}
 _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 # What the chat calls them, and what they are called here.
-_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
 
 
 class CountTokensRequest(BaseModel):
@@ -117,5 +117,6 @@ def _renamed(error: InvalidRequestError) -> InvalidRequestError:
     param, message = error.param or "", error.message
     if param == "tools":
         message = message.replace(".function.parameters", ".input_schema", 1).replace(".function.", ".", 1)
+    message = message.replace("response_format.json_schema", "output_config.format", 1)
     name = _NAMES.get(param, param)
     return type(error)(message.replace(param, name, 1) if param else message, param=name or None)

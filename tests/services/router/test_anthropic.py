@@ -443,6 +443,9 @@ def test_names_in_messages_are_those_of_this_api(shared_router: Router) -> None:
     assert_error(
         image, 400, "invalid_request_error", "messages[1].content[1]: blocks of the type image are not supported"
     )
+    form = {"type": "json_schema", "schema": {"type": "number", "multipleOf": 3}}
+    multiple = post(shared_router, max_tokens=5, output_config={"format": form})
+    assert_error(multiple, 400, "invalid_request_error", "output_config.format.schema.multipleOf cannot be enforced")
 
 
 def test_agents_can_read_how_long_the_context_is(model: Model) -> None:
