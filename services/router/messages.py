@@ -65,6 +65,11 @@ def text_of(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def parts_of(content: str | list[Part]) -> list[Part]:
+    """Returns the parts of a message; text is a single part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 class _History:
     """Converts the messages of one request."""
 
@@ -213,8 +218,7 @@ def _with_text(content: str | list[Part], text: str) -> str | list[Part]:
     """Returns `content` with `text` as its last part."""
     if not content:
         return text
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [*parts, {"type": "text", "text": text}]
+    return [*parts_of(content), *parts_of(text)]
 
 
 def _optional_text(value: Mapping[str, Any], field: str, where: str) -> str | None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidRequestError
-from services.router.errors import excerpt, warn_of
-from services.router.messages import MAX_MESSAGES, MAX_PARTS, Message, Part, text_of
+from services.router.errors import warn_of
+from services.router.messages import MAX_MESSAGES, MAX_PARTS, Message, Part, check_number, parts_of, refusal, text_of
 
 _ROLES = ("user", "assistant", "system")
 # Blocks that belong to one role.
@@ -27,8 +27,8 @@ def to_chat_messages(system: object, value: object) -> list[Message]:
     if system is not None:
         conversation.add_system(system)
     if not isinstance(value, list) or not value:
-        raise _refusal("messages should be a list of messages", value)
-    _check_number(value, "messages", MAX_MESSAGES)
+        raise refusal("messages should be a list of messages", value)
+    check_number(value, "messages", MAX_MESSAGES)
     for index, message in enumerate(value):
         conversation.add(message, f"messages[{index}]")
     warn_of(sorted(conversation.left_out), "left out the content blocks of unsupported types:")
@@ -55,37 +55,37 @@ class _Conversation:
         if isinstance(system, str):
             parts: str | list[Part] = system
         elif isinstance(system, list):
-            _check_number(system, "system", MAX_PARTS)
+            check_number(system, "system", MAX_PARTS)
             parts = [_text_part(block, f"system[{index}]") for index, block in enumerate(system)]
         else:
-            raise _refusal("system should be a string or a list of text blocks", system)
+            raise refusal("system should be a string or a list of text blocks", system)
         if parts:
             self._say("system", parts)
 
     def add(self, message: object, where: str) -> None:
         if not isinstance(message, dict):
-            raise _refusal(f"{where} should be an object", message)
+            raise refusal(f"{where} should be an object", message)
         role, content = message.get("role"), message.get("content")
         if role not in _ROLES:
-            raise _refusal(f"{where}.role should be one of {', '.join(_ROLES)}", role)
+            raise refusal(f"{where}.role should be one of {', '.join(_ROLES)}", role)
         if isinstance(content, str):
             self._say(role, content)
         elif isinstance(content, list) and (content or role == "assistant"):
-            _check_number(content, f"{where}.content", MAX_PARTS)
+            check_number(content, f"{where}.content", MAX_PARTS)
             for index, block in enumerate(content):
                 self._add_block(role, block, f"{where}.content[{index}]")
         else:
-            raise _refusal(f"{where}.content should be a string or a list of content blocks", content)
+            raise refusal(f"{where}.content should be a string or a list of content blocks", content)
 
     def _add_block(self, role: str, block: object, where: str) -> None:
         if not isinstance(block, dict):
-            raise _refusal(f"{where} should be an object", block)
+            raise refusal(f"{where} should be an object", block)
         kind = block.get("type")
         if not isinstance(kind, str):
-            raise _refusal(f"{where}.type should be a string", kind)
+            raise refusal(f"{where}.type should be a string", kind)
         owner = _OWNERS.get(kind, role)
         if owner != role:
-            raise _refusal(f"{where}: a block of the type {kind} belongs into a message of the role {owner}", block)
+            raise refusal(f"{where}: a block of the type {kind} belongs into a message of the role {owner}", block)
         match kind:
             case "text":
                 self._say(role, [_text_part(block, where)])
@@ -108,7 +108,7 @@ class _Conversation:
     def _add_call(self, block: Mapping[str, Any], where: str) -> None:
         arguments = block.get("input")
         if not isinstance(arguments, dict | None):
-            raise _refusal(f"{where}.input should be an object", arguments)
+            raise refusal(f"{where}.input should be an object", arguments)
         function = {"name": _string(block, "name", where), "arguments": arguments or {}}
         call = {"id": _string(block, "id", where), "type": "function", "function": function}
         self._turn("assistant").setdefault("tool_calls", []).append(call)
@@ -124,8 +124,8 @@ class _Conversation:
         if content is None or isinstance(content, str):
             return content or ""
         if not isinstance(content, list):
-            raise _refusal(f"{where} should be a string or a list of content blocks", content)
-        _check_number(content, where, MAX_PARTS)
+            raise refusal(f"{where} should be a string or a list of content blocks", content)
+        check_number(content, where, MAX_PARTS)
         parts = []
         for index, block in enumerate(content):
             kind = block.get("type") if isinstance(block, dict) else None
@@ -149,8 +149,8 @@ class _Conversation:
             turn["content"] = content
             return
         if isinstance(turn["content"], str):
-            turn["content"] = _parts(turn["content"])
-        turn["content"].extend(_parts(content))
+            turn["content"] = parts_of(turn["content"])
+        turn["content"].extend(parts_of(content))
 
     def _turn(self, role: str) -> Message:
         """Returns the last message if it is one of `role`, else a new one."""
@@ -159,28 +159,15 @@ class _Conversation:
         return self.messages[-1]
 
 
-def _parts(content: str | list[Part]) -> list[Part]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _text_part(block: object, where: str) -> Part:
     match block:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
-    raise _refusal(f"{where} should be a text block", block)
+    raise refusal(f"{where} should be a text block", block)
 
 
 def _string(block: Mapping[str, Any], field: str, where: str) -> str:
     text = block.get(field)
     if not isinstance(text, str):
-        raise _refusal(f"{where}.{field} should be a string", text)
+        raise refusal(f"{where}.{field} should be a string", text)
     return text
-
-
-def _check_number(values: list[Any], where: str, most: int) -> None:
-    if len(values) > most:
-        raise _refusal(f"{where} should have at most {most} entries, and has {len(values)}", values)
-
-
-def _refusal(reason: str, value: object) -> InvalidRequestError:
-    return InvalidRequestError(f"{reason} (got {excerpt(value)})", param="messages")

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequestError
 from services.router.errors import excerpt, warn_of
-from services.router.messages import MAX_MESSAGES
+from services.router.messages import MAX_MESSAGES, parts_of
 
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -81,7 +81,7 @@ class _Conversation:
         role = item.get("role")
         if role in _SYSTEM_ROLES and content and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             # Some templates refuse a second system message, and clients send both instructions and such items.
-            self.messages[0]["content"] = [*_parts(self.messages[0]["content"]), *_parts(content)]
+            self.messages[0]["content"] = [*parts_of(self.messages[0]["content"]), *parts_of(content)]
             return
         if role != "assistant":
             self._turn = None
@@ -112,10 +112,6 @@ def _content(value: object, where: str) -> str | list[dict[str, str]] | None:
     if not isinstance(value, list):
         raise _refusal(f"{where} should be a string or a list of text parts", value)
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(value)] or ""
-
-
-def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _part(part: object, where: str) -> dict[str, str]:

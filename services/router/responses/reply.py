@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import to_json
-
 from cluster.errors import OutriderError
 from services.router.errors import envelope
 from services.router.output.message import MessageWriter, Reader
@@ -17,6 +15,7 @@ from services.router.reply import Piece, Reply, Usage
 from services.router.responses.output import Event, OutputItems
 from services.router.responses.request import ResponsesChat
 from services.router.speculation_stats import SpeculationStats
+from services.router.streaming import named_event
 
 
 @dataclass
@@ -56,9 +55,7 @@ class ResponsesReply(Reply):
         yield from self._said(piece)
 
     def event(self, value: Mapping[str, Any]) -> bytes:
-        numbered = {**value, "sequence_number": next(self.progress.numbers)}
-        kind: str = value["type"]
-        return b"event: " + kind.encode() + b"\ndata: " + to_json(numbered) + b"\n\n"
+        return named_event(value["type"], {**value, "sequence_number": next(self.progress.numbers)})
 
     def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
         response = self._response(usage)
