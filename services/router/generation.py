@@ -18,6 +18,7 @@ from protos.speculation.v1 import target_pb2
 from services.router.access_log import RequestRecord
 from services.router.caller import current_key
 from services.router.failover import run_anywhere
+from services.router.large_work import done_beside
 from services.router.output.message import Reader
 from services.router.output.source import Said
 from services.router.page.feed import Feed
@@ -122,6 +123,7 @@ async def generate(
                 if request.num_prompt_logprobs is not None:
                     piece.prompt = Prompt(request.prompt_token_ids, prompt_logprobs)
             if piece.finish_reason is not None:
+                piece.num_reasoning_tokens = await writer.num_reasoning_tokens()
                 record.finish_reasons[piece.finish_reason] += 1
                 metrics.e2e_latency.observe(time.perf_counter() - record.arrived_at)
                 if first_token_at is not None and last_token_at is not None:
@@ -203,13 +205,19 @@ class _Writer:
                 piece.stop_reason = piece.stop_reason or token_ids[-1]
         if logprobs is not None:
             piece.logprobs = logprobs.part(0, len(piece.token_ids))
-        if self._reader is not None and piece.finish_reason is not None and (text := self._reader.reasoning_text):
-            piece.num_reasoning_tokens = len(self._form.tokenizer.encode(text, add_special_tokens=False))
         if self._form.tells_rounds:
             unspelled = [""] * (len(piece.token_ids) - len(self._texts))
             piece.rounds = list(answer_rounds([*self._texts, *unspelled], rounds))
         self.num_tokens += len(piece.token_ids)
         return piece
+
+    async def num_reasoning_tokens(self) -> int:
+        """Returns the number of tokens of the reasoning's text, at most those of the answer."""
+        text = "" if self._reader is None else self._reader.reasoning_text
+        if not text:
+            return 0
+        token_ids = await done_beside(len(text), lambda: self._form.tokenizer.encode(text, add_special_tokens=False))
+        return min(len(token_ids), self.num_tokens)
 
     def _plain(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
         if self._form.tells_rounds:
