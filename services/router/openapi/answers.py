@@ -42,7 +42,13 @@ _SPECULATION = {
 _STOP_REASON = {"stop_reason": {"description": "the stop token or string that the request named"}}
 _FINISH_REASON = nullable({"enum": ["stop", "length", "tool_calls"]})
 _LOGPROBS = nullable(ANY_OBJECT)
-_FRAME: dict[str, Schema] = {"id": TEXT, "created": INTEGER, "model": TEXT, "seed": INTEGER}
+_FRAME: dict[str, Schema] = {
+    "id": TEXT,
+    "created": INTEGER,
+    "model": TEXT,
+    "seed": INTEGER,
+    "system_fingerprint": TEXT,
+}
 _METRICS = {"metrics": {"type": "object", "description": "vLLM's statistics of speculation"}}
 _FUNCTION = structure({"name": TEXT, "arguments": TEXT})
 
@@ -51,7 +57,15 @@ ANSWERS: dict[str, Schema] = {
         {"error": structure({"message": TEXT, "type": TEXT, "param": nullable(TEXT), "code": nullable(TEXT)})}
     ),
     "Round": structure({"num_draft_tokens": INTEGER, "num_accepted_tokens": INTEGER, "tokens": items(TEXT)}),
-    "Usage": structure({"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER}),
+    "Usage": structure(
+        {
+            "prompt_tokens": INTEGER,
+            "completion_tokens": INTEGER,
+            "total_tokens": INTEGER,
+            "prompt_tokens_details": structure({"cached_tokens": INTEGER}),
+            "completion_tokens_details": structure({"reasoning_tokens": INTEGER}),
+        }
+    ),
     "Completion": structure(
         _FRAME
         | {
@@ -150,6 +164,7 @@ ANSWERS: dict[str, Schema] = {
             "output": items(reference("ResponseItem")),
             "store": {"const": False},
             "seed": INTEGER,
+            "system_fingerprint": TEXT,
             "usage": nullable(
                 structure(
                     {
@@ -200,6 +215,7 @@ ANSWERS: dict[str, Schema] = {
             "stop_sequence": nullable(TEXT),
             "usage": reference("MessageUsage"),
             "seed": INTEGER,
+            "system_fingerprint": TEXT,
         }
     ),
     "MessageEvent": structure(
