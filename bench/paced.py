@@ -1,4 +1,4 @@
-"""Paced engines beside real ones: `python -m bench.paced`.
+"""Compares engines with simulated engines that are paced by them: `python -m bench.paced`.
 
 Virtual time (`bench.pool`, `outrider simulate`) has step times in place of forward passes. Here a cluster answers the
 same prompts with its engines, and then with simulated engines that are paced by them: their steps take what steps of

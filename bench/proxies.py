@@ -1,4 +1,4 @@
-"""What gets lost between clients and a router with nginx in front of it, or nothing: `python -m bench.proxies`.
+"""Counts requests lost between clients and a router, with and without nginx: `python -m bench.proxies`.
 
 A prompt takes longer than nginx waits for an answer (60 s by default), and then connections are used again after about
 as long as nginx or the router keeps them. The cluster has simulated engines; nginx has its defaults, HTTP/1.1 and

@@ -177,7 +177,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def eos_token_ids(folder: Path, values: Values | None = None) -> tuple[int, ...]:
     """Returns the tokens that end a sequence; `values` are those of `config.json`. Raises ConfigurationError.
 
-    They are those of all files that name some: fine-tunes often change only the tokenizer's.
+    Combines those of all configuration files: fine-tunes often change only the tokenizer's.
     """
     values = _read_json(folder / "config.json") if values is None else values
     generation = _read_json_if_any(folder / "generation_config.json")

@@ -54,7 +54,7 @@ class RopeConfig:
     scaling: RopeScaling | None = None
 
     def max_length(self, max_position_embeddings: int) -> int:
-        """Returns the model's positions: YaRN often is added to a config that keeps those before stretching."""
+        """Returns the number of positions; YaRN is often added to a config that keeps the number before stretching."""
         if not isinstance(self.scaling, YarnScaling):
             return max_position_embeddings
         return max(max_position_embeddings, int(self.scaling.factor * self.scaling.original_max_position_embeddings))

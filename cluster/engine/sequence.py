@@ -32,7 +32,7 @@ class Sequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    num_cached_tokens: int | None = None  # found in the prefix cache when it was first admitted; None: it was not yet
+    num_cached_tokens: int | None = None  # found in the prefix cache at the first admission; None: not admitted yet
 
     @property
     def is_prefilling(self) -> bool:

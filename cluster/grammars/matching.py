@@ -23,7 +23,7 @@ _PROBE_SECONDS = 0.02
 
 
 class Vocabulary:
-    """What the tokens of a model spell."""
+    """The texts of a model's tokens."""
 
     def __init__(self, info: xgrammar.TokenizerInfo) -> None:
         self.info = info

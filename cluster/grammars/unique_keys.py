@@ -1,4 +1,4 @@
-"""Keeps the keys of each object of a JSON text apart: no grammar can, where a schema does not list them."""
+"""Forbids repeating a key within an object of a JSON text, which grammars can do for listed keys only."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class QuotingTokens:
 
 
 class UniqueKeys:
-    """A matcher of a grammar of JSON that also forbids to repeat a key within an object."""
+    """Wraps the matcher of a JSON grammar, and also forbids repeating a key within an object."""
 
     def __init__(self, matcher: Matcher, tokens: QuotingTokens) -> None:
         self._matcher = matcher

@@ -1,4 +1,4 @@
-"""Arrays of a schema, as grammars keep them."""
+"""Translates the keywords of a schema that are about arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Translate = Callable[[Any, str], dict[str, Any]]
 def array(schema: Mapping[str, Any], path: str, translate: Translate, references: References) -> dict[str, Any]:
     """Returns the schema of the arrays that `schema` allows. Raises SchemaError.
 
-    Behind `prefixItems` come no items that `items` does not describe, unless `minItems` asks for more.
+    Without `items`, no items follow those of `prefixItems`, unless `minItems` requires more.
     """
     for keyword in ("contains", "minContains", "maxContains"):
         if keyword in schema:
@@ -54,7 +54,7 @@ def array(schema: Mapping[str, Any], path: str, translate: Translate, references
 
 
 def _items(schema: Mapping[str, Any], least: int, num_first: int) -> Any:
-    """Returns the schema of the items behind the first `num_first`."""
+    """Returns the schema of the items after the first `num_first`."""
     for keyword in ("items", "unevaluatedItems"):
         if keyword in schema:
             return schema[keyword]
@@ -64,7 +64,7 @@ def _items(schema: Mapping[str, Any], least: int, num_first: int) -> Any:
 def _unique(
     schema: Mapping[str, Any], path: str, least: int, most: int | None, references: References
 ) -> dict[str, Any]:
-    """Returns the schema of arrays whose items differ: some of a few values, in their order."""
+    """Returns the schema of arrays of distinct items: each has some of the listed values, in their order."""
     values = None if "prefixItems" in schema else finite_values(schema.get("items"), references)
     where = at(path, "uniqueItems")
     if values is None:

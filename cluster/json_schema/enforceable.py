@@ -1,8 +1,8 @@
-"""Translates schemas of requests into schemas that xgrammar keeps to the letter, or refuses them.
+"""Translates schemas of requests into schemas that xgrammar enforces exactly, or refuses them.
 
-xgrammar passes over some keywords, and over others together with certain others. Only what it keeps is
-written; what it would not keep is written in another way, or refused with the path of the keyword. The answers to a
-translated schema are valid for the original; they need not be all that are.
+xgrammar ignores some keywords, and others in certain combinations. The translation uses only what xgrammar enforces. It
+expresses the rest in another way, or refuses it with the path of the keyword. Every answer to the translated schema is
+valid for the original; the translated schema may exclude some valid answers.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _KEYWORDS = {
         *("patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
     },
 }
-"""The keywords that say something of a type; "number" has those of integers."""
+"""The keywords that limit values of a type; "number" has those of integers."""
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 _REFUSED = ("not", "if", "then", "else", "$dynamicRef", "$recursiveRef")
-# Names at which xgrammar does not look when it compares two schemas: it would take the first for both.
+# Names that xgrammar ignores when it compares two schemas: it would use the first schema for both.
 _OVERLOOKED = frozenset(
     {"title", "default", "description", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"}
 )
 
 
 def to_enforceable(schema: object, prefix: str = "") -> dict[str, Any]:
-    """Returns a schema whose answers are valid for `schema`, and which xgrammar keeps.
+    """Returns a schema that xgrammar enforces, and whose answers are valid for `schema`.
 
     Its only references are to its own `$defs`, whose names begin with `prefix`. Raises SchemaError.
     """
@@ -109,7 +109,7 @@ class _Translation:
         return {} if not options else options[0] if len(options) == 1 else {"anyOf": options}
 
     def _in_place(self, schema: Mapping[str, Any], path: str, depth: int) -> dict[str, Any]:
-        """`schema` has a keyword that stands for other schemas: it has to be its only one, as they would be merged."""
+        """Translates a schema with a keyword such as `$ref` or `anyOf`, which has to be its only keyword."""
         keyword, *others = [keyword for keyword in _IN_PLACE if keyword in schema]
         keywords = {"const", "enum"}.union(*_KEYWORDS.values())
         for other in [*others, *(name for name in schema if name in keywords)]:
@@ -159,7 +159,7 @@ class _Translation:
             raise SchemaError(at(path, "type"), f"should be one or more of {', '.join(TYPES)}")
 
     def _types(self, schema: Mapping[str, Any], path: str) -> list[str]:
-        """Returns the types of a schema: those that it names, or else those that its keywords are about."""
+        """Returns the types that a schema names, or else those that its keywords are about."""
         if "type" not in schema:
             return [type_ for type_, keywords in _KEYWORDS.items() if keywords & schema.keys()]
         names = list(dict.fromkeys([schema["type"]] if isinstance(schema["type"], str) else schema["type"]))
@@ -184,7 +184,7 @@ class _Translation:
         return {"type": type_}
 
     def _listed(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """`schema` lists its values."""
+        """Translates a schema that lists its values."""
         keyword = "enum" if "enum" in schema else "const"
         if keyword == "enum" and not isinstance(schema["enum"], list):
             raise SchemaError(at(path, "enum"), "should be a list of values")
@@ -200,7 +200,7 @@ class _Translation:
         return self._marked(found, names_within(distinct))
 
     def _marked(self, schema: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-        """Returns `schema` with a keyword that makes it differ from all others if xgrammar overlooks one of `names`."""
+        """Returns `schema`, with a distinguishing keyword if xgrammar would ignore one of `names` in comparisons."""
         if _OVERLOOKED.isdisjoint(names):
             return schema
         self._num_marks += 1
@@ -233,7 +233,7 @@ class _Translation:
 
 
 def _can_end(schema: Mapping[str, Any], ending: set[str]) -> bool:
-    """Returns whether a value of `schema` has an end, if those of the definitions `ending` do."""
+    """Returns whether `schema` allows a finite value, if the definitions `ending` do."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2] in ending
     if "anyOf" in schema:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SchemaError(ValueError):
-    """A schema, or a part of it, that answers cannot be held to."""
+    """A schema that cannot be enforced, with the path of the part that prevents it."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path} {reason}".strip())

@@ -1,4 +1,4 @@
-"""Expressions over classes of characters: what patterns are made of."""
+"""Expressions over classes of characters, into which patterns are parsed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def intersection(one: Ranges, other: Ranges) -> Ranges:
     return complement(ranges(*complement(one), *complement(other)))
 
 
-# What a string of JSON may have without an escape; no surrogates, which UTF-8 cannot encode.
+# Characters that a JSON string may contain without an escape; no surrogates, which UTF-8 cannot encode.
 PLAIN = ranges((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0xA0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
@@ -103,7 +103,7 @@ def with_one_of(needed: Ranges, node: Node) -> Node:
 
 
 def simplified(node: Node) -> Node:
-    """Returns `node` without what no string can have; `NOTHING` if that leaves no text."""
+    """Returns `node` without characters that strings cannot contain; `NOTHING` if no text is left."""
     match node:
         case Class(allowed):
             plain = intersection(allowed, PLAIN)

@@ -1,4 +1,4 @@
-"""The formats of strings: which are enforced, and by what expression; which promise nothing."""
+"""The formats of strings that are enforced, with their expressions, and those that are ignored."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ PATTERNS: dict[str, Pattern] = {name: rewrite(expression) for name, expression i
 SHORT_PATTERNS: dict[str, Pattern] = {
     "uri": rewrite(rf"{_SCHEME}//[a-z0-9-]{{1,60}}(?:\.[a-z0-9-]{{1,60}}){{0,2}}(?:/[A-Za-z0-9._~=&?/-]{{0,250}})?")
 }
-"""Bounded ones, for schemas with a longest length."""
+"""Bounded expressions, for schemas with `maxLength`."""
 
 UNCHECKED = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Objects of a schema, as grammars keep them."""
+"""Translates the keywords of a schema that are about objects."""
 
 from __future__ import annotations
 

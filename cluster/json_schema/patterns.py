@@ -1,7 +1,7 @@
 """Rewrites regular expressions of schemas into ones that xgrammar follows exactly.
 
-An expression holds for the whole string: without `^` and `$`, too. Characters that JSON would have to escape (quotes,
-backslashes, control characters) are taken out, as grammars write strings without escapes. Classes of characters such as
+An expression has to match the whole string, even without `^` and `$`. Characters that JSON escapes (quotes,
+backslashes, control characters) are excluded, as grammars write strings without escapes. Classes of characters such as
 `\\d` mean their ASCII characters, a subset of what validators of any dialect accept.
 """
 
@@ -37,7 +37,7 @@ from cluster.json_schema.expressions import (
 
 MAX_REPEATS = 10_000
 _MAX_CHARACTERS = 4096
-_MAX_CHARACTERS_WITH_LOOK_AHEAD = 40  # what is rewritten grows with the square of them
+_MAX_CHARACTERS_WITH_LOOK_AHEAD = 40  # the rewritten expression grows with their square
 
 Items = abc.Sequence[Any]  # as the parser has them
 # xgrammar 0.2.8 makes automata of expressions in ASCII, some of which accept too much: `a(cb{1,3})?` accepts "ab". Of
@@ -182,7 +182,7 @@ def _class(items: Items) -> Ranges:
 
 
 def _except(assertion: Any, node: Node) -> Node:
-    """Returns `node` without the texts that `(?!...)` before it forbids: those of nothing but some characters.
+    """Returns `node` without the texts that `(?!...)` before it forbids: those that consist of certain characters.
 
     pydantic's Decimal has such a look-ahead, `(?!^[-+.]*$)`.
     """

@@ -1,4 +1,4 @@
-"""The references within a schema, and a bound on how much of it is looked at."""
+"""Resolves the references within a schema, and bounds the work of comparing its parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class References:
         return found
 
     def resolve(self, schema: Any) -> Any:
-        """Returns `schema`, or what it refers to if it is a reference; {} if that has no end."""
+        """Returns `schema`, or what it refers to if it is a reference; {} if the references form a cycle."""
         seen = set()
         self.spend()
         while isinstance(schema, Mapping) and "$ref" in schema:

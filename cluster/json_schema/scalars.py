@@ -1,4 +1,4 @@
-"""Strings and numbers of a schema, as grammars keep them."""
+"""Translates the keywords of a schema that are about strings and numbers."""
 
 from __future__ import annotations
 

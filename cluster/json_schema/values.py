@@ -12,7 +12,7 @@ from typing import Any
 from cluster.json_schema.references import References
 
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
-_BASIC = frozenset(TYPES) - {"integer"}  # which are apart from each other
+_BASIC = frozenset(TYPES) - {"integer"}  # no value has two of them
 _MAX_DEPTH = 8
 
 
@@ -70,7 +70,7 @@ def names_within(value: object) -> set[str]:
 
 
 def finite_values(schema: Any, references: References) -> list[Any] | None:
-    """Returns all values of `schema` if it lists them, or is of booleans and null alone; None if not."""
+    """Returns all values of a schema that lists them, or allows booleans and null only; else None."""
     schema = references.resolve(schema)
     if not isinstance(schema, Mapping):
         return None
@@ -86,7 +86,7 @@ def finite_values(schema: Any, references: References) -> list[Any] | None:
 
 
 def types_of(schema: Any, references: References, depth: int = 0) -> frozenset[str]:
-    """Returns types that all values of `schema` are among."""
+    """Returns a set of types that includes the type of every value of `schema`."""
     schema = references.resolve(schema)
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return frozenset() if schema is False else _BASIC

@@ -33,7 +33,7 @@ RUN_AHEAD_HIDES = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """The draft: its steps, and how far away it is."""
+    """The draft: the times of its steps, its acceptance rate, and its distance."""
 
     steps: Steps
     acceptance_rate: float

@@ -322,7 +322,7 @@ class StepLoop(Target):
                     num_cached_tokens=generation.num_cached_tokens or 0,
                 )
             )
-            generation.num_cached_tokens = 0  # it has been told
+            generation.num_cached_tokens = 0  # reported once
             if generation.finish_reason is None and generation.error is None:
                 rounds.append(Round(generation.speculative, scheduled.drafts, chosen))
             else:

@@ -78,7 +78,7 @@ class ChatRequest(ApiRequest, TemplateVariables):
 
     @cached_property
     def grammar(self) -> Grammar | None:
-        """If a call is demanded, that of the call: the answer has no other text but reasoning."""
+        """The grammar of the call if one is demanded: the answer then has no other text, except reasoning."""
         check_choice(self.tool_choice, self.tools)
         called = tool_grammar(self.tool_choice, self.tools, parallel=self.parallel_tool_calls)
         return called if called is not None else super().grammar

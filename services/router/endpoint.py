@@ -95,7 +95,7 @@ class _Answer:
         return self.prompt_lens[index * len(self.prompt_lens) // self.num_choices]
 
     def num_cached_tokens(self, index: int, choice: Piece) -> int:
-        """Returns the cached tokens of the prompt of `choice`; of choices that share one, the first has them."""
+        """Returns the cached tokens of the prompt of `choice`; choices that share a prompt report them on the first."""
         return choice.num_cached_tokens if index * len(self.prompt_lens) % self.num_choices == 0 else 0
 
 
@@ -131,7 +131,7 @@ class Endpoint(abc.ABC, Generic[R]):
         return ()
 
     def _turn_end_ids(self, request: R) -> frozenset[int]:
-        """Returns the tokens that end an answer to `request` beside the model's end tokens."""
+        """Returns the tokens that end an answer to `request` in addition to the model's end tokens."""
         return frozenset()
 
     async def create(self, http_request: Request) -> Response:

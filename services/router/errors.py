@@ -107,7 +107,7 @@ def warn_of_unknown(names: Collection[str], what: str) -> None:
 
 
 def warn_of(names: Sequence[str], what: str) -> None:
-    """Logs one warning that says `what` happened to `names` of a request, if there are any."""
+    """Logs one warning of `what` happened to `names`, parts of a request, if there are any."""
     if names:
         named = ", ".join(excerpt(name) for name in names[:_NAMED_FIELDS])
         more = f" and {len(names) - _NAMED_FIELDS} more" if len(names) > _NAMED_FIELDS else ""
@@ -148,7 +148,7 @@ def error_response(error: OutriderError, headers: Mapping[str, str] | None = Non
 
 
 class _ErrorResponse(Response):
-    """Has OpenAI's envelope until the request that it answers is known."""
+    """Chooses the envelope by the path of the request, when it is sent."""
 
     media_type = "application/json"
 

@@ -146,7 +146,7 @@ class Gate:
             key = bearer_of(scope)
             caller = self._credentials.public(key, path)
         except InvalidApiKeyError as error:
-            # A router without keys reads none.
+            # Without configured keys the header is not read.
             key, caller, refusal = None, self._credentials.public(None, path), error
         else:
             refusal = InvalidApiKeyError(_reason(key))

@@ -12,7 +12,7 @@ MAX_ITEMS = 1_200_000  # of all lists and objects together: a request may allow 
 
 
 class TooManyValuesError(ValueError):
-    """JSON has more values than there may be."""
+    """A JSON text exceeds the limits on the number of its values."""
 
 
 def parse_json(text: bytes) -> Any:

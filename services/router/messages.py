@@ -94,7 +94,7 @@ class _History:
             reasoning = _optional_text(value, "reasoning", where)
         if role == "assistant":
             if reasoning is not None:
-                message["reasoning_content"] = message["reasoning"] = reasoning  # templates know it by either name
+                message["reasoning_content"] = message["reasoning"] = reasoning  # templates use either name
             self._add_answer(message, value, where)
             return message
         for field in _ANSWER_FIELDS:
@@ -107,7 +107,7 @@ class _History:
         if isinstance(value, str):
             return value
         if value in (None, []) and role in _MAY_BE_EMPTY:
-            return ""  # and not None, which templates would write down
+            return ""  # not None, which templates would render
         if not isinstance(value, list) or not value:
             raise refusal(f"{where} should be a string or a list of text parts", value)
         check_number(value, where, MAX_PARTS)

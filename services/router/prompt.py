@@ -15,7 +15,7 @@ from services.router.messages import Message, text_of
 
 logger = logging.getLogger(__name__)
 
-_ANSWER = "an answer"  # of a turn that is rendered to see what follows
+_ANSWER = "an answer"  # rendered to find the token that the template writes after an answer
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ Format = dict[str, Any]  # of xgrammar's structural tags
 
 
 def after_reasoning(grammar: Grammar, reader: Reader, special_tokens: Mapping[str, int]) -> Grammar:
-    """Returns the grammar of an answer whose text after the reasoning is of `grammar`.
+    """Returns the grammar of an answer that may begin with reasoning, and follows `grammar` after it.
 
-    If the prompt opens the reasoning, there has to be an end of it; otherwise the model may begin with reasoning.
-    `special_tokens`: their IDs by how they are spelled; the marks of reasoning may be among them.
+    If the prompt opens the reasoning, the answer has to close it; otherwise the model may reason or not.
+    `special_tokens`: IDs by text; the marks of reasoning may be among them.
     """
     answer = _format_of(grammar)
     if answer is None or not (reader.reasoning_has_begun or reader.may_reason):
         return grammar
-    if END in special_tokens:  # special tokens spell nothing in a grammar, so it names them
+    if END in special_tokens:  # grammars refer to special tokens by ID: they have no text
         text: Format = {"type": "any_tokens", "exclude_tokens": sorted(special_tokens.values())}
     else:
         text = {"type": "any_text", "excludes": [END]}

@@ -40,7 +40,7 @@ class Limits:
     max_speculative_tokens: int
     wire_version: int
     eos_token_ids: frozenset[int] = frozenset()
-    fingerprint: str = ""  # of everything but the request that an answer depends on
+    fingerprint: str = ""  # of everything that an answer depends on, except the request
 
 
 class ReplicaPool:

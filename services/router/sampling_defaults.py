@@ -30,5 +30,5 @@ def sampling_defaults(config: TargetConfig, folder: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: {error}; set target.generation_config to none to ignore it") from error
     if defaults:
         named = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        logger.info("requests that leave it open get the model's %s (target.generation_config: auto)", named)
+        logger.info("defaults of the model's generation_config.json: %s (target.generation_config: auto)", named)
     return defaults

@@ -1,4 +1,4 @@
-"""The one check of all JSON schemas that answers are held to, wherever a request has them."""
+"""Checks the JSON schemas of requests that answers have to follow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.json_schema.errors import SchemaError
 
 
 def enforceable_schema(schema: object, name: str, prefix: str = "") -> dict[str, Any]:
-    """Returns the schema by which the answer to `schema`, the field `name`, is enforced.
+    """Returns the schema that enforces `schema`, the field `name` of a request.
 
     The names of its definitions begin with `prefix`. Raises InvalidRequestError naming the path of a keyword that
     cannot be enforced.
@@ -24,5 +24,5 @@ def enforceable_schema(schema: object, name: str, prefix: str = "") -> dict[str,
 
 
 def schema_text(schema: object) -> str:
-    """Returns `schema` as a grammar has it."""
+    """Returns `schema` as compact JSON."""
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

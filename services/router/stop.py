@@ -49,7 +49,7 @@ class StopMatcher:
         return pending[:start_of_held]
 
     def would_stop(self, text: str) -> bool:
-        """Returns True if the text stops with `text`, which has not come for sure."""
+        """Returns whether `text`, if it came next, would complete a stop string; changes nothing."""
         num_matched = self._num_matched.copy()
         would_stop = any(self._advance(character) is not None for character in text)
         self._num_matched = num_matched

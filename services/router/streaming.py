@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
-# Without an event. Proxies and clients cut a silent connection after 30 to 60 s: AWS's load balancers and nginx after
-# 60, some clients after 30. An error within the first seconds still has a status of its own.
+# Seconds without an event. Proxies and clients close a silent connection after 30 to 60 s: AWS's load balancers and
+# nginx after 60 s, some clients after 30 s. An error before the first comment has its own HTTP status.
 FIRST_COMMENT_S = 10.0
 COMMENT_S = 15.0
 
@@ -70,8 +70,8 @@ class EventStream(Response):
     """Sends `events` as they come; closes them at once when the client leaves.
 
     The status line is sent with the first event, so that an error raised before it gets a status of its own. If no
-    event comes for some seconds, the status line is sent with a comment, as proxies end connections on which nothing
-    comes, and comments follow until the next event.
+    event comes for some seconds, the status line is sent with a comment, as proxies close silent connections; further
+    comments follow until the next event.
     """
 
     media_type = "text/event-stream"
@@ -83,7 +83,7 @@ class EventStream(Response):
         failure: Callable[[OutriderError], bytes] | None = None,
     ) -> None:
         """`failure` returns the event for an error that ends a stream that has begun."""
-        # nginx would collect events before it passes them on.
+        # Without the second header nginx buffers events.
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | dict(headers or {}))
         del self.headers["content-length"]
         self._events = events
@@ -121,7 +121,7 @@ class _Body:
         self.has_begun = False
         self._start = start
         self._send = send
-        self._sending = asyncio.Lock()  # a sender that waits for the client to read may not be overtaken
+        self._sending = asyncio.Lock()  # keeps the order while a send waits for the client to read
         self._sent_at = time.monotonic()
 
     async def send(self, data: bytes, *, is_last: bool = False) -> None:

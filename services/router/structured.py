@@ -128,7 +128,7 @@ def _structural_tag(name: str, value: object) -> Grammar:
 
 
 def _tag_with_enforceable(tag: Any, name: str) -> Any:
-    """Returns the part `name` of a structural tag with the schemas by which its JSON is enforced."""
+    """Returns `tag`, the part `name` of a structural tag, with enforceable schemas."""
     if isinstance(tag, list):
         return [_tag_with_enforceable(part, f"{name}[{index}]") for index, part in enumerate(tag)]
     if not isinstance(tag, Mapping):

@@ -19,7 +19,7 @@ MAX_SCHEMA_CHARACTERS = 65_536
 MAX_SCHEMA_DEPTH = 32
 
 INPUT_PARAMETER = "input"
-"""The one parameter, a string, of a custom tool, which is a function for the model."""
+"""The only parameter, a string, of the function that represents a custom tool for the model."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -88,7 +88,7 @@ def _tool(value: object, where: str) -> Tool:
 
 
 def _check_schema(schema: object, where: str) -> None:
-    """Bounds what a schema costs. Whether it can be enforced is checked where it is: in `tool_grammar`."""
+    """Limits the size and depth of a schema. `tool_grammar` checks whether it can be enforced."""
     if not isinstance(schema, dict):
         raise _refusal(f"{where} should be a JSON schema, which is an object", schema)
     if schema.get("type", "object") != "object":

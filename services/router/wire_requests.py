@@ -69,7 +69,7 @@ def build_choice_requests(
 ) -> list[ChoiceRequest]:
     """What to ask of targets with `limits`: for each of `prompts` (token IDs), each of its `request.n` choices.
 
-    `turn_end_ids` end an answer beside the model's end tokens. Each choice has noise of its own: choice j of prompt i
+    `turn_end_ids` also end an answer. Each choice has noise of its own: choice j of prompt i
     has the index `i * request.n + j`, as in the answer.
     Raises InvalidRequestError naming the field when the request is beyond those limits.
     """

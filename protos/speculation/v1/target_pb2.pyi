@@ -768,7 +768,7 @@ class GenerateReplies(_message.Message):
 
     @_builtins.property
     def cached_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Calls that begin in this message and whose prompts were found in the prefix cache, and how many tokens of each were."""
+        """Calls with their first tokens in this message whose prompts were partly cached, and the cached tokens of each prompt."""
 
     @_builtins.property
     def num_cached_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

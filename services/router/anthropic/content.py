@@ -13,7 +13,7 @@ from services.router.output.source import Said
 Event = dict[str, Any]
 Block = dict[str, Any]
 
-# Clients keep only thinking blocks that have a signature. Nothing is signed here: it is accepted back and not read.
+# Clients drop thinking blocks without a signature. Nothing is signed: signatures of requests are not read.
 SIGNATURE = "unsigned"
 
 _TYPES = {"content": "text", "reasoning": "thinking", "call": "tool_use", "arguments": "tool_use"}
@@ -91,9 +91,9 @@ def _delta(kind: str, text: str) -> dict[str, str]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Returns the object that `arguments` are. If they are cut off, it has the values that are complete, as in clients.
+    """Returns the object in the JSON text `arguments`. If it is cut off, the object has only the complete values.
 
-    Arguments that are no JSON, or that JSON cannot return, are the text of the object's only field.
+    Arguments that are not a JSON object, or that JSON cannot represent, become the text of the object's only field.
     """
     try:
         value = from_json(arguments or "{}", allow_partial=True)

@@ -53,11 +53,11 @@ class Messages(ChatCompletions):
 
     def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
         assert reader is not None
-        return MessagesReply(reader=reader, **{**frame, "continuous_usage": True})  # the first event has the prompt's
+        return MessagesReply(reader=reader, **{**frame, "continuous_usage": True})  # of the prompt, in the first event
 
 
 def _context_message(error: ContextLengthError) -> str:
-    """Returns the message in Anthropic's words, from which agents read by how much to shorten the request."""
+    """Returns Anthropic's message for `error`, which agents parse to shorten the request."""
     if error.max_tokens is None:
         return f"prompt is too long: {error.num_prompt_tokens} tokens > {error.max_model_len} maximum"
     return (

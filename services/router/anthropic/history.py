@@ -12,7 +12,7 @@ from services.router.messages import MAX_MESSAGES, MAX_PARTS, Message, Part, che
 _ROLES = ("user", "assistant", "system")
 # Blocks that belong to one role.
 _OWNERS = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
-# Blocks that the model would have to read and cannot.
+# Blocks that the model would need and cannot read.
 _REFUSED = frozenset({"image", "document", "search_result", "container_upload"})
 _EMPTY_ERROR = "Error"  # the text of a failed tool's result that has none
 
@@ -92,7 +92,7 @@ class _Conversation:
             case "thinking":
                 self._think(_string(block, "thinking", where))
             case "redacted_thinking":
-                pass  # nobody can read it
+                pass  # encrypted
             case "tool_use":
                 self._add_call(block, where)
             case "tool_result":

@@ -1,4 +1,4 @@
-"""A message: its object, and the events of it while it comes."""
+"""The reply to a request for a message: the message, or its stream of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.router.streaming import named_event
 
 @dataclass
 class _Progress:
-    """The part of the answer that has come."""
+    """The answer so far."""
 
     writer: MessageWriter
     content: ContentBlocks = field(default_factory=ContentBlocks)

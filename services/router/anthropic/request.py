@@ -23,7 +23,7 @@ _IGNORED = IGNORED_FIELDS | {"cache_control", "inference_geo", "speed"}
 
 _THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
-# What the chat calls them, and what they are called here.
+# Names of fields of a chat, and their names here.
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config"}
 
 

@@ -13,7 +13,7 @@ from services.router.output.message import Reader
 from services.router.output.reasoning import BEGIN, END
 from services.router.tools import Tool, ToolChoice
 
-_LAST_TOKENS = 32  # of a prompt, in which a mark of reasoning at its end is looked for; a mark may be some ten tokens
+_LAST_TOKENS = 32  # of a prompt, decoded to find a mark of reasoning at its end; a mark may be about ten tokens
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Readers:
         return [special[marker] for marker in markers if marker in special]
 
     def _last_mark(self, prompt: Sequence[int], continued: str) -> str | None:
-        """Returns the mark of reasoning that an answer comes after, in the message that it goes on with or else at the
-        end of the prompt."""
+        """Returns the mark of reasoning before an answer: the last in the continued message, or one that ends the
+        prompt."""
         if continued:
             places = {mark: continued.rfind(mark) for mark in (BEGIN, END)}
             last = max(places, key=places.__getitem__)

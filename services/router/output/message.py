@@ -85,7 +85,7 @@ class MessageWriter:
         return f"call_{secrets.token_hex(12)}"
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Returns the reason for which an answer ends that has been written; `reason`: that of its text."""
+        """Returns the finish reason of the written answer; `reason`: that of its text."""
         return "tool_calls" if reason == "stop" and self._num_calls and self._reader.calls_finish else reason
 
     def deltas(self, said: Sequence[Said]) -> list[dict[str, Any]]:

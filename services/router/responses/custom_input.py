@@ -60,4 +60,4 @@ class CustomInput:
 
 def _decoded(characters: str) -> str:
     text: str = json.loads(f'"{characters}"', strict=False)
-    return _SURROGATES.sub("\ufffd", text)  # lone ones, which UTF-8 has no bytes for
+    return _SURROGATES.sub("\ufffd", text)  # lone ones, which UTF-8 cannot encode
