@@ -209,15 +209,16 @@ def bearer_of(scope: Scope) -> bytes | None:
     bearers, others = (
         [value for name, value in scope["headers"] if name == header] for header in (b"authorization", b"x-api-key")
     )
-    keys = [value.strip() for value in others if value.strip()]
+    keys = [value.strip() for value in others]
     for value in bearers:
         scheme, _, key = value.partition(b" ")
         if len(bearers) > 1 or scheme.lower() != b"bearer":
             raise InvalidApiKeyError(f"the Authorization header cannot be understood: {_SEND_ONE}")
         keys.append(key.strip())
-    if len(others) > 1 or len(set(keys)) > 1:
+    given = {key for key in keys if key}  # clients send a header without a value if their key is set to nothing
+    if len(others) > 1 or len(given) > 1:
         raise InvalidApiKeyError(f"the headers have more than one key: {_SEND_ONE}")
-    return bytes(keys[0]) if keys else None
+    return bytes(given.pop()) if given else None
 
 
 async def refuse(error: OutriderError, scope: Scope, receive: Receive, send: Send, name: str = "") -> None:

@@ -137,6 +137,7 @@ def test_two_headers_are_one_too_many(keyed: Router, headers: list[tuple[str, st
         {"x-api-key": ALICE},
         {"X-Api-Key": ALICE, "authorization": f"Bearer {ALICE}"},
         {"X-Api-Key": "", "authorization": f"Bearer {ALICE}"},  # as clients send it whose key is set to nothing
+        {"X-Api-Key": ALICE, "authorization": "Bearer"},
     ],
 )
 def test_a_key_comes_in_either_header(keyed: Router, headers: dict[str, str]) -> None:
