@@ -24,6 +24,7 @@ class _Progress:
 
     writer: MessageWriter
     output: OutputItems
+    has_begun: bool = False  # its first events were made
     finish_reason: str | None = None
     numbers: Iterator[int] = field(default_factory=itertools.count)  # of events
 
@@ -50,8 +51,7 @@ class ResponsesReply(Reply):
 
     def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
         if is_first:
-            yield {"type": "response.created", "response": self._response(None)}
-            yield {"type": "response.in_progress", "response": self._response(None)}
+            yield from self._beginning()
         yield from self._said(piece)
 
     def event(self, value: Mapping[str, Any]) -> bytes:
@@ -67,7 +67,14 @@ class ResponsesReply(Reply):
             "status": "failed",
             "error": {"code": "server_error", "message": told["message"]},
         }
-        return self.event({"type": "response.failed", "response": response})
+        # If only comments were sent, clients still expect a response to begin before it fails.
+        events = [] if self.progress.has_begun else list(self._beginning())
+        return b"".join(map(self.event, [*events, {"type": "response.failed", "response": response}]))
+
+    def _beginning(self) -> Iterator[Event]:
+        self.progress.has_begun = True
+        yield {"type": "response.created", "response": self._response(None)}
+        yield {"type": "response.in_progress", "response": self._response(None)}
 
     def _said(self, piece: Piece) -> Iterator[Event]:
         progress = self.progress

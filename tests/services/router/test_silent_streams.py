@@ -53,6 +53,15 @@ def test_an_error_after_a_comment_is_the_last_event(router: Router, target: Scri
     assert "the prompt is unusable" in lines[-1]
 
 
+@pytest.mark.usefixtures("short_silence")
+def test_a_response_that_fails_after_a_comment_begins_first(router: Router, target: ScriptedTarget) -> None:
+    """OpenAI's client refuses a stream that does not begin with `response.created`."""
+    target.hang_after, target.delay_s = 0, 0.4
+    target.fail_after, target.failure = 0, (grpc.StatusCode.UNAVAILABLE, "going down")
+    lines = [line for line in lines_of(router, "/v1/responses") if line.startswith("event: ")]
+    assert lines == ["event: response.created", "event: response.in_progress", "event: response.failed"]
+
+
 def test_an_early_error_has_its_status(router: Router, target: ScriptedTarget) -> None:
     target.fail_after, target.failure = 0, (grpc.StatusCode.INVALID_ARGUMENT, "the prompt is unusable")
     response = router.complete(prompt=[70], max_tokens=2, stream=True)
