@@ -107,6 +107,8 @@ class CoordinatedScheduler(RoundScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         self._heartbeat.begin()
         self._constraints.forget(self._ended)
+        for request_id in self._ended:
+            self._num_cached_tokens.pop(request_id, None)
         self._ended.clear()
         output = super().schedule(throttle_prefills)
         admitted_now = self.admitted(output)
@@ -134,7 +136,6 @@ class CoordinatedScheduler(RoundScheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._ended.append(request.request_id)
-        self._num_cached_tokens.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks)
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
