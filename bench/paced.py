@@ -14,23 +14,18 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 
 from bench.in_process import SIMULATED
 from bench.machine import describe_machine
-from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, Depth, parse_depths, spread
-from bench.workload import Run, held_out_prompts, run_window
-from cluster.config import Config
+from bench.plan import load_of, measure_acceptance, run
+from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, parse_depths, spread
 from cluster.config_file import load_config
-from cluster.planning.planner import Load
 from cluster.planning.steps import MeasuredSteps
-from cluster.speculation.speed import acceptance_rate_of
 from services.launch.local import LocalCluster
 from services.plan.measure import measure_draft, measure_target
 
 BAR = 0.05
-NUM_PROMPTS = 64
 _KNOWN_DEPTH = 4  # that acceptance is measured with
 _CORES = ("target.cpus=[0]", "draft.cpus=[1]")
 
@@ -53,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What the engines did at one number of streams."""
+    """Step times and acceptance rate of the engines at one number of streams."""
 
     target: MeasuredSteps
     draft: MeasuredSteps
@@ -102,15 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_pace(real: LocalCluster, num_streams: int, arguments: argparse.Namespace) -> Pace:
-    counted = Depth(_KNOWN_DEPTH)
-    counted.add_repeat(real, partial(run, real, _KNOWN_DEPTH, num_streams, arguments, seed=1))
-    config: Config = real.config
-    prompt_tokens = round(statistics.mean(len(prompt) for prompt in held_out_prompts(NUM_PROMPTS, seed=2)))
-    load = Load(num_streams, prompt_tokens, arguments.max_tokens, config.target.max_num_batched_tokens)
+    acceptance = measure_acceptance(real, _KNOWN_DEPTH, num_streams, arguments)
+    load = load_of(real, num_streams, arguments)
     (target,), (draft,) = (
-        measure(config, [load], arguments.temperature) for measure in (measure_target, measure_draft)
+        measure(real.config, [load], arguments.temperature) for measure in (measure_target, measure_draft)
     )
-    return Pace(target, draft, acceptance_rate_of(counted.acceptance_length, _KNOWN_DEPTH))
+    return Pace(target, draft, acceptance)
 
 
 def compare(real: LocalCluster, paced: LocalCluster, num_streams: int, arguments: argparse.Namespace) -> list[Case]:
@@ -124,18 +116,6 @@ def compare(real: LocalCluster, paced: LocalCluster, num_streams: int, arguments
             for cluster, speeds in ((real, case.real), (paced, case.paced)):
                 speeds.append(run(cluster, case.depth, num_streams, arguments, seed=2).tokens_per_second)
     return cases
-
-
-def run(cluster: LocalCluster, depth: int | None, num_streams: int, arguments: argparse.Namespace, seed: int) -> Run:
-    return run_window(
-        cluster.url,
-        held_out_prompts(NUM_PROMPTS, seed),
-        num_streams=num_streams,
-        temperature=arguments.temperature,
-        num_speculative_tokens=depth,
-        max_tokens=arguments.max_tokens,
-        seconds=arguments.seconds,
-    )
 
 
 def _row(case: Case, acceptance: float) -> str:

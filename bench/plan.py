@@ -84,31 +84,42 @@ def compare(
 ) -> list[Case]:
     """Both clusters at one number of streams, in turn with the planner."""
     depth, temperature = arguments.num_speculative_tokens, arguments.temperature
-
-    def run(cluster: LocalCluster, depth: int, seed: int) -> Run:
-        return run_window(
-            cluster.url,
-            held_out_prompts(NUM_PROMPTS, seed),
-            num_streams=num_streams,
-            temperature=temperature,
-            num_speculative_tokens=depth,
-            max_tokens=arguments.max_tokens,
-            seconds=arguments.seconds,
-        )
-
-    counted = Depth(depth)
-    counted.add_repeat(speculative, lambda: run(speculative, depth, seed=1))
-    acceptance = acceptance_rate_of(counted.acceptance_length, depth)
-    run(plain, 0, seed=1)  # warms up
+    acceptance = measure_acceptance(speculative, depth, num_streams, arguments)
+    run(plain, 0, num_streams, arguments, seed=1)  # warms up
     cases = [Case(num_streams, 0, 0.0), Case(num_streams, depth, acceptance)]
-    prompt_tokens = round(statistics.mean(len(prompt) for prompt in held_out_prompts(NUM_PROMPTS, seed=2)))
-    load = Load(num_streams, prompt_tokens, arguments.max_tokens, plain.config.target.max_num_batched_tokens)
+    load = load_of(plain, num_streams, arguments)
     for _ in range(arguments.repeats):
         options = measured_options(speculative.config, load, acceptance, temperature, depth)
         for case, option, cluster in zip(cases, options, (plain, speculative), strict=True):
             case.predicted.append(plan(option, load).tokens_per_second)
-            case.measured.append(run(cluster, case.depth, seed=2).tokens_per_second)
+            case.measured.append(run(cluster, case.depth, num_streams, arguments, seed=2).tokens_per_second)
     return cases
+
+
+def run(cluster: LocalCluster, depth: int | None, num_streams: int, arguments: argparse.Namespace, seed: int) -> Run:
+    """Has `cluster` answer the prompts of `seed`; `depth`: None: the controller's."""
+    return run_window(
+        cluster.url,
+        held_out_prompts(NUM_PROMPTS, seed),
+        num_streams=num_streams,
+        temperature=arguments.temperature,
+        num_speculative_tokens=depth,
+        max_tokens=arguments.max_tokens,
+        seconds=arguments.seconds,
+    )
+
+
+def measure_acceptance(cluster: LocalCluster, depth: int, num_streams: int, arguments: argparse.Namespace) -> float:
+    """Returns the acceptance rate on prompts that are not measured otherwise."""
+    counted = Depth(depth)
+    counted.add_repeat(cluster, lambda: run(cluster, depth, num_streams, arguments, seed=1))
+    return acceptance_rate_of(counted.acceptance_length, depth)
+
+
+def load_of(cluster: LocalCluster, num_streams: int, arguments: argparse.Namespace) -> Load:
+    """Returns the load that the prompts of seed 2 are."""
+    prompt_tokens = round(statistics.mean(len(prompt) for prompt in held_out_prompts(NUM_PROMPTS, seed=2)))
+    return Load(num_streams, prompt_tokens, arguments.max_tokens, cluster.config.target.max_num_batched_tokens)
 
 
 def _row(case: Case) -> str:
