@@ -3,6 +3,7 @@ model says what it is told to."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -41,15 +42,21 @@ def instruct_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "instruct"
 
 
-@pytest.fixture(scope="session")
-def instruct_cluster(instruct_folder: Path) -> Iterator[LocalCluster]:
-    """As `make demo` serves it."""
-    models = (f"target.model={instruct_folder}", "draft.model=outrider-draft-smollm2-135m")
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[LocalCluster]:
+    """Serves the instruct model in `folder` as `make demo` does."""
+    models = (f"target.model={folder}", "draft.model=outrider-draft-smollm2-135m")
     config = cluster_config(
         PATIENT, *models, "target.dtype=bfloat16", "draft.dtype=bfloat16", "target.max_model_len=2048"
     )
     with LocalCluster(config) as running:
         running.wait_ready(READY_TIMEOUT_SECONDS)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def instruct_cluster(instruct_folder: Path) -> Iterator[LocalCluster]:
+    with serving(instruct_folder) as running:
         yield running
 
 

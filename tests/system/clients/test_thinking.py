@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from services.launch.local import LocalCluster
-from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
+
+from .conftest import serving
 
 SCHEMA = {
     "type": "object",
@@ -39,12 +40,7 @@ def thinking_cluster(instruct_folder: Path, tmp_path_factory: pytest.TempPathFac
     template = folder / "chat_template.jinja"
     opened = "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
     template.write_text(template.read_text(encoding="utf-8") + opened, encoding="utf-8")
-    models = (f"target.model={folder}", "draft.model=outrider-draft-smollm2-135m")
-    config = cluster_config(
-        PATIENT, *models, "target.dtype=bfloat16", "draft.dtype=bfloat16", "target.max_model_len=2048"
-    )
-    with LocalCluster(config) as running:
-        running.wait_ready(READY_TIMEOUT_SECONDS)
+    with serving(folder) as running:
         yield running
 
 
