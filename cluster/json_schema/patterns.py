@@ -40,8 +40,8 @@ _MAX_CHARACTERS = 4096
 _MAX_CHARACTERS_WITH_LOOK_AHEAD = 40  # the rewritten expression grows with their square
 
 Items = abc.Sequence[Any]  # as the parser has them
-# xgrammar 0.2.8 makes automata of expressions in ASCII, some of which accept too much: `a(cb{1,3})?` accepts "ab". Of
-# expressions with any other character, even if repeated zero times, it makes rules.
+# xgrammar 0.2.8 compiles expressions in ASCII to automata, and some automata accept too much: `a(cb{1,3})?` accepts
+# "ab". It compiles expressions with any other character, even if repeated zero times, to rules.
 _AS_RULES = "(?:\u00e9{0})"
 _UNBOUNDED = int(ops.MAXREPEAT)
 _ASCII = ((0, 0x7F),)

@@ -16,7 +16,7 @@ class TooManyValuesError(ValueError):
 
 
 def parse_json(text: bytes) -> Any:
-    """What `text` means. Raises ValueError, and TooManyValuesError for more values than there may be.
+    """Returns the value of a JSON text. Raises ValueError, and TooManyValuesError for more values than are allowed.
 
     NaN, Infinity, invalid UTF-8, lone surrogates and anything nested too deep are not JSON here.
     """

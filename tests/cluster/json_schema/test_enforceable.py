@@ -1,4 +1,4 @@
-"""What becomes of a schema: one that a grammar keeps, or an error with the path of what it cannot keep."""
+"""A schema is translated to one that a grammar enforces, or refused with the path of the keyword."""
 
 from __future__ import annotations
 

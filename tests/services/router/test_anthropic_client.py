@@ -29,7 +29,7 @@ def client(model: Model) -> anthropic.Anthropic:
 
 
 def comparable(message: Any) -> dict[str, Any]:
-    """What is the same in each answer to one request."""
+    """Returns the fields that are the same in each answer to one request."""
     found: dict[str, Any] = message.to_dict(exclude_none=True)
     for block in (found, *found["content"]):
         block.pop("id", None)
@@ -106,7 +106,7 @@ def test_the_tool_runner_of_the_client(model: Model, client: anthropic.Anthropic
 
     @anthropic.beta_tool
     def weather(city: str) -> str:
-        """Of a city."""
+        """Returns the weather in a city."""
         asked.append(city)
         return "18"
 
