@@ -19,7 +19,7 @@ from services.router.output.choice import Readers
 from services.router.output.message import MessageWriter, Reader
 from services.router.prompt import ChatPrompts, Conversation, check_continuation
 from services.router.reasoning_grammar import after_reasoning
-from services.router.reply import Piece, Reply
+from services.router.reply import ChoicesReply, Piece, Reply
 from services.router.rounds import AnswerRound
 from services.router.shapes import ChatMessage, ToolChoiceField, ToolDefinition
 from services.router.speculation_stats import SpeculationStats
@@ -91,7 +91,7 @@ class ChatRequest(ApiRequest, TemplateVariables):
 
 
 @dataclass(frozen=True)
-class ChatReply(Reply):
+class ChatReply(ChoicesReply):
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"

@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS, TokenLogprobs
 from services.router.api_request import UNSUPPORTED_FIELDS, ApiRequest
 from services.router.endpoint import Endpoint
-from services.router.reply import Piece, Reply
+from services.router.reply import ChoicesReply, Piece
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024
@@ -79,7 +79,7 @@ class CompletionRequest(ApiRequest):
 
 
 @dataclass(frozen=True)
-class CompletionReply(Reply):
+class CompletionReply(ChoicesReply):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 

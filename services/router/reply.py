@@ -81,11 +81,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Reply(abc.ABC):
-    """What every object of one answer has in common."""
+    """Writes one answer, as a body or as the events of a stream, in the form of one API."""
 
     id_prefix: ClassVar[str]
-    whole_object: ClassVar[str]
-    chunk_object: ClassVar[str]
 
     id: str
     created: int
@@ -102,8 +100,38 @@ class Reply(abc.ABC):
     num_logprobs: int = 0
     num_prompt_logprobs: int | None = None  # they are told of by themselves, as vLLM does it
 
+    @abc.abstractmethod
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
+
+    @abc.abstractmethod
+    def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more.
+
+        `usage` is that of the choice with the piece, where it is to be in every chunk (`continuous_usage`).
+        """
+
+    @abc.abstractmethod
+    def event(self, value: Mapping[str, Any]) -> bytes:
+        """One of `chunks`, as it is sent."""
+
+    @abc.abstractmethod
+    def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
+        """What a streamed answer is ended with; `speculation` of its only choice, if it has one."""
+
+    @abc.abstractmethod
+    def failure(self, error: OutriderError) -> bytes:
+        """What a streamed answer that has begun is broken off with."""
+
+
+@dataclass(frozen=True)
+class ChoicesReply(Reply):
+    """Writes an answer as OpenAI's list of choices."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         objects = [self._choice(index, choice) for index, choice in enumerate(choices)]
         speculation = choices[0].speculation if len(choices) == 1 else None
         frame = self._frame(self.whole_object, objects) | self._of_prompts(choices)
@@ -114,10 +142,6 @@ class Reply(abc.ABC):
         return {}
 
     def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more.
-
-        `usage` is that of the choice with the piece, where it is to be in every chunk (`continuous_usage`).
-        """
         for choice in self._deltas(index, piece, is_first=is_first):
             chunk = self._frame(self.chunk_object, [choice])
             if self.include_usage:
@@ -125,17 +149,14 @@ class Reply(abc.ABC):
             yield chunk
 
     def event(self, value: Mapping[str, Any]) -> bytes:
-        """One of `chunks`, as it is sent."""
         return event(value)
 
     def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
-        """What a streamed answer is ended with; `speculation` of its only choice, if it has one."""
         if self.include_usage:
             yield event(self.usage_chunk(usage, speculation))
         yield DONE
 
     def failure(self, error: OutriderError) -> bytes:
-        """What a streamed answer that has begun is broken off with."""
         return event(envelope(error))
 
     def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:

@@ -29,7 +29,6 @@ class _Progress:
 @dataclass(frozen=True, kw_only=True)
 class MessagesReply(Reply):
     id_prefix = "msg_"
-    whole_object = chunk_object = "message"
 
     reader: Reader
     progress: _Progress = field(init=False)
@@ -90,12 +89,6 @@ class MessagesReply(Reply):
             "seed": self.seed,
             "system_fingerprint": self.system_fingerprint,
         }
-
-    def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
-        raise NotImplementedError("a message has no choices")
-
-    def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError("a message has no choices")
 
 
 def _usage(usage: Usage) -> dict[str, int]:

@@ -32,7 +32,6 @@ class _Progress:
 @dataclass(frozen=True, kw_only=True)
 class ResponsesReply(Reply):
     id_prefix = "resp_"
-    whole_object = chunk_object = "response"
 
     request: ResponsesChat
     reader: Reader
@@ -123,9 +122,3 @@ class ResponsesReply(Reply):
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
-
-    def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
-        raise NotImplementedError("a response has no choices")
-
-    def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError("a response has no choices")
