@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import shutil
 import socket
@@ -206,7 +207,7 @@ class ScriptedTarget(target_pb2_grpc.TargetServicer):
         prompt = list(request.prompt_token_ids)[: len(request.prompt_token_ids) - num_generated]
         first = request.choice_index % len(prompt)
         prompt = prompt[first:] + prompt[:first]
-        answer = (prompt * request.max_tokens)[: request.max_tokens]
+        answer = list(itertools.islice(itertools.cycle(prompt), request.max_tokens))
         reason = target_pb2.FINISH_REASON_LENGTH
         if self.scripts:
             script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]

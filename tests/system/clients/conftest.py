@@ -22,8 +22,6 @@ from tests.services.router.conftest import (  # noqa: F401
 )
 from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 
-NPM_PACKAGE = "openai@7.57.0"
-
 
 def missing(what: str) -> None:
     """Skips the test that needs `what`; where REQUIRE_CLIENTS is set, it fails."""
@@ -60,13 +58,20 @@ def instruct_cluster(instruct_folder: Path) -> Iterator[LocalCluster]:
         yield running
 
 
+def install_npm_package(package: str, folder: Path) -> Path:
+    """Installs `package` into `folder`, which it makes. Returns the folder of its programs."""
+    folder.mkdir()
+    try:
+        for command in (["npm", "init", "--yes"], ["npm", "install", "--no-audit", "--no-fund", package]):
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=180)
+    except (OSError, subprocess.SubprocessError) as error:
+        missing(f"{package} can't be installed: {error}")
+    return folder / "node_modules" / ".bin"
+
+
 @pytest.fixture(scope="session")
 def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which Node finds OpenAI's client."""
-    folder = tmp_path_factory.mktemp("node")
-    try:
-        for command in (["npm", "init", "--yes"], ["npm", "install", "--no-audit", "--no-fund", NPM_PACKAGE]):
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, timeout=180)
-    except (OSError, subprocess.SubprocessError) as error:
-        missing(f"OpenAI's client for Node can't be installed: {error}")
+    folder = tmp_path_factory.mktemp("clients") / "node"
+    install_npm_package("openai@7.57.0", folder)
     return folder
