@@ -18,6 +18,13 @@ from tests.waiting import eventually
 
 READY_S = 240.0  # below the time limit of a test, which would say nothing of what is missing
 _PAUSE_S = 0.2
+_TOLD = (
+    "outrider_draft_s",
+    "outrider_link_bytes",
+    "outrider_proposals",
+    "outrider_sequences",
+    "outrider_late",
+)  # metrics
 
 
 class Programs:
@@ -84,10 +91,14 @@ class Programs:
         return {}
 
     def state(self) -> str:
-        """Returns what the router reports and the exit codes of programs that have ended, for an error message."""
+        """Returns what the router reports, the exit codes of programs that have ended, and what the others counted."""
         children = [self.router, *self.targets.values(), *self.drafts.values()]
         ended = {child.name: child.exit_code for child in children if child.has_ended()}
-        return f"ended: {ended}, health: {self.health()}"
+        counters = {}
+        for name in {*self.targets, *self.drafts} - ended.keys():
+            with contextlib.suppress(httpx.TransportError):
+                counters[name] = {key: value for key, value in self.counters(name).items() if key.startswith(_TOLD)}
+        return f"ended: {ended}, health: {self.health()}, counters: {counters}"
 
     def counters(self, name: str) -> dict[str, float]:
         """All metrics of a worker, by name and labels as they stand on its page."""

@@ -27,14 +27,17 @@ def test_steps_and_answers_are_told(programs: Programs, cases: list[Case]) -> No
     programs.use("right")
     addresses = [target["address"] for target in programs.health()["targets"]]
     before = {address: observe(address) for address in addresses}
-    complete_all(programs.url, cases[:4], num_speculative_tokens=K, concurrency=1)
 
     def news() -> list[target_pb2.Observation]:
         return [observe(address, before[address]) for address in addresses]
 
-    # The last ones are on their way for a moment.
+    def tells_of_drafts() -> bool:
+        complete_all(programs.url, cases[:4], num_speculative_tokens=K, concurrency=1)
+        return any(span.num_proposals for one in news() for span in one.answers)
+
+    # The last answers are on their way for a moment, and proposals may be late on a busy machine.
+    assert eventually(tells_of_drafts, 60, 1), programs.state()
     assert eventually(lambda: any(span.num_rows > span.num_sequences for one in news() for span in one.steps))
-    assert eventually(lambda: any(span.num_proposals for one in news() for span in one.answers))
     told = [one for one in news() if one.steps]
     assert told
     for one in told:
