@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import json
 import logging
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMPILE_SECONDS = 5.0
+_COMPILE_SECONDS = 5.0  # of a processor: on busy cores it takes longer
+_WAIT_SECONDS = 60.0  # for one grammar
+_LOOK_SECONDS = 0.1  # between two looks at the time that a grammar has taken
 _START_SECONDS = 60.0  # most of it goes into imports
 _MAX_KEPT_BYTES = 128 * 2**20  # of compiled grammars, written; in memory they take about as much again
 _MAX_WAITING = 64
@@ -106,7 +109,7 @@ class GrammarCompiler:
         asked = frame(json.dumps({"form": grammar.form, "text": grammar.text}))
         has_answered = False
         try:
-            answer, written = await asyncio.wait_for(self._ask(process, asked), _COMPILE_SECONDS)
+            answer, written = await self._ask_in_time(process, asked)
             has_answered = True
         except TimeoutError:
             raise InvalidRequestError(
@@ -125,6 +128,20 @@ class GrammarCompiler:
         # In a thread, as one of many megabytes takes seconds, in which the event loop would stand still.
         compiled = await asyncio.to_thread(self._matching.read_compiled, written, self._vocabulary)
         return CompiledGrammar(partial(self._matching.make_matcher, compiled), written, self._written)
+
+    async def _ask_in_time(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
+        """Raises TimeoutError where `process` computes for too long, or does not answer at all."""
+        asking = asyncio.create_task(self._ask(process, asked))
+        started_at, loop = _processor_seconds(process), asyncio.get_running_loop()
+        until = loop.time() + _WAIT_SECONDS
+        try:
+            while not (await asyncio.wait((asking,), timeout=_LOOK_SECONDS))[0]:
+                if _processor_seconds(process) > started_at + _COMPILE_SECONDS or loop.time() > until:
+                    raise TimeoutError
+            return asking.result()
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
 
     async def _ask(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
         """What became of it, and the grammar, if it became one."""
@@ -183,3 +200,11 @@ async def _read(process: asyncio.subprocess.Process) -> bytes:
     assert process.stdout is not None
     (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
     return await process.stdout.readexactly(length)
+
+
+def _processor_seconds(process: asyncio.subprocess.Process) -> float:
+    """Returns the processor time that `process` has used; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0

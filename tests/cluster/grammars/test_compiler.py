@@ -128,7 +128,7 @@ def test_one_whose_answer_is_not_read_to_its_end_is_given_up(monkeypatch: pytest
             await asyncio.sleep(60)
         return await read(process)
 
-    monkeypatch.setattr(compiling, "_COMPILE_SECONDS", 3.0)
+    monkeypatch.setattr(compiling, "_WAIT_SECONDS", 3.0)
     monkeypatch.setattr(compiling, "_read", read_two)
     properties = {f"p{i}": {"type": "string"} for i in range(100)}
     large, following = run(Grammar("json_schema", json.dumps({"properties": properties})), Grammar("regex", "a+"))
