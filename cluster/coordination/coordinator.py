@@ -19,9 +19,9 @@ and counting, is done in the next `plan`, while the drafters draft; steps are le
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 
 from cluster.config_speculation import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
@@ -59,6 +59,7 @@ class _EndedStep:
     """A step that nothing was learned from yet."""
 
     rounds: Sequence[Round]
+    collected: Mapping[SpeculativeSequence, Drafts]  # what drafters proposed for it
     timing: StepTiming | None
     seconds: float  # from the end of the step before it, or from its beginning where there was none
     waited_seconds: float
@@ -100,6 +101,7 @@ class Coordinator:
         self._is_plain_step = False  # the one that was collected for
         self._began_at = 0.0
         self._waited_seconds = 0.0  # for proposals, before this step
+        self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # for the step that runs
         self._ended: list[_EndedStep] = []
 
     def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
@@ -158,7 +160,7 @@ class Coordinator:
             self._take_events()
         self._waited_seconds = self.stats.wait_seconds - waited_before
         self._begun = self._uncounted = decoding
-        drafts = self._drafts(decoding)
+        drafts = self._collected = self._drafts(decoding)
         drafting_seconds = self._pool.drafting_seconds - drafting_before
         self.stats.critical_seconds += time.thread_time() - started_at - drafting_seconds
         return drafts
@@ -178,7 +180,7 @@ class Coordinator:
             sequence = ended.sequence
             if sequence.link is not None:
                 if sequence is planner.probe:
-                    planner.probed(has_drafts=bool(ended.drafts.token_ids))
+                    planner.probed(has_drafts=bool(self._collected.get(sequence)))
                 num_drafts, shape = planner.wanted(sequence)
                 sequence.advance(num_drafts, shape, now)
         if joining:
@@ -189,7 +191,9 @@ class Coordinator:
         if rounds or timing is not None:  # else nothing ran
             is_as_planned = len(rounds) == len(self._begun) and not self._is_plain_step
             seconds, self._began_at = now - self._began_at, now
-            self._ended.append(_EndedStep(rounds, timing, seconds, self._waited_seconds, is_as_planned))
+            self._ended.append(
+                _EndedStep(rounds, self._collected, timing, seconds, self._waited_seconds, is_as_planned)
+            )
         if timing is not None:
             self.timeline.steps.add(
                 StepSpan(
@@ -219,7 +223,7 @@ class Coordinator:
         for link in self._balancer.active.values():
             link.learn()
         for step in ended:
-            planner.observe(step.rounds)
+            planner.observe([_of_drafter(ended, step.collected) for ended in step.rounds])
             timing = step.timing
             if timing is None:
                 continue
@@ -311,3 +315,13 @@ class Coordinator:
                 sequence.answered(proposal, now, self.stats)
         if reply.lost or reply.refused:
             self._openings.turn_away(link, reply)
+
+
+def _of_drafter(ended: Round, collected: Mapping[SpeculativeSequence, Drafts]) -> Round:
+    """Returns `ended` without the drafts that a grammar added: they say nothing about the drafter."""
+    proposed, verified = collected.get(ended.sequence), ended.drafts
+    if proposed is None or verified is proposed or proposed.parents is not None:
+        return ended  # a grammar adds nothing to a tree
+    pairs = zip(verified.token_ids, proposed.token_ids, strict=False)
+    num_proposed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return ended._replace(drafts=verified.first(num_proposed))

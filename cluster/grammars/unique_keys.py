@@ -139,6 +139,9 @@ class UniqueKeys:
     def is_terminated(self) -> bool:
         return self._matcher.is_terminated()
 
+    def likely_token_ids(self, most: int, /) -> Sequence[int]:
+        return self._matcher.likely_token_ids(most)
+
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int, /) -> bool:
         is_limited = self._matcher.fill_next_token_bitmask(bitmask, index)
         place = self._places[-1]

@@ -64,6 +64,8 @@ class StepLoop(Target):
         self._blocks = blocks
         self._pool = pool
         self._speculation = speculation
+        # To reject a draft at random its chance must be known, and a grammar's guess has none.
+        self._drafts_by_grammar = speculation.num_speculative_tokens > 0 and speculation.acceptance != "rejection"
         self._clock = clock
         self._coordinator = Coordinator(pool, speculation, model.vocab_size, limits, clock)
         max_scored_tokens = max(1, _MAX_SCORED_VALUES // model.vocab_size)
@@ -219,7 +221,7 @@ class StepLoop(Target):
     def _step(self, publish: Publish) -> None:
         decoding = [g.speculative for g in self._scheduler.running if not g.is_prefilling]
         drafts = self._coordinator.begin(decoding, self._joining())
-        step = self._scheduler.schedule(lambda generation: _allowed(generation, drafts[generation.speculative]))
+        step = self._scheduler.schedule(lambda generation: self._allowed(generation, drafts[generation.speculative]))
         rounds: list[Round] = []
         outputs: list[GenerationOutput] = []
         timing = None
@@ -244,6 +246,12 @@ class StepLoop(Target):
         self._coordinator.end(rounds, timing, self._joining())
         if outputs:
             publish(outputs)
+
+    def _allowed(self, generation: Generation, drafts: Drafts) -> Drafts:
+        """What the constraints of `generation` leave of `drafts`, and what they make likely."""
+        if generation.constraint is None:
+            return drafts
+        return generation.constraint.drafts(drafts, generation.max_useful_drafts if self._drafts_by_grammar else 0)
 
     def _fail(self, step: Sequence[Scheduled], error: RuntimeError) -> list[GenerationOutput]:
         """Ends the sequences of a `step` that failed with `error`; the others, and what comes, go on.
@@ -372,13 +380,6 @@ class StepLoop(Target):
             del self._generations[generation.request.request_id]
             self._coordinator.close(generation.speculative)
             self._forget(generation)
-
-
-def _allowed(generation: Generation, drafts: Drafts) -> Drafts:
-    """What the constraints of `generation` leave of `drafts`."""
-    if generation.constraint is None:
-        return drafts
-    return generation.constraint.cut(drafts)
 
 
 def _kind(step: Sequence[Scheduled]) -> str:

@@ -118,8 +118,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
                 drafts = self.rounds.collect(decoding) or {}
                 for request in decoding:
                     number = step.num_drafts.get(request.request_id, 0)
-                    found = drafts.get(request.request_id, ())[:number]
-                    step.drafts[request.request_id] = self.allowed(request, found)
+                    step.drafts[request.request_id] = self.drafts(request, drafts.get(request.request_id, ()), number)
         finally:
             if step.bound is not None:
                 if not self._open(step, [step.drafts.get(name, ()) for name in step.bound.request_ids]):

@@ -210,9 +210,9 @@ class RoundScheduler(Scheduler):
         drafted = scheduler_output.scheduled_spec_decode_tokens
         return {name: [draft for draft in drafts if draft >= 0] for name, drafts in drafted.items()}
 
-    def allowed(self, request: Request, draft_token_ids: Sequence[int]) -> Sequence[int]:
-        """Those of `draft_token_ids` that may come, up to the first that may not."""
-        return draft_token_ids
+    def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
+        """Returns the drafts to verify of the `proposed` ones, at most `most`."""
+        return proposed[:most]
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """What the runner's own proposer says, which with rounds is nothing."""
@@ -234,8 +234,11 @@ class RoundScheduler(Scheduler):
         if drafts is None:
             return set()
         taking_part = [request for request in decoding if request.request_id in drafts]
-        allowed = {request.request_id: self.allowed(request, drafts[request.request_id]) for request in taking_part}
-        if not self._place(taking_part, allowed, joining):
+        chosen = {
+            request.request_id: self.drafts(request, drafts[request.request_id], self._useful_drafts(request))
+            for request in taking_part
+        }
+        if not self._place(taking_part, chosen, joining):
             return set()  # vLLM preempts the youngest of those that it schedules: all are among them
         return {request.request_id for request in decoding if request.request_id not in drafts}
 
@@ -320,7 +323,7 @@ class RoundScheduler(Scheduler):
         num_free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         num_free_blocks -= -(-prompt_tokens // self.block_size)
         for request in decoding:
-            token_ids = drafts[request.request_id][: max(0, min(budget, self._useful_drafts(request)))]
+            token_ids = drafts[request.request_id][: min(max(0, budget), self._useful_drafts(request))]
             request.spec_token_ids = list(token_ids)
             budget -= len(token_ids)
             num_tokens = request.num_tokens + request.num_output_placeholders
@@ -335,7 +338,7 @@ class RoundScheduler(Scheduler):
         """More could not be committed: the bonus token takes the last place, and a step that runs commits one."""
         max_len: int = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         num_tokens = request.num_tokens + (request.num_output_placeholders > 0)
-        return min(self.max_drafts, max_len - int(num_tokens) - 1)
+        return max(0, min(self.max_drafts, max_len - int(num_tokens) - 1))
 
 
 def _adapter(request: Request) -> int | None:

@@ -130,9 +130,13 @@ class CoordinatedScheduler(RoundScheduler):
                 output.new_logprobs = output.new_prompt_logprobs_tensors = None
         return {client: told for client, told in outputs.items() if told.outputs or told.finished_requests}
 
-    def allowed(self, request: Request, draft_token_ids: Sequence[int]) -> Sequence[int]:
-        constraint = self._constraint(request)
-        return draft_token_ids if constraint is None else constraint.cut(Drafts(draft_token_ids)).token_ids
+    def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
+        constraint, coupling = self._constraint(request), Coupling.of(_extra_args(request))
+        if constraint is None or coupling is None:
+            return proposed[:most]
+        if coupling.num_speculative_tokens is not None:
+            most = min(most, coupling.num_speculative_tokens)
+        return constraint.drafts(Drafts(proposed[:most]), most).token_ids
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._ended.append(request.request_id)

@@ -362,3 +362,24 @@ def test_no_rows_are_planned_for_drafts_that_cannot_come(rounds: Rounds) -> None
     rounds.pool.happens(rounds.link, LinkState.DOWN)
     rounds.coordinator.plan([rounds.sequence])
     assert rounds.coordinator.depth(rounds.sequence) == 0
+
+
+def test_what_a_grammar_adds_says_nothing_about_the_drafter() -> None:
+    def survival(verified: list[int], chosen: list[int]) -> list[float]:
+        pool, link = ScriptedPool(), ScriptedLink("first")
+        pool.happens(link, LinkState.UP)
+        rounds = Rounds(
+            Coordinator(pool, SpeculationConfig(controller="fixed"), VOCAB_SIZE, LIMITS, pool.clock), pool, link
+        )
+        for _ in range(20):
+            rounds.proposes(len(rounds.sequence.token_ids), 7, 8, 9, 10)
+            rounds.drafts()
+            rounds.sequence.token_ids.extend(chosen)
+            rounds.coordinator.end([Round(rounds.sequence, Drafts(verified), chosen)])
+        rounds.drafts()
+        assert rounds.sequence.acceptance is not None
+        return rounds.sequence.acceptance.survival()
+
+    # The grammar forbids 8 and goes on with 21 and 22.
+    assert survival([7, 21, 22], [7, 21, 22, 23]) == survival([7], [7, 21])
+    assert survival([7], [7, 21]) != survival([7, 8], [7, 21])

@@ -41,6 +41,9 @@ class EvenThenOdd:
             bitmask[index, word] = bits - (1 << 32) if bits >= 1 << 31 else bits
         return True
 
+    def likely_token_ids(self, most: int, /) -> list[int]:
+        return ([40, 42, 7] if self.tokens else [2])[:most]
+
     def _allowed(self) -> set[int]:
         if not self.tokens or self.tokens[-1] % 2 == 0:
             return {token for token in range(VOCAB_SIZE) if token != END} - ({1, 3} if not self.tokens else set())
@@ -99,6 +102,39 @@ def test_a_tree_is_cut_with_what_follows() -> None:
     tree = Drafts([1, 9, 2, 3, 9], [-1, -1, 0, 1, 2])
     kept = constraint.cut(tree)
     assert (list(kept.token_ids), kept.parents) == ([1, 2], None)
+
+
+@pytest.mark.parametrize(
+    ("proposed", "most", "drafts"),
+    [
+        ([], 4, [2]),
+        ([6], 4, [6, 40, 42, 7]),
+        ([6], 2, [6, 40]),
+        ([6], 1, [6]),
+        ([6, END, 8], 9, [6, 40, 42, 7]),
+        ([1], 4, [2]),
+        ([6, 7], 9, [6, 7]),  # 40 may not follow
+        ([6, 7, END], 9, [6, 7, END]),  # the text has ended
+    ],
+)
+def test_a_grammar_drafts_where_the_proposal_ends_or_is_forbidden(
+    proposed: list[int], most: int, drafts: list[int]
+) -> None:
+    matcher = EvenThenOdd()
+    constraint = new(Constraints(), matcher)
+    assert list(constraint.drafts(Drafts(proposed), most).token_ids) == drafts
+    assert (matcher.tokens, constraint.num_generated) == ([], 0)
+
+
+def test_other_constraints_cut_what_a_grammar_drafts() -> None:
+    constraint = new(Constraints(bad_words=((40, 42),)), EvenThenOdd())
+    assert list(constraint.drafts(Drafts([6]), 9).token_ids) == [6, 40]
+
+
+def test_a_grammar_adds_nothing_to_a_tree() -> None:
+    constraint = new(Constraints(), EvenThenOdd())
+    kept = constraint.drafts(Drafts([2, 4, END], [-1, -1, 0]), 9)
+    assert (list(kept.token_ids), kept.parents) == ([2, 4], [-1, -1])
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -70,6 +70,20 @@ def test_every_form() -> None:
     assert accepts(tag, "fox")
 
 
+def test_a_text_that_is_sure_to_come_is_guessed() -> None:
+    (grammar,) = run(Grammar("regex", "[0-9]the quick brown fox[0-9]"))
+    assert isinstance(grammar, CompiledGrammar)
+    matcher = grammar.new_matcher()
+    assert matcher.likely_token_ids(9) == []
+    assert matcher.accept_token(TOKENIZER.encode("7", add_special_tokens=False)[0])
+    token_ids = list(matcher.likely_token_ids(9))
+    guessed = TOKENIZER.decode(token_ids)
+    assert len(guessed) > 8
+    assert "the quick brown fox".startswith(guessed)
+    assert [list(matcher.likely_token_ids(most)) for most in (0, 1)] == [[], token_ids[:1]]
+    assert all(matcher.accept_token(token) for token in token_ids)
+
+
 def test_no_special_token_is_part_of_a_text() -> None:
     (anything,) = run(Grammar("regex", ".*"))
     assert isinstance(anything, CompiledGrammar)

@@ -40,6 +40,9 @@ class Anything:
     def fill_next_token_bitmask(self, bitmask: torch.Tensor, index: int, /) -> bool:
         return False
 
+    def likely_token_ids(self, most: int, /) -> list[int]:
+        return []
+
 
 @pytest.mark.parametrize(
     "text",
