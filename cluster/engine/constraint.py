@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -91,17 +92,13 @@ class TokenConstraint:
 
         Adds nothing to a tree.
         """
-        allowed = self.cut(proposed)
-        if self._matcher is None or proposed.parents is not None or len(allowed) >= most:
-            return allowed
-        token_ids = [token for token in allowed.token_ids if self._push(token)]  # all of them
-        if not self._matcher.is_terminated():
-            for token in self._matcher.likely_token_ids(most - len(allowed)):
-                if not self._push(token):
-                    break
-                token_ids.append(token)
+        if self._matcher is None or proposed.parents is not None:
+            return self.cut(proposed)
+        token_ids = list(takewhile(self._push, proposed.token_ids))
+        if len(token_ids) < most and not self._matcher.is_terminated():
+            token_ids += takewhile(self._push, self._matcher.likely_token_ids(most - len(token_ids)))
         self._pop(len(token_ids))
-        return Drafts(token_ids) if len(token_ids) > len(allowed) else allowed
+        return Drafts(token_ids)
 
     def masks(self, drafts: Drafts) -> torch.Tensor | None:
         """Bits for the token after the last committed one and after each of `drafts`, all of which are allowed:

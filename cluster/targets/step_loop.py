@@ -248,7 +248,7 @@ class StepLoop(Target):
             publish(outputs)
 
     def _allowed(self, generation: Generation, drafts: Drafts) -> Drafts:
-        """What the constraints of `generation` leave of `drafts`, and what they make likely."""
+        """Returns the allowed ones of `drafts`, followed by tokens that the grammar of `generation` makes likely."""
         if generation.constraint is None:
             return drafts
         return generation.constraint.drafts(drafts, generation.max_useful_drafts if self._drafts_by_grammar else 0)

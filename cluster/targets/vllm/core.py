@@ -131,10 +131,11 @@ class CoordinatedScheduler(RoundScheduler):
         return {client: told for client, told in outputs.items() if told.outputs or told.finished_requests}
 
     def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
-        constraint, coupling = self._constraint(request), Coupling.of(_extra_args(request))
-        if constraint is None or coupling is None:
+        constraint = self._constraint(request)
+        if constraint is None:  # nearly always
             return proposed[:most]
-        if coupling.num_speculative_tokens is not None:
+        coupling = Coupling.of(_extra_args(request))
+        if coupling is not None and coupling.num_speculative_tokens is not None:
             most = min(most, coupling.num_speculative_tokens)
         return constraint.drafts(Drafts(proposed[:most]), most).token_ids
 
