@@ -27,8 +27,8 @@ from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth
 from bench.workload import Run, held_out_prompts, run_streams
 from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.config_workers import WorkerConfig
+from cluster.config.file import load_config
+from cluster.config.workers import WorkerConfig
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.loader import resolve_device, resolve_dtype
 from cluster.engine.memory_plan import PlannedModel

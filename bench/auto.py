@@ -18,8 +18,8 @@ from functools import partial
 
 from bench.in_process import SIMULATED
 from bench.replay import Behaviour, ScatteringTarget
-from cluster.config_file import load_config
-from cluster.simulator.drafts import HAND_OVER_SECONDS, Draft
+from cluster.config.file import load_config
+from cluster.simulator.drafts import HAND_OVER_SECONDS, SimulatedDraft
 from cluster.simulator.virtual import VirtualCluster
 from cluster.targets.base import GenerationOutput
 
@@ -77,7 +77,7 @@ def run(case: Case, num_streams: int, num_speculative_tokens: int | None, seed: 
     if case.round_trip_ms is None:
         settings["speculation.max_run_ahead"] = 0
     config = load_config(None, [*SIMULATED, *(f"{key}={value}" for key, value in settings.items())])
-    draft = Draft(
+    draft = SimulatedDraft(
         config.simulation,
         round_trip_seconds=(case.round_trip_ms or 0.0) / 1e3,
         hand_over_seconds=0.0 if case.round_trip_ms is None else HAND_OVER_SECONDS,

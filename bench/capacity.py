@@ -36,11 +36,11 @@ from bench.in_process import SIMULATED, SimulatedCluster
 from bench.machine import describe_machine
 from bench.workload import p99
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GpuGroup, parse_gpus
-from cluster.planning.planner import Load, Option, Plan, most_sequences, plan
-from cluster.planning.rounds import RUN_AHEAD_HIDES, Drafting
+from cluster.planning.prediction import ExpectedLoad, Option, Plan, most_sequences, plan
+from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import Roofline, curve_points
 from cluster.targets.base import GenerationOutput
 
@@ -68,7 +68,7 @@ class Case:
         assert self.option.target_dollars_per_hour is not None
         return self.option.target_dollars_per_hour + (self.option.draft_dollars_per_hour or 0.0)
 
-    def config(self, load: Load, planned: Plan, scale: float, more: Sequence[str] = ()) -> Config:
+    def config(self, load: ExpectedLoad, planned: Plan, scale: float, more: Sequence[str] = ()) -> Config:
         def curve(steps: Roofline) -> list[tuple[int, float]]:
             return [(rows, scale * ms) for rows, ms in curve_points(steps, load.num_seqs, load.mean_context, _ROWS)]
 
@@ -196,7 +196,7 @@ def make_cases(target: Roofline, draft: PlannedModel, draft_gpus: GpuGroup, acce
     return cases
 
 
-def measure(case: Case, load: Load, seconds: float, scale: float) -> Point:
+def measure(case: Case, load: ExpectedLoad, seconds: float, scale: float) -> Point:
     planned = plan(case.option, load)
     config = case.config(load, planned, scale)
     with SimulatedCluster(config, drafts_apart=True) as cluster:
@@ -215,7 +215,7 @@ def measure(case: Case, load: Load, seconds: float, scale: float) -> Point:
 class Run:
     """Clients of one cluster, all in the main thread."""
 
-    def __init__(self, cluster: SimulatedCluster, load: Load, round_seconds: float) -> None:
+    def __init__(self, cluster: SimulatedCluster, load: ExpectedLoad, round_seconds: float) -> None:
         self._cluster = cluster
         self._load = load
         self._round_seconds = round_seconds
@@ -382,8 +382,8 @@ def _crossing(pools: Sequence[float], other: float) -> str:
     return f"up to a round trip of about {ms:.1f} ms a pool serves more for the money than"
 
 
-def _load(num_clients: int, arguments: argparse.Namespace) -> Load:
-    return Load(num_clients, arguments.prompt_tokens, arguments.answer_tokens)
+def _load(num_clients: int, arguments: argparse.Namespace) -> ExpectedLoad:
+    return ExpectedLoad(num_clients, arguments.prompt_tokens, arguments.answer_tokens)
 
 
 def _processor_seconds() -> float:

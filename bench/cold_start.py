@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, cluster_counters, spread
 from bench.workload import held_out_prompts, token_times
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 FIRST_TOKENS = 200

@@ -20,7 +20,7 @@ import httpx
 
 from bench.machine import describe_machine
 from bench.workload import held_out_prompts, read_counters
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 _SCHEMA = {

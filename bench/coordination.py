@@ -28,8 +28,8 @@ from pathlib import Path
 from bench.in_process import SIMULATED, SimulatedCluster
 from bench.machine import describe_machine
 from bench.rounds import RoundsTime, time_rounds
-from cluster.config_file import load_config
-from services.garbage import keep_collections_short
+from cluster.config.file import load_config
+from cluster.interpreter import keep_collections_short
 
 BASE_MS, SEQUENCE_US = 0.1, 6.0  # the bar, for a step
 MAX_BYTES = 24.0  # the bar, for a token

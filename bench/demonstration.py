@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import describe_machine
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.http_call import call
 from services.launch.local import LocalCluster
 

@@ -24,11 +24,11 @@ from safetensors.torch import load_file, save_file
 from bench.machine import describe_machine
 from bench.models import Widening, widen_model
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.diagnosis.measurements import Workload
 from cluster.engine.model_config import ModelConfig
 from services.doctor.cli import examine_cluster, read_prompts, survival_of
-from services.doctor.report import Report
+from services.doctor.report import DoctorReport
 from services.launch.local import LocalCluster
 from services.running_cluster.access import Access
 from services.running_cluster.load import LoadMaker
@@ -100,7 +100,7 @@ def _intermediate_size(folder: Path) -> int:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     sickness: Sickness
-    report: Report
+    report: DoctorReport
     sick: list[float]  # tokens a second, by repeat
     healthy: list[float]
 
@@ -141,7 +141,7 @@ class Outcome:
         }
 
 
-def _examined(report: Report) -> dict[str, Any]:
+def _examined(report: DoctorReport) -> dict[str, Any]:
     return {"examination": asdict(report.found), "report": report.to_json()}
 
 
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _examine(url: str, num_streams: int, arguments: argparse.Namespace, earlier: Sequence[float] = ()) -> Report:
+def _examine(url: str, num_streams: int, arguments: argparse.Namespace, earlier: Sequence[float] = ()) -> DoctorReport:
     return examine_cluster(
         url,
         num_streams=num_streams,
@@ -209,7 +209,7 @@ class _Comparison:
                 rates.append(maker.measured(self._workload, grown).counts.tokens_per_second)
 
 
-def _write(path: Path, healthy: Report, outcomes: Sequence[Outcome]) -> None:
+def _write(path: Path, healthy: DoctorReport, outcomes: Sequence[Outcome]) -> None:
     document = {
         "machine": describe_machine(),
         "healthy": _examined(healthy),

@@ -29,9 +29,9 @@ from safetensors.torch import save_file
 from bench.engine import read_bandwidth
 from bench.machine import describe_machine
 from bench.step_parts import Milliseconds, timed_kernels
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.drafters.registry import make_drafter
+from cluster.drafters.factory import make_drafter
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 

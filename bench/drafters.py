@@ -17,8 +17,8 @@ from typing import Any
 from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, Point, measure, spread, without_speculation
 from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.drafters.registry import is_model, load_draft_weights
+from cluster.config.file import load_config
+from cluster.drafters.factory import is_model, load_draft_weights
 from cluster.errors import ConfigurationError
 from services.launch.local import LocalCluster
 

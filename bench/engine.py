@@ -31,7 +31,7 @@ from bench.step_parts import (
     timed_kernels,
 )
 from cluster.config import Config
-from cluster.config_workers import QuantizationName
+from cluster.config.workers import QuantizationName
 from cluster.engine.batch import Segment
 from cluster.engine.cpu_kernels import VARIABLE, instruction_set
 from cluster.engine.cpu_model import CpuModel

@@ -20,9 +20,9 @@ from typing import Any
 from bench.machine import describe_machine
 from bench.models import make_pair
 from bench.workload import held_out_prompts, p99
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
-from services.prove.client import Burst, ask_all
+from services.prove.client import RequestBurst, ask_all
 
 READY_SECONDS = 300.0
 NUM_STREAMS = 64  # as many as may be under way
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = held_out_prompts(arguments.requests, seed=7)
 
-    def run(way: str, arrivals: Sequence[float] | None, num_streams: int) -> Burst:
+    def run(way: str, arrivals: Sequence[float] | None, num_streams: int) -> RequestBurst:
         shared = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": arguments.temperature}
         k: int | str = way if way == "auto" else int(way)
         bodies = [
@@ -99,7 +99,7 @@ def _measure(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"requests_per_second": capacity, "runs": runs}
 
 
-def _latency(burst: Burst) -> Latency:
+def _latency(burst: RequestBurst) -> Latency:
     first = [answer.first_token_seconds for answer in burst.answers]
     gaps = [gap for answer in burst.answers for gap in answer.token_gaps]
     each = [(a.last_token_seconds - a.first_token_seconds) / (a.num_tokens - 1) for a in burst.answers]

@@ -23,7 +23,7 @@ import torch
 
 from bench.machine import describe_machine
 from bench.workload import held_out_prompts, read_counters
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.cpu_kernels import VARIABLE, InstructionSet, instruction_set
 from services.launch.local import LocalCluster
 

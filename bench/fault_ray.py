@@ -26,13 +26,13 @@ from ray.cluster_utils import Cluster
 from bench.fault_client import Question
 from bench.fault_load import Answers, Row, print_head, print_row, row_of, under_load
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.owned_folder import sweep
 from cluster.placement.registry import Announcement, Pool
 from services.launch.local import free_ports
 from services.launch.ray.launcher import RayApplication
 from services.launch.ray.membership import FOLDERS
-from services.launch.ray.registry import end_registry, find_view
+from services.launch.ray.registry_actor import end_registry, find_view
 from services.launch.ray.scaling import scale
 
 READY_SECONDS = 600.0

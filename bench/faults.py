@@ -27,7 +27,7 @@ from bench.fault_load import Row, make_questions, print_head, print_row, row_of,
 from bench.fault_network import Network, make_network
 from bench.machine import describe_machine
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 
 MAX_PAUSE_SECONDS = 5.0  # the bar
 SETTINGS = {

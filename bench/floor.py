@@ -21,7 +21,7 @@ from bench.capacity import PLAIN, Case, Client, make_cases
 from bench.workload import p99
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
-from cluster.planning.planner import Load, plan
+from cluster.planning.prediction import ExpectedLoad, plan
 from cluster.planning.steps import Roofline
 from cluster.simulator.virtual import VirtualCluster
 from cluster.targets.base import GenerationOutput
@@ -97,7 +97,7 @@ def run(
     events: Sequence[tuple[float, Callable[[VirtualCluster], None]]] = (),
 ) -> Outcome:
     """As without the scale, but for `seconds` and those of `events`. A client asks again within a round."""
-    load = Load(num_clients, prompt_tokens=prompt_tokens, answer_tokens=64)
+    load = ExpectedLoad(num_clients, prompt_tokens=prompt_tokens, answer_tokens=64)
     planned = plan(case.option, load)
     cluster, rng = VirtualCluster(case.config(load, planned, _SCALE, settings)), random.Random(seed)
     due = sorted(rng.random() * 0.2 * _WARM_UP_SHARE * seconds for _ in range(num_clients))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.in_process import SIMULATED
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.simulator.virtual import VirtualCluster
 
 ACCEPTANCES = (0.3, 0.6, 0.9)

@@ -31,7 +31,7 @@ import yaml
 from bench.exactness import answers, num_differing
 from bench.workload import held_out_prompts, read_counters
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.child import Child
 from services.launch.local import LocalCluster, free_ports
 from services.prove.vllm_server import vllm_server

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.machine import describe_machine
 from bench.models import Widening, widen_model
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 from services.launch.local import LocalCluster

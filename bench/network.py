@@ -21,7 +21,7 @@ from bench.in_process import SIMULATED
 from bench.machine import describe_machine
 from bench.workload import read_counters, run_window
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 FLOOR = 0.97  # of the speed without speculation

@@ -20,7 +20,7 @@ from bench.in_process import SIMULATED
 from bench.machine import describe_machine
 from bench.plan import load_of, measure_acceptance, run
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, parse_depths, spread
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.planning.steps import MeasuredSteps
 from services.launch.local import LocalCluster
 from services.plan.measure import measure_draft, measure_target

@@ -33,7 +33,7 @@ from bench.workload import held_out_prompts, p99, read_counters
 from cluster.errors import ConfigurationError
 from services.launch.child import Child
 from services.launch.local import free_ports
-from services.prove.client import Burst, answer_all
+from services.prove.client import RequestBurst, answer_all
 from services.prove.vllm_server import vllm_server
 
 READY_SECONDS = 400.0
@@ -224,7 +224,7 @@ def _start(system: System) -> None:
 def _measure(system: System, temperature: float, num_streams: int, arguments: argparse.Namespace) -> None:
     prompts = held_out_prompts(_PROMPTS.get(num_streams, 2 * num_streams), seed=num_streams)
 
-    def burst(prompts: Sequence[Sequence[int]], max_tokens: int) -> Burst:
+    def burst(prompts: Sequence[Sequence[int]], max_tokens: int) -> RequestBurst:
         return answer_all(
             system.url,
             system.model,
@@ -245,7 +245,7 @@ def _measure(system: System, temperature: float, num_streams: int, arguments: ar
     system.results.setdefault((temperature, num_streams), []).append(_result(measured, before, after))
 
 
-def _result(burst: Burst, before: dict[str, float], after: dict[str, float]) -> Result:
+def _result(burst: RequestBurst, before: dict[str, float], after: dict[str, float]) -> Result:
     first = [answer.first_token_seconds for answer in burst.answers]
     gaps = [gap for answer in burst.answers for gap in answer.token_gaps]
     per_token = [

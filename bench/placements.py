@@ -21,7 +21,7 @@ from typing import Any
 from bench.machine import describe_machine
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, WARM_UP_PROMPTS, Depth, parse_depths, spread
 from bench.workload import held_out_prompts, run_streams
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 PLACES = {

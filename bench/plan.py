@@ -19,8 +19,8 @@ from pathlib import Path
 from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, spread, without_speculation
 from bench.workload import Run, held_out_prompts, run_window
-from cluster.config_file import load_config
-from cluster.planning.planner import Load, plan
+from cluster.config.file import load_config
+from cluster.planning.prediction import ExpectedLoad, plan
 from cluster.speculation.speed import acceptance_rate_of
 from services.launch.local import LocalCluster
 from services.plan.measure import measured_options
@@ -116,10 +116,10 @@ def measure_acceptance(cluster: LocalCluster, depth: int, num_streams: int, argu
     return acceptance_rate_of(counted.acceptance_length, depth)
 
 
-def load_of(cluster: LocalCluster, num_streams: int, arguments: argparse.Namespace) -> Load:
+def load_of(cluster: LocalCluster, num_streams: int, arguments: argparse.Namespace) -> ExpectedLoad:
     """Returns the load that the prompts of seed 2 are."""
     prompt_tokens = round(statistics.mean(len(prompt) for prompt in held_out_prompts(NUM_PROMPTS, seed=2)))
-    return Load(num_streams, prompt_tokens, arguments.max_tokens, cluster.config.target.max_num_batched_tokens)
+    return ExpectedLoad(num_streams, prompt_tokens, arguments.max_tokens, cluster.config.target.max_num_batched_tokens)
 
 
 def _row(case: Case) -> str:

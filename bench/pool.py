@@ -34,14 +34,14 @@ from typing import Any
 from bench import simulate
 from bench.in_process import SIMULATED
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import parse_gpus
-from cluster.planning.planner import Load, Option, plan
-from cluster.planning.rounds import RUN_AHEAD_HIDES, Drafting
+from cluster.planning.prediction import ExpectedLoad, Option, plan
+from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import Roofline, curve_points
-from cluster.simulation.steps import StepCurve
-from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.simulated_engines.steps import StepCurve
+from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.figures import Figures
 from cluster.simulator.traffic import ClosedTraffic, Lengths
 from cluster.speculation.speed import expected_tokens
@@ -103,7 +103,7 @@ class Case:
         )
         hidden = RUN_AHEAD_HIDES / self.targets if self.card != TARGET_GPUS else 0.0
         drafting = Drafting(draft, self.acceptance, self.delay_ms / 1e3, hidden, self.is_one_pass)
-        load = Load(self.streams, PROMPT_TOKENS, ANSWER_TOKENS)
+        load = ExpectedLoad(self.streams, PROMPT_TOKENS, ANSWER_TOKENS)
         plain, drafted = (plan(Option("", target, each), load) for each in (None, drafting))
         return drafted.tokens_per_second / plain.tokens_per_second
 
@@ -144,7 +144,7 @@ class Case:
 def run(case: Case, seconds: float) -> Figures:
     warm_up, until = _WARM_UP_SHARE * seconds, (1 + _WARM_UP_SHARE) * seconds
     traffic = ClosedTraffic(case.targets * case.streams, until, _PROMPTS, _ANSWERS, 0, warm_up / 2)
-    cluster = SimulatedCluster(case.config, traffic, _NUM_BLOCKS, Span(warm_up, until, is_cut=True))
+    cluster = SimulatedCluster(case.config, traffic, _NUM_BLOCKS, MeasuredSpan(warm_up, until, is_cut=True))
     cluster.run()
     return cluster.figures(case.dollars_per_hour)
 

@@ -26,7 +26,7 @@ import httpx
 
 from bench.in_process import SIMULATED
 from bench.machine import describe_machine
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster, free_ports
 
 READY_SECONDS = 60.0

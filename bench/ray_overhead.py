@@ -23,10 +23,10 @@ from bench.faults import SETTINGS
 from bench.machine import describe_machine
 from bench.workload import held_out_prompts
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster, free_ports
 from services.launch.ray.launcher import RayApplication
-from services.prove.client import Burst, answer_all
+from services.prove.client import RequestBurst, answer_all
 
 READY_SECONDS = 120.0
 LOCAL, DIRECT, PROXY = "local launcher", "Ray, router called directly", "Ray, through Serve's proxy"
@@ -97,7 +97,7 @@ def _measure(ways: dict[str, str], config: Config, arguments: argparse.Namespace
     return {"machine": describe_machine(), "engine": arguments.engine, "runs": runs}
 
 
-def _result(burst: Burst) -> dict[str, float]:
+def _result(burst: RequestBurst) -> dict[str, float]:
     first = statistics.median(answer.first_token_seconds for answer in burst.answers)
     return {"tokens_per_second": burst.tokens_per_second, "first_token_seconds": first}
 

@@ -28,17 +28,17 @@ from bench.machine import describe_machine
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, parse_depths, spread
 from bench.workload import held_out_prompts
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
-from cluster.planning.planner import Load
-from cluster.simulation.tokens import token_at
-from cluster.simulator.drafts import Draft
+from cluster.planning.prediction import ExpectedLoad
+from cluster.simulated_engines.tokens import token_at
+from cluster.simulator.drafts import SimulatedDraft
 from cluster.simulator.virtual import VirtualCluster
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationOutput
-from cluster.targets.generation import Scheduled
 from cluster.targets.simulated import SimulatedTarget
+from cluster.targets.token_generator import Scheduled
 from services.launch.local import LocalCluster
 from services.plan.measure import measure_steps
 
@@ -97,7 +97,7 @@ def record(config: Config, num_streams: int, temperature: float, num_answers: in
             Answer(len(prompt), _foreseen(cluster.url, prompt, seed, temperature, depth, max_tokens))
             for seed, prompt in enumerate(prompts)
         ]
-    load = Load(num_streams, round(statistics.fmean(map(len, prompts))), max_tokens)
+    load = ExpectedLoad(num_streams, round(statistics.fmean(map(len, prompts))), max_tokens)
     times = measure_steps(config, load, temperature)
     target, draft = (tuple((rows, 1e3 * s) for rows, s in steps.points) for steps in (times.target, times.draft))
     return Recording(temperature, tuple(answers), target, draft, describe_machine())
@@ -199,7 +199,7 @@ def replay(
     order = list(recording.answers)
     random.Random(seed).shuffle(order)
     simulation = config.simulation
-    draft = Draft(
+    draft = SimulatedDraft(
         simulation,
         round_trip_seconds=simulation.round_trip_ms / 1e3,
         make_drafter=partial(RecordedDrafter, answers=answers),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkEvent, LinkState
 from cluster.coordination.coordinator import Coordinator, StepTiming
 from cluster.coordination.link import DraftLink

@@ -22,7 +22,7 @@ from typing import Any
 from bench.machine import describe_machine
 from bench.speedup import MEASURED, READY_TIMEOUT_SECONDS, Depth, without_speculation
 from bench.workload import Run, held_out_prompts, run_streams
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 PINNED = ("target.cpus=[0]", "draft.cpus=[1]", "target.threads=1", "draft.threads=1")

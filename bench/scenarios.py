@@ -18,9 +18,9 @@ from typing import Any
 
 from bench.machine import describe_machine
 from bench.workload import held_out_prompts, p99, read_counters
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
-from services.prove.client import Burst, ask_all
+from services.prove.client import RequestBurst, ask_all
 
 READY_SECONDS = 300.0
 
@@ -115,7 +115,7 @@ def measure(cluster: LocalCluster, work: Work, k: int | str) -> Result:
     return _result(burst, accepted / drafted if drafted else None)
 
 
-def _result(burst: Burst, acceptance_rate: float | None) -> Result:
+def _result(burst: RequestBurst, acceptance_rate: float | None) -> Result:
     gaps = [gap for answer in burst.answers for gap in answer.token_gaps]
     first = statistics.median(answer.first_token_seconds for answer in burst.answers)
     return Result(burst.tokens_per_second, first, p99(gaps) if gaps else 0.0, acceptance_rate)

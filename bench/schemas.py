@@ -19,7 +19,7 @@ import httpx
 
 from bench.machine import describe_machine
 from bench.workload import read_counters
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 NUM_SCHEMAS = 50

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.certs import write_certificates
 from services.launch.local import LocalCluster
 

@@ -33,8 +33,8 @@ from bench.in_process import SIMULATED
 from bench.machine import describe_machine
 from bench.workload import read_counters
 from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.config.file import load_config
+from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.figures import Figures, Percentiles
 from cluster.simulator.hardware import num_kv_blocks
 from cluster.simulator.report import table, to_json
@@ -245,7 +245,7 @@ def simulate(case: Case, seconds: float, warm_up: float) -> Iterator[Result]:
     for seed in range(_NUM_SEEDS):
         is_cut = case.num_streams is not None
         traffic = case.traffic(seconds, _SEED + (seed if is_cut else 0))
-        span = Span(warm_up, seconds, is_cut=is_cut)
+        span = MeasuredSpan(warm_up, seconds, is_cut=is_cut)
         cluster = SimulatedCluster(config, traffic, num_kv_blocks(config, None, None), span, seed)
         cluster.run()
         yield Result.of(cluster.figures(), warm_up)
@@ -295,7 +295,7 @@ def median_of(results: Sequence[Result]) -> Result:
 def run_large(seconds: float) -> dict[str, Any]:
     config = load_config(None, [*SIMULATED, *LARGE])
     traffic = ClosedTraffic(LARGE_STREAMS, seconds, Lengths(128, 384), Lengths(128, 384), _SEED, ramp_seconds=20.0)
-    cluster = SimulatedCluster(config, traffic, LARGE_BLOCKS, Span(60.0, seconds, 30.0, is_cut=True), _SEED)
+    cluster = SimulatedCluster(config, traffic, LARGE_BLOCKS, MeasuredSpan(60.0, seconds, 30.0, is_cut=True), _SEED)
     started_at = time.perf_counter()
 
     def show(at: float) -> None:

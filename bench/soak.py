@@ -28,7 +28,7 @@ from bench.fault_network import make_network
 from bench.faults import FAULTS, SETTINGS, Durations
 from bench.machine import describe_machine
 from bench.workload import read_counters
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 
 _METRICS_PORT = 9100
 _SURVIVABLE = ("freeze", "cut off", "slow")

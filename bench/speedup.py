@@ -25,7 +25,7 @@ from bench.machine import describe_machine
 from bench.plot import plot
 from bench.workload import Run, held_out_prompts, read_counters, run_streams, run_window
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 READY_TIMEOUT_SECONDS = 120

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.pool import DraftPool
 from cluster.engine import cpu_kernels
 from cluster.engine.limits import StepLimits

@@ -36,10 +36,10 @@ import yaml
 
 from bench.machine import describe_machine
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
-from cluster.simulation.tokens import token_at
+from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from services.launch.child import Child, end_all
 from services.launch.local import free_ports

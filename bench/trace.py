@@ -27,8 +27,8 @@ from matplotlib.axes import Axes  # noqa: E402
 from bench.in_process import SIMULATED, SimulatedCluster  # noqa: E402
 from bench.machine import describe_machine  # noqa: E402
 from cluster.config import Config  # noqa: E402
-from cluster.config_file import load_config  # noqa: E402
-from cluster.simulation.steps import StepCurve  # noqa: E402
+from cluster.config.file import load_config  # noqa: E402
+from cluster.simulated_engines.steps import StepCurve  # noqa: E402
 from cluster.targets.base import GenerationOutput  # noqa: E402
 
 MAX_REGRET = 0.1

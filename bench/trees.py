@@ -21,7 +21,7 @@ from bench.machine import describe_machine
 from bench.speedup import AUTO, MEASURED, READY_TIMEOUT_SECONDS, Depth, over_best, spread
 from bench.workload import Run, held_out_prompts, run_streams
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 
 FLOOR = 0.98  # of the best chain

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from bench.machine import describe_machine
 from bench.workload import held_out_prompts
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.pool import DraftPool
 from cluster.engine.limits import StepLimits
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.targets.vllm.rounds import CoordinatedRounds, Links
+from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds, Links
 from cluster.vllm.coupling import Coupling
 
 if TYPE_CHECKING:

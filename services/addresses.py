@@ -7,8 +7,8 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
-from cluster.config_types import is_host_port
-from cluster.config_workers import WorkerConfig
+from cluster.config.types import is_host_port
+from cluster.config.workers import WorkerConfig
 from cluster.errors import cannot_listen
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 
 from cluster.config import Config
-from cluster.config_types import FilePath
+from cluster.config.types import FilePath
 from services.addresses import unknown_hosts
 
 _SECRET = re.compile(r"(?i)(token|secret|password|passwd|api_?key|authorization|credential)")

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import get_args
 
 from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.config_types import LogFormat, LogLevel
-from cluster.config_workers import GpuKernels
+from cluster.config.file import load_config
+from cluster.config.types import LogFormat, LogLevel
+from cluster.config.workers import GpuKernels
 from cluster.engine.memory_plan import SELF_DRAFTERS, Memory, PlannedModel, describe, plan_pair
 from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
 from cluster.telemetry.logs import setup_logging
-from cluster.training.cli import add_arguments as add_train_arguments
-from cluster.training.cli import main as run_training
 from services.adapters import add_arguments as add_adapter_arguments
 from services.adapters import run as change_adapters
 from services.certs import add_arguments as add_certs_arguments
@@ -51,6 +49,8 @@ from services.speculation_switch import run as switch_speculation
 from services.terminal import as_text
 from services.top.cli import add_arguments as add_top_arguments
 from services.top.cli import run as show_numbers
+from services.training.cli import add_arguments as add_train_arguments
+from services.training.cli import main as run_training
 from services.tune.cli import add_arguments as add_tune_arguments
 from services.tune.cli import run as tune_cluster
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.config_file import load_config
-from cluster.config_types import is_host_port
+from cluster.config.file import load_config
+from cluster.config.types import is_host_port
 from cluster.errors import ConfigurationError
 from cluster.transport.dialing import Dialer
 from services.http_call import add_trust_arguments, call, trusted_context

@@ -70,13 +70,13 @@ class Router(Placement):
     tlsServerName: str = ""
 
 
-class Worker(Placement):
+class WorkerValues(Placement):
     image: str = "cpu"
     gpus: NonNegativeInt = 0
     gpuResource: str = "nvidia.com/gpu"
 
 
-class Target(Worker):
+class TargetValues(WorkerValues):
     resources: Resources = Resources(requests={"cpu": "4", "memory": "8Gi"}, limits={"memory": "16Gi"})
     nodesPerReplica: PositiveInt = 1
     rayTokenSecret: str = ""
@@ -92,7 +92,7 @@ class DraftAutoscaling(_Values):
     targetAverageValue: str = "1"
 
 
-class Draft(Worker):
+class DraftValues(WorkerValues):
     resources: Resources = Resources(requests={"cpu": "2", "memory": "4Gi"}, limits={"memory": "8Gi"})
     startupSeconds: PositiveInt = 900
     near: Literal["topology.kubernetes.io/zone", "kubernetes.io/hostname", ""] = "topology.kubernetes.io/zone"
@@ -202,8 +202,8 @@ class Values(_Values):
     imagePullSecrets: list[_Free] = []
     config: Config = Config()
     router: Router = Router()
-    target: Target = Target()
-    draft: Draft = Draft()
+    target: TargetValues = TargetValues()
+    draft: DraftValues = DraftValues()
     modelCache: ModelCache = ModelCache()
     huggingFaceSecret: str = ""
     tls: Tls = Tls()

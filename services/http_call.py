@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.config_types import is_host_port
+from cluster.config.types import is_host_port
 from cluster.errors import ConfigurationError
 
 API_KEY = "OUTRIDER_API_KEY"  # of the environment, where a list of processes does not show it

@@ -21,19 +21,18 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.config import Config
-from cluster.config_types import is_loopback
-from cluster.config_workers import WorkerConfig
+from cluster.config.types import is_loopback
+from cluster.config.workers import WorkerConfig
 from cluster.engine.cpu_kernels import best_instruction_set, has_kernels, instruction_set
 from cluster.engine.loader import Progress
 from cluster.engine.memory_plan import num_speculative_blocks
 from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
-from cluster.interpreter import switch_threads_soon
+from cluster.interpreter import keep_collections_short, switch_threads_soon
 from cluster.telemetry.metrics import Reading, WorkerMetrics
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import types_pb2
 from services.addresses import check_worker, warn_of_unknown_hosts
-from services.garbage import keep_collections_short
 
 logger = logging.getLogger(__name__)
 

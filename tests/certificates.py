@@ -6,7 +6,7 @@ import shutil
 import ssl
 from pathlib import Path
 
-from cluster.config_tls import TlsConfig
+from cluster.config.tls import TlsConfig
 from services.certs import Authority, write_certificates
 
 LOCAL = ["127.0.0.1", "localhost"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.router.api_request import IGNORED_FIELDS
-from services.router.chat import ChatRequest
-from services.router.completions import CompletionRequest
+from services.router.api.completions import CompletionRequest
+from services.router.api.request import IGNORED_FIELDS
+from services.router.chat.endpoint import ChatRequest
 from services.router.responses import request as responses
 
 ROOT = Path(__file__).parent.parent

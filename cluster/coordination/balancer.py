@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cluster.coordination.base import Link
+from cluster.coordination.link_value import LinkValue
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
-from cluster.coordination.worth import Worth
 from cluster.speculation.costs import LinkCosts
 from cluster.telemetry.metrics import Reading
 
@@ -33,7 +33,7 @@ _SETTLE_SECONDS = 5.0  # a sequence that was moved stays so long
 class LinkBalancer:
     """`active` are the links that are up."""
 
-    def __init__(self, max_batch: int, draft_timeout_seconds: float, worth: Worth, trial_share: float) -> None:
+    def __init__(self, max_batch: int, draft_timeout_seconds: float, worth: LinkValue, trial_share: float) -> None:
         self.active: dict[Link, ActiveLink] = {}
         self.num_ejections = 0
         self.num_moves = 0

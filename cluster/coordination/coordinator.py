@@ -23,17 +23,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.base import Link, LinkPool, LinkState
 from cluster.coordination.depths import DepthPlanner
-from cluster.coordination.gains import Gains
+from cluster.coordination.link_value import LinkValue
 from cluster.coordination.openings import Openings
 from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.speculation_gain import SpeculationGain
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.timeline import AnswerSpan, StepSpan, Timeline
 from cluster.coordination.waiting import Waits
-from cluster.coordination.worth import Worth
 from cluster.engine.limits import StepLimits
 from cluster.speculation.demand import DraftDemand
 from cluster.speculation.drafts import Drafts
@@ -84,8 +84,8 @@ class Coordinator:
         self._pool = pool
         self._vocab_size = vocab_size
         self._clock = clock
-        self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds, Worth(self.planner), pool.trial_share)
-        self._gains = Gains(self.planner, clock)
+        self._balancer = LinkBalancer(limits.max_num_seqs, timeout_seconds, LinkValue(self.planner), pool.trial_share)
+        self._gains = SpeculationGain(self.planner, clock)
         self._openings = Openings(config, self.planner, self._balancer, self.stats, clock)
         self._waits = Waits(
             self.planner,

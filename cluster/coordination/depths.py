@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence
 from cluster.speculation.acceptance_model import FloatArray, PositionRates, SequenceAcceptance
 from cluster.speculation.depth import Candidate, NextStep, make_controller

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence

@@ -6,10 +6,10 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from cluster.config_ray import TRIAL_SHARE
+from cluster.config.ray import TRIAL_SHARE
 from cluster.coordination.base import LinkEvent, LinkPool, take_all
 from cluster.coordination.link import DraftLink
-from cluster.place import SOMEWHERE, Endpoint, Place
+from cluster.placement.place import SOMEWHERE, Endpoint, Place
 from cluster.telemetry.metrics import Reading
 from cluster.transport.dialing import PLAIN, Dialer
 

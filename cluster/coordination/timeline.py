@@ -74,7 +74,7 @@ class News(NamedTuple):
     answers: Sequence[AnswerSpan] = ()
 
 
-class Follower:
+class TimelineReader:
     """Reads timelines one after the other, each span once; for one thread."""
 
     def __init__(self) -> None:

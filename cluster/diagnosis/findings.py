@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.diagnosis.measurements import Examination, WorkerThreads
-from cluster.diagnosis.speed import Speed
+from cluster.diagnosis.speed import SpeedModel
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 
 # A draft fits when it costs less of a target step, commits at least so many tokens a round of five, and is accepted
@@ -28,7 +28,7 @@ _SHARE_OF_A_STEP = 0.05  # what a round trip may take of one without being looke
 _FULL_SHARE = 0.9  # of the streams that are in steps; others begin or end, or wait to be admitted
 _REFUSED_SHARE = 0.05  # of the steps, in which a sequence was refused
 
-Rate = Callable[[Speed], float]
+Rate = Callable[[SpeedModel], float]
 """Tokens a second of a cluster that is so."""
 
 
@@ -69,14 +69,14 @@ def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list
 
 
 def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
-    now = Speed.of(found)
+    now = SpeedModel.of(found)
     # What the formula leaves out, it leaves out of both: only ratios are taken from it, of all depths, as a mended
     # cluster's best is another than that of now. Where drafts come late the controller's run has more that is left out
     # than rounds of a depth that was reached.
     reckoned = sum(one.counts.seconds * now.rate(one.workload.num_speculative_tokens or 0) for one in found.reached)
     scale = sum(one.counts.num_tokens for one in found.reached) / max(reckoned, 1e-9)
 
-    def rate(mended: Speed) -> float:
+    def rate(mended: SpeedModel) -> float:
         return scale * mended.best_rate()
 
     yield from _cache(found, now, rate)
@@ -102,7 +102,7 @@ def _threads(workers: Sequence[WorkerThreads]) -> Iterator[Finding]:
         )
 
 
-def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
+def _cache(found: Examination, now: SpeedModel, rate: Rate) -> Iterator[Finding]:
     """KV exhausted: of the target, where sequences wait or are preempted, or of a draft worker, which refuses them."""
     num_streams = found.auto.workload.num_streams
     auto = found.auto.counts
@@ -126,7 +126,7 @@ def _cache(found: Examination, now: Speed, rate: Rate) -> Iterator[Finding]:
         )
 
 
-def _acceptance(now: Speed, rate: Rate, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
+def _acceptance(now: SpeedModel, rate: Rate, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
     tokens = now.tokens_per_round(_RULE_DEPTH)
     acceptance = now.acceptance(_RULE_DEPTH)
     if tokens < MIN_TOKENS_PER_ROUND or acceptance <= MIN_ACCEPTANCE:
@@ -140,7 +140,7 @@ def _acceptance(now: Speed, rate: Rate, earlier_survival: tuple[float, ...]) -> 
         )
 
 
-def _draft_time(now: Speed, rate: Rate) -> Iterator[Finding]:
+def _draft_time(now: SpeedModel, rate: Rate) -> Iterator[Finding]:
     step = now.step_seconds(0)
     ratio = now.draft_seconds / step
     if ratio > MAX_COST_RATIO:
@@ -154,7 +154,7 @@ def _draft_time(now: Speed, rate: Rate) -> Iterator[Finding]:
         )
 
 
-def _network(now: Speed, rate: Rate) -> Iterator[Finding]:
+def _network(now: SpeedModel, rate: Rate) -> Iterator[Finding]:
     drafting = _RULE_DEPTH * now.draft_seconds
     is_felt = now.round_trip_seconds > _SHARE_OF_A_STEP * now.step_seconds(0)
     if is_felt and now.round_trip_seconds > max(drafting, 2 * LOCAL_ROUND_TRIP_SECONDS):

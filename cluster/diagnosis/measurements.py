@@ -12,7 +12,7 @@ _REACHED_SHARE = 0.8  # of the draft tokens that were asked for: an answer's las
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepTotals:
     """Steps of one kind."""
 
     count: float = 0.0
@@ -22,12 +22,12 @@ class Steps:
     def mean_seconds(self) -> float:
         return self.seconds / self.count if self.count else 0.0
 
-    def times(self, factor: float) -> Steps:
+    def times(self, factor: float) -> StepTotals:
         """As many, each so many times as long."""
-        return Steps(self.count, factor * self.seconds)
+        return StepTotals(self.count, factor * self.seconds)
 
-    def __add__(self, other: Steps) -> Steps:
-        return Steps(self.count + other.count, self.seconds + other.seconds)
+    def __add__(self, other: StepTotals) -> StepTotals:
+        return StepTotals(self.count + other.count, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Counts:
     num_draft_tokens: float = 0.0
     num_accepted_tokens: float = 0.0
     accepted_by_position: tuple[float, ...] = ()
-    verify: Steps = Steps()
-    decode: Steps = Steps()
-    prefill: Steps = Steps()
-    draft: Steps = Steps()
+    verify: StepTotals = StepTotals()
+    decode: StepTotals = StepTotals()
+    prefill: StepTotals = StepTotals()
+    draft: StepTotals = StepTotals()
     wait_seconds: float = 0.0  # of steps, for proposals
     busy_seconds: float = 0.0  # that there was work: steps, waits for proposals, and what is between
     num_preemptions: float = 0.0
@@ -115,9 +115,9 @@ class Counts:
 class TimeCurve:
     """Seconds over a number, as a step's rows: linear between what was measured, and on as between the last two."""
 
-    def __init__(self, steps: Iterable[tuple[float, Steps]]) -> None:
+    def __init__(self, steps: Iterable[tuple[float, StepTotals]]) -> None:
         """`steps`: with their mean rows; at least some. Those of about as many rows are taken together."""
-        together: list[tuple[float, Steps]] = []  # rows, summed over the steps
+        together: list[tuple[float, StepTotals]] = []  # rows, summed over the steps
         for rows, some in sorted((one for one in steps if one[1].count), key=lambda one: one[0]):
             if together and rows < _ALIKE * together[-1][0] / together[-1][1].count:
                 before, those = together.pop()

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cluster.diagnosis.measurements import MAX_DEPTH, Examination, Steps, TimeCurve
+from cluster.diagnosis.measurements import MAX_DEPTH, Examination, StepTotals, TimeCurve
 from cluster.speculation.speed import tokens_per_round
 
 _MAX_WAIT_SHARE = 2.0  # above it something else was waited for
-_NOTHING = (0.0, Steps(1.0, 0.0))  # is drafted at depth 0
+_NOTHING = (0.0, StepTotals(1.0, 0.0))  # is drafted at depth 0
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class SpeedModel:
     """Times in seconds."""
 
     num_streams: float  # that do not wait for blocks
@@ -40,7 +40,7 @@ class Speed:
     max_depth: int
 
     @classmethod
-    def of(cls, found: Examination) -> Speed:
+    def of(cls, found: Examination) -> SpeedModel:
         """Steps, drafting and acceptance over all depths; what else rounds take, as at the fastest."""
         plain, told = found.plain.counts, found.told.counts
         drafted = [one.counts for one in (*found.fixed, found.auto)]
@@ -125,7 +125,7 @@ class Speed:
                 low = middle
         return high
 
-    def with_draft(self, seconds: float) -> Speed:
+    def with_draft(self, seconds: float) -> SpeedModel:
         """With another draft, each step of which takes so long, and with it what it adds to the target's prompts.
 
         Where both compute on the same cores a prompt takes the target longer while the draft reads it, too.
@@ -134,11 +134,11 @@ class Speed:
         less = min(1.0, seconds / self.draft_seconds) if self.draft_seconds else 1.0
         return replace(
             self,
-            drafting=TimeCurve([_NOTHING, (MAX_DEPTH, Steps(1.0, MAX_DEPTH * seconds))]),
+            drafting=TimeCurve([_NOTHING, (MAX_DEPTH, StepTotals(1.0, MAX_DEPTH * seconds))]),
             draft_seconds=seconds,
             prompt_seconds=self.prompt_seconds - (1.0 - less) * beside,
         )
 
-    def accepting(self, rate: float) -> Speed:
+    def accepting(self, rate: float) -> SpeedModel:
         """With each draft token accepted so often when those before it are."""
         return replace(self, survival=tuple(rate**depth for depth in range(1, MAX_DEPTH + 1)))

@@ -33,7 +33,7 @@ class _Cache:
 
 
 @dataclass(slots=True)
-class Step:
+class LevelStep:
     segments: list[Segment] = field(default_factory=list)
     # The nodes that are extended, each with its rows of logits.
     extended: list[tuple[DraftSequence, int, int]] = field(default_factory=list)
@@ -103,7 +103,7 @@ class ModelDrafter(Drafter):
         budget = self._limits.max_num_batched_tokens
         left = [PromptPart(self._num_prompt_rows(s), self._caches[s].num_computed_tokens) for s in prompts]
         for_others = budget - min(sum(part.num_tokens for part in left), budget // 2)
-        step = Step()
+        step = LevelStep()
         for sequence in others:
             self._add(step, sequence, for_others - step.num_rows)
         shares = self._pace.share(left, budget - step.num_rows, self._pace.budget(is_alone=False))
@@ -161,7 +161,7 @@ class ModelDrafter(Drafter):
         """Rows until the first draft of a prompt is there."""
         return self._num_uncomputed(sequence)
 
-    def _add(self, step: Step, sequence: DraftSequence, most: int) -> None:
+    def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
         """Gives `sequence` its rows in `step`, so many at most."""
         if most > 0:
             segment, nodes = _next_segment(sequence, self._caches[sequence], most)

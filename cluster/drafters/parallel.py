@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from cluster.drafters.base import DraftSequence
-from cluster.drafters.model import ModelDrafter, Step
+from cluster.drafters.model import LevelStep, ModelDrafter
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
@@ -47,7 +47,7 @@ class ParallelDrafter(ModelDrafter):
     def _num_prompt_rows(self, sequence: DraftSequence) -> int:
         return self._num_uncomputed(sequence) + sequence.num_drafts_after(-1, self.max_model_len) - 1
 
-    def _add(self, step: Step, sequence: DraftSequence, most: int) -> None:
+    def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
         if most <= 0:
             return
         cache = self._caches[sequence]

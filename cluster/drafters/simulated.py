@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.config_simulation import SimulationConfig
+from cluster.config.simulation import SimulationConfig
 from cluster.drafters.base import Drafter, DraftSequence
 from cluster.engine.limits import StepLimits
-from cluster.simulation.acceptance import AcceptanceSchedule
-from cluster.simulation.steps import REAL_TIME, StepCurve, Timekeeper
-from cluster.simulation.tokens import token_at, uniform_at
+from cluster.simulated_engines.acceptance import AcceptanceSchedule
+from cluster.simulated_engines.steps import REAL_TIME, StepCurve, Timekeeper
+from cluster.simulated_engines.tokens import token_at, uniform_at
 
 _GAPS = [float(rank) for rank in range(64)]  # of siblings, the likeliest first
 # How often a next best draft is right when all better ones are wrong. Of a distilled pair the target's choice was among

@@ -24,7 +24,7 @@ Deliver = Callable[[SpeculateReply], None]
 
 
 @dataclass(slots=True)
-class Link:
+class CoordinatorLink:
     """Where replies go, and what its coordinator is told of the time they took."""
 
     deliver: Deliver

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import itemgetter
 
-from cluster.config_speculation import window_of
+from cluster.config.speculation import window_of
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.drafting.entries import Deliver, Entry, Link, Sent
+from cluster.drafting.entries import CoordinatorLink, Deliver, Entry, Sent
 from cluster.drafting.run_ahead import MAX_NODES_AHEAD, MAX_SEQUENCES_AHEAD, RunAhead, num_nodes_ahead, runs_ahead
 from cluster.drafting.temperature_tuning import TemperatureTuning
 from cluster.speculation.costs import LearnedCurve
@@ -56,7 +56,7 @@ class DraftWorker:
         self._curve = LearnedCurve(_MAX_STEP_ROWS)  # of the drafter's steps, over their rows
         self._tuning = TemperatureTuning() if tunes_temperature else None
         self._entries: dict[tuple[int, int], Entry] = {}
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, CoordinatorLink] = {}
         self._num_links_ever = 0
         self._num_kept_drafts = 0
         self._num_wasted_drafts = 0
@@ -121,7 +121,7 @@ class DraftWorker:
         """A new link, whose replies go to `deliver`. Returns its number."""
         with self._wake:
             self._num_links_ever += 1
-            self._links[self._num_links_ever] = Link(deliver, self._clock())
+            self._links[self._num_links_ever] = CoordinatorLink(deliver, self._clock())
             return self._num_links_ever
 
     def receive(self, link: int, request: SpeculateRequest, num_bytes: int = 0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.config_workers import WorkerConfig
+from cluster.config.workers import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)

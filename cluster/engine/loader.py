@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.config_workers import GpuKernels, LayerChoice
+from cluster.config.workers import GpuKernels, LayerChoice
 from cluster.engine.checkpoint import TensorReader
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.fixed_shape_model import FixedShapeModel

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError

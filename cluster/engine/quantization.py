@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from cluster.config_workers import QuantizationName
+from cluster.config.workers import QuantizationName
 from cluster.errors import ConfigurationError
 
 

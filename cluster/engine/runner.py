@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from cluster.config_workers import DEFAULT_KV_CACHE_BYTES, GpuKernels, LayerChoice, WorkerConfig
+from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, GpuKernels, LayerChoice, WorkerConfig
 from cluster.engine.batch import Segment, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes

@@ -19,9 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-from cluster.config_types import is_host_port
-from cluster.config_workers import WorkerConfig
-from cluster.place import Endpoint
+from cluster.config.types import is_host_port
+from cluster.config.workers import WorkerConfig
+from cluster.placement.place import Endpoint
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.config_ray import PlacementConfig
-from cluster.place import Endpoint, Place
+from cluster.config.ray import PlacementConfig
+from cluster.placement.place import Endpoint, Place
 from cluster.speculation.demand import DraftDemand
 
 Pool = Literal["router", "target", "draft"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from cluster.engine.memory_plan import Budget, Memory, PlannedModel, Tenant, plan_pair
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import DEFAULT_HOST_CPU, GpuGroup
-from cluster.planning.planner import Option
-from cluster.planning.rounds import MAX_DEPTH, RUN_AHEAD_HIDES, Drafting
+from cluster.planning.prediction import Option
+from cluster.planning.round_costs import MAX_DEPTH, RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import ASSUMED, Efficiency, NoSteps, Roofline
 
 # Published: a 7B draft of a 70B target is accepted .78 of the time in FP16, .724 in INT4.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cluster.planning.planner import Plan
+from cluster.planning.prediction import Plan
 from cluster.planning.published import CheckedRow
-from cluster.planning.rounds import RUN_AHEAD_HIDES
+from cluster.planning.round_costs import RUN_AHEAD_HIDES
 from cluster.planning.steps import Efficiency
 
 _BELOW, _ABOVE = "*", "+"

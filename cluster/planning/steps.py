@@ -17,10 +17,10 @@ from typing import Protocol
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GpuGroup
 from cluster.planning.kernels import Kernel, Segments, Step, num_rows, step_kernels
-from cluster.simulation.steps import StepCurve
+from cluster.simulated_engines.steps import StepCurve
 
 
-class Steps(Protocol):
+class StepPredictor(Protocol):
     """A model on its devices."""
 
     def seconds(self, step: Step) -> float: ...
@@ -101,7 +101,7 @@ class NoSteps:
 
 
 def curve_points(
-    steps: Steps, num_seqs: float, cached_tokens: float, rows: Sequence[int]
+    steps: StepPredictor, num_seqs: float, cached_tokens: float, rows: Sequence[int]
 ) -> tuple[tuple[int, float], ...]:
     """Rows and milliseconds of `steps` of `num_seqs` sequences, which share the rows evenly and have `cached_tokens`
     each: a curve for simulated engines."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.config import Config
-from cluster.config_simulation import SimulationConfig
+from cluster.config.simulation import SimulationConfig
 from cluster.coordination.base import LinkPool
 from cluster.engine.blocks import BlockManager
 from cluster.errors import ConfigurationError, InvalidRequestError
-from cluster.simulator.drafts import VOCAB_SIZE, Draft, VirtualDraft, VirtualPool, draft_limits, target_limits
-from cluster.simulator.figures import Figures, Recorder, Worker
+from cluster.simulator.drafts import VOCAB_SIZE, SimulatedDraft, VirtualDraft, VirtualPool, draft_limits, target_limits
+from cluster.simulator.figures import Figures, Recorder, WorkerFigures
 from cluster.simulator.overheads import PROGRAMS, Programs
 from cluster.simulator.traffic import Arrival, Traffic
 from cluster.simulator.turns import NEVER, Over, TargetTime, Turns
@@ -31,7 +31,7 @@ _IDLE_SECONDS = 1e-3  # after a step in which nothing could be scheduled
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MeasuredSpan:
     """Time that the figures cover, in seconds since the start."""
 
     warm_up: float
@@ -48,7 +48,7 @@ class SimulatedCluster:
         config: Config,
         traffic: Traffic,
         num_blocks: int,
-        span: Span,
+        span: MeasuredSpan,
         seed: int = 0,
         programs: Programs = PROGRAMS,
     ) -> None:
@@ -79,7 +79,7 @@ class SimulatedCluster:
     def _new_draft(self, index: int) -> VirtualDraft:
         simulation, programs = self._config.simulation, self._programs
         is_in_process = self._config.drafts_in_process
-        wanted = Draft(
+        wanted = SimulatedDraft(
             simulation,
             round_trip_seconds=0.0 if is_in_process else simulation.round_trip_ms / 1e3,
             make_drafter=partial(RecordedDrafter, drafted=partial(self.recorder.drafted, index)),
@@ -133,7 +133,7 @@ class SimulatedCluster:
 
     def figures(self, dollars_per_hour: float | None = None) -> Figures:
         targets = [
-            Worker(
+            WorkerFigures(
                 f"target {target.index}",
                 0.0,
                 kv_used=target.engine.most_used_blocks / target.engine.load().num_blocks,

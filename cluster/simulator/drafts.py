@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from cluster.config import Config
-from cluster.config_simulation import SimulationConfig
+from cluster.config.simulation import SimulationConfig
 from cluster.coordination.base import LinkEvent, LinkPool, LinkState
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.drafting.worker import DraftWorker
@@ -32,7 +32,7 @@ _NUM_SENDS = 64  # that a link remembers
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class SimulatedDraft:
     """Description of a draft worker."""
 
     simulation: SimulationConfig
@@ -59,7 +59,7 @@ def target_limits(config: Config) -> StepLimits:
 class VirtualDraft:
     """A draft worker that serves the links of one or more targets."""
 
-    def __init__(self, index: int, wanted: Draft, config: Config) -> None:
+    def __init__(self, index: int, wanted: SimulatedDraft, config: Config) -> None:
         self.address = f"draft-{index}"
         self.wanted = wanted
         self.is_up = False

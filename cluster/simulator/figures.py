@@ -39,7 +39,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerFigures:
     name: str
     utilization: float  # share of the time that it computed
     tokens_per_second: float = 0.0  # of a target
@@ -67,15 +67,15 @@ class Figures:
     tokens_a_round: float
     rows_a_step: float
     num_steps: int
-    targets: Sequence[Worker]
-    drafts: Sequence[Worker]
+    targets: Sequence[WorkerFigures]
+    drafts: Sequence[WorkerFigures]
     intervals: Sequence[Interval]
     dollars_per_hour: float | None = None
     dollars_per_million_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepFigures:
     """A target's step."""
 
     seconds: float
@@ -94,7 +94,7 @@ class _Sums:
     num_rows: int = 0
     waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # by target: sum and steps
 
-    def take(self, target: int, step: Step, outputs: Sequence[GenerationOutput]) -> None:
+    def take(self, target: int, step: StepFigures, outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:
             self.num_tokens += len(output.token_ids)
             self.num_drafts += output.num_draft_tokens
@@ -155,7 +155,7 @@ class Recorder:
         if is_finished:
             self.finished_at[number] = now + self._after
 
-    def stepped(self, target: int, now: float, step: Step, outputs: Sequence[GenerationOutput]) -> None:
+    def stepped(self, target: int, now: float, step: StepFigures, outputs: Sequence[GenerationOutput]) -> None:
         num_tokens = sum(len(output.token_ids) for output in outputs)
         self.num_steps += 1
         self.num_tokens += num_tokens
@@ -179,7 +179,7 @@ class Recorder:
         """Returns the seconds between the warm-up and the end of the run."""
         return max(min(self._until, ended_at) - self._warm_up, 1e-9)
 
-    def figures(self, ended_at: float, targets: Sequence[Worker], dollars_per_hour: float | None) -> Figures:
+    def figures(self, ended_at: float, targets: Sequence[WorkerFigures], dollars_per_hour: float | None) -> Figures:
         """Makes the figures; `targets` have the use of KV blocks and the preemptions."""
         seconds = self.seconds(ended_at)
         arrived, first, finished = (np.array(times) for times in (self.arrived_at, self.first_at, self.finished_at))
@@ -208,7 +208,7 @@ class Recorder:
             rows_a_step=total.num_rows / max(total.num_steps, 1),
             num_steps=total.num_steps,
             targets=[
-                Worker(
+                WorkerFigures(
                     one.name,
                     float(busy) / seconds,
                     tokens / seconds,
@@ -221,7 +221,7 @@ class Recorder:
                 )
             ],
             drafts=[
-                Worker(
+                WorkerFigures(
                     f"draft {index}",
                     drafting.seconds / seconds,
                     mean_batch=drafting.num_sequences / max(drafting.num_steps, 1),

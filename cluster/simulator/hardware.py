@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.config import Config
-from cluster.config_simulation import SimulationConfig
+from cluster.config.simulation import SimulationConfig
 from cluster.engine.memory_plan import Budget, Memory, PlannedModel, Tenant
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GpuGroup

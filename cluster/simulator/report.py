@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from cluster.simulator.figures import Figures, Percentiles, Worker
+from cluster.simulator.figures import Figures, Percentiles, WorkerFigures
 
 _MOST_INTERVALS = 20  # that are printed; JSON has all
 
@@ -37,7 +37,7 @@ def table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def _of(workers: Sequence[Worker]) -> str:
+def _of(workers: Sequence[WorkerFigures]) -> str:
     """How busy they are."""
     busy = [worker.utilization for worker in workers]
     spread = f" ({min(busy):.1%} to {max(busy):.1%})" if len(busy) > 1 else ""

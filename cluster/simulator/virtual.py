@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from cluster.config import Config
 from cluster.engine.blocks import BlockManager
-from cluster.simulator.drafts import VOCAB_SIZE, Draft, VirtualDraft, VirtualPool, target_limits
+from cluster.simulator.drafts import VOCAB_SIZE, SimulatedDraft, VirtualDraft, VirtualPool, target_limits
 from cluster.simulator.turns import VirtualTime
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -42,7 +42,7 @@ class VirtualCluster:
     """One target and its `drafts`; without any, the draft workers that `config` asks for, all alike."""
 
     config: Config
-    drafts: Sequence[Draft] = ()
+    drafts: Sequence[SimulatedDraft] = ()
     on_step: Callable[[Sequence[GenerationOutput]], None] = lambda outputs: None
     make_target: Callable[..., SimulatedTarget] = SimulatedTarget
     time: VirtualTime = field(default_factory=VirtualTime)
@@ -55,7 +55,7 @@ class VirtualCluster:
 
     def __post_init__(self) -> None:
         config, simulation = self.config, self.config.simulation
-        alike = [Draft(simulation, round_trip_seconds=simulation.round_trip_ms / 1e3)] * config.draft.replicas
+        alike = [SimulatedDraft(simulation, round_trip_seconds=simulation.round_trip_ms / 1e3)] * config.draft.replicas
         drafts = [VirtualDraft(index, wanted, config) for index, wanted in enumerate(self.drafts or alike)]
         self.pool = VirtualPool(self.time, config.placement.trial_share, drafts)
         blocks = BlockManager(_NUM_BLOCKS, config.target.block_size, enable_prefix_caching=False)

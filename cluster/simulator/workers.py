@@ -9,10 +9,10 @@ from cluster.coordination.coordinator import StepTiming
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.prompt_pace import PromptPart
-from cluster.simulator.figures import Step
+from cluster.simulator.figures import StepFigures
 from cluster.simulator.overheads import NO_OVERHEADS, Overheads
-from cluster.targets.generation import Scheduled
 from cluster.targets.simulated import SimulatedTarget
+from cluster.targets.token_generator import Scheduled
 
 
 class RecordedTarget(SimulatedTarget):
@@ -20,7 +20,7 @@ class RecordedTarget(SimulatedTarget):
 
     def __init__(self, *arguments: Any, overheads: Overheads) -> None:
         super().__init__(*arguments)
-        self.last_step: Step | None = None
+        self.last_step: StepFigures | None = None
         self.most_used_blocks = 0
         self._overheads = overheads
         self._waited_before = 0.0
@@ -44,7 +44,7 @@ class RecordedTarget(SimulatedTarget):
         seconds -= self._overheads.seconds(len(step))  # real engines do not time it as part of a step
         waited = self._coordinator.stats.wait_seconds
         num_step_rows = sum([scheduled.num_new_tokens + len(scheduled.drafts.token_ids) for scheduled in step])
-        self.last_step = Step(seconds, waited - self._waited_before, num_step_rows, len(self._scheduler.waiting))
+        self.last_step = StepFigures(seconds, waited - self._waited_before, num_step_rows, len(self._scheduler.waiting))
         self._waited_before = waited
         return super()._time(step, prompts, num_rows, seconds)
 

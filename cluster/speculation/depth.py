@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.speculation.acceptance_model import FloatArray, SequenceAcceptance, own_rates
 from cluster.speculation.costs import LinkCosts
 from cluster.speculation.speed import tokens_per_round

@@ -21,12 +21,12 @@ from functools import partial
 
 import torch
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.backoff import Backoff
 from cluster.coordination.base import LinkEvent, LinkPool, LinkState, take_all
 from cluster.drafters.base import Drafter
 from cluster.drafting.worker import DraftWorker
-from cluster.simulation.steps import REAL_TIME, Timekeeper
+from cluster.simulated_engines.steps import REAL_TIME, Timekeeper
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 

@@ -12,7 +12,7 @@ from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
 from cluster.speculation.rejection import accept_by_rejection
 from cluster.speculation.sampling import SampleRequest, probabilities
-from cluster.targets.generation import Generation, Scheduled
+from cluster.targets.token_generator import Generation, Scheduled
 
 
 @dataclass(slots=True)

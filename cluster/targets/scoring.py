@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cluster.logprobs import TokenLogprobs
-from cluster.targets.generation import Scheduled
+from cluster.targets.token_generator import Scheduled
 
 
 class Scoring:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.config_simulation import SimulationConfig
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.simulation import SimulationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.base import LinkPool
 from cluster.engine.blocks import BlockManager
 from cluster.engine.limits import StepLimits
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import TokenLogprobs
-from cluster.simulation.steps import REAL_TIME, StepCurve, Timekeeper
-from cluster.simulation.tokens import token_at
+from cluster.simulated_engines.steps import REAL_TIME, StepCurve, Timekeeper
+from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.drafts import depths_of
 from cluster.targets.base import GenerationRequest, TargetModel
-from cluster.targets.generation import Scheduled
 from cluster.targets.step_loop import StepLoop
+from cluster.targets.token_generator import Scheduled
 
 
 class SimulatedTarget(StepLoop):

@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkPool
 from cluster.coordination.coordinator import Coordinator, StepTiming
 from cluster.coordination.sequence import Round, SpeculativeSequence
@@ -30,10 +30,10 @@ from cluster.targets.base import (
     TargetModel,
     no_adapter,
 )
-from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.heartbeat import Heartbeat
 from cluster.targets.profile import profile_steps
 from cluster.targets.scoring import Scoring
+from cluster.targets.token_generator import Generation, Scheduled
 from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 
 logger = logging.getLogger(__name__)

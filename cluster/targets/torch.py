@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.constraints import UNCONSTRAINED
 from cluster.coordination.base import LinkPool
 from cluster.engine.batch import Segment
@@ -22,9 +22,9 @@ from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.speculation.scoring import token_logprobs
 from cluster.speculation.token_counts import TokenCounts
 from cluster.targets.base import GenerationRequest, TargetModel
-from cluster.targets.generation import Generation, Scheduled
 from cluster.targets.rejection import RejectionSampler
 from cluster.targets.step_loop import StepLoop
+from cluster.targets.token_generator import Generation, Scheduled
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from cluster.config_types import LogFormat, LogLevel
+from cluster.config.types import LogFormat, LogLevel
 
 # Libraries' own news is of no use to an operator.
 _QUIET = {

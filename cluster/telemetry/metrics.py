@@ -1,7 +1,6 @@
-"""What the programs count, by Prometheus's rules: raw counters and histograms, rates are left to the reader.
+"""Metrics of the workers, by Prometheus's rules: raw counters and histograms, rates are left to the reader.
 
-Each program has its class here, with a registry of its own. A metric is named as in vLLM where vLLM has it and
-starts with `outrider_` otherwise.
+A metric has vLLM's name if vLLM has it, and else starts with `outrider_`.
 """
 
 from __future__ import annotations
@@ -11,174 +10,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 # When each series began: as many series again, which nothing asks for.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-_ENGINE = "0"  # vLLM's label for one of several engines behind a page; a router's page is of all its targets together
-
-_FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-_INTER_TOKEN_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-_LATENCY_BUCKETS = (
+LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-
-
-class RouterMetrics:
-    """What the router counts: its requests, and the cluster's totals of tokens and speculation.
-
-    Requests that fail, per second:
-        sum(rate(outrider_requests_total{code=~"5.."}[1m]))
-    Generated tokens per second:
-        rate(vllm:generation_tokens_total[1m])
-    Acceptance rate:
-        rate(vllm:spec_decode_num_accepted_tokens_total[1m])
-          / rate(vllm:spec_decode_num_draft_tokens_total[1m])
-    Acceptance length (rounds that verified no draft are left out):
-        1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m])
-          / rate(vllm:spec_decode_num_drafts_total[1m])
-    Median time to the first token:
-        histogram_quantile(0.5, sum by (le) (rate(vllm:time_to_first_token_seconds_bucket[1m])))
-    How many times faster requests decode that may be speculated for, while the switch divides them:
-        (rate(outrider_decode_tokens_total{speculation="on"}[5m])
-          / rate(outrider_decode_seconds_total{speculation="on"}[5m]))
-          / ignoring(speculation) (rate(outrider_decode_tokens_total{speculation="off"}[5m])
-            / rate(outrider_decode_seconds_total{speculation="off"}[5m]))
-    """
-
-    def __init__(self, model_name: str) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._model_name = model_name
-
-        def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(name, documentation, ["model_name", "engine"], registry=registry, buckets=buckets)
-            return family.labels(model_name, _ENGINE)
-
-        self.requests_running: Gauge = Gauge(
-            "vllm:num_requests_running",
-            "Requests in flight.",
-            ["model_name", "engine"],
-            registry=registry,
-        ).labels(model_name, _ENGINE)
-        self.prompt_tokens: Counter = Counter(
-            "vllm:prompt_tokens",
-            "Prompt tokens of answered requests.",
-            ["model_name", "engine"],
-            registry=registry,
-        ).labels(model_name, _ENGINE)
-        self.time_to_first_token = histogram(
-            "vllm:time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            _FIRST_TOKEN_BUCKETS,
-        )
-        self.tokens = TokenTally(model_name)
-        registry.register(self.tokens)
-        self.keys = KeyTally()
-        registry.register(self.keys)
-        self.e2e_latency = histogram(
-            "vllm:e2e_request_latency_seconds",
-            "From the request's arrival to its last token.",
-            _LATENCY_BUCKETS,
-        )
-        self.time_per_output_token = histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "From the first token of a choice to its last, over the tokens after the first: decoding alone.",
-            _INTER_TOKEN_BUCKETS,
-        )
-        self._decode_seconds = Counter(
-            "outrider_decode_seconds",
-            "Time that choices took from their first token to their last, by whether they might be speculated for: off "
-            "by the request's own k = 0, or by the switch.",
-            ["model_name", "speculation"],
-            registry=registry,
-        )
-        self._decode_tokens = Counter(
-            "outrider_decode_tokens",
-            "Tokens after the first of those choices.",
-            ["model_name", "speculation"],
-            registry=registry,
-        )
-        self.speculation_percentage = Gauge(
-            "outrider_speculation_percentage",
-            "Share of the requests that may be speculated for, as the switch stands.",
-            registry=registry,
-        )
-        self.speculation_switched = Counter(
-            "outrider_speculation_switched", "How often the switch was set.", registry=registry
-        )
-        self._requests = Counter(
-            "outrider_requests",
-            "Requests by how they ended: the HTTP status, 499 when the client left first, and the status "
-            "that a failure would have had when it came after the answer had begun.",
-            ["model_name", "code"],
-            registry=registry,
-        )
-        self.connections = Gauge(
-            "outrider_http_connections", "Connections of clients, operators' included.", registry=registry
-        )
-        self._connections_closed = Counter(
-            "outrider_http_connections_closed",
-            "Connections that were closed for what their clients did, by what it was.",
-            ["reason"],
-            registry=registry,
-        )
-        self._moved = Counter(
-            "outrider_requests_moved",
-            "Sequences taken to another target, by what became of the one before: lost, draining, stuck or unloaded.",
-            ["model_name", "reason"],
-            registry=registry,
-        )
-        self._by_adapter = Counter(
-            "outrider_requests_by_adapter",
-            "Requests that were begun with a LoRA adapter.",
-            ["model_name", "adapter"],
-            registry=registry,
-        )
-
-    def count_request(self, code: int) -> None:
-        """Counts one request that ended with `code`."""
-        self._requests.labels(self._model_name, str(code)).inc()
-
-    def count_closed_connection(self, reason: str) -> None:
-        """Counts one connection that was closed for what its client did."""
-        self._connections_closed.labels(reason).inc()
-
-    def count_adapter(self, name: str) -> None:
-        """Counts one request with that adapter, which targets hold."""
-        self._by_adapter.labels(self._model_name, name).inc()
-
-    def count_move(self, reason: str) -> None:
-        """Counts one sequence whose target could not go on."""
-        self._moved.labels(self._model_name, reason).inc()
-
-    def count_decode(self, num_tokens: int, seconds: float, *, may_speculate: bool) -> None:
-        """Counts a choice that has ended, `num_tokens` and `seconds` after its first token."""
-        if num_tokens > 0:
-            self.time_per_output_token.observe(seconds / num_tokens)
-            kind = "on" if may_speculate else "off"
-            self._decode_seconds.labels(self._model_name, kind).inc(seconds)
-            self._decode_tokens.labels(self._model_name, kind).inc(num_tokens)
-
-    def render(self) -> bytes:
-        """The page in Prometheus's text format."""
-        return generate_latest(self.registry)
 
 
 class TimeTally:
@@ -203,108 +45,12 @@ class QueueTime(TimeTally):
     """How long sequences waited for their admission."""
 
     def __init__(self) -> None:
-        super().__init__(_LATENCY_BUCKETS)
+        super().__init__(LATENCY_BUCKETS)
 
     def readings(self) -> Iterator[Reading]:
         what = "From a sequence's arrival at the target to its admission."
         (*_, (_, count)) = buckets = self.buckets()
         yield Reading("vllm:request_queue_time_seconds", what, count, buckets=tuple(buckets), sum=self.seconds)
-
-
-class TokenTally(Collector):
-    """What is counted for every chunk and round: in plain numbers, as counters that lock cost many times that.
-
-    All of it belongs to one thread.
-    """
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._num_tokens = 0
-        self._num_drafts = 0
-        self._num_draft_tokens = 0
-        self._num_accepted_tokens = 0
-        self._num_accepted_per_position: list[int] = []
-        self._gaps = TimeTally(_INTER_TOKEN_BUCKETS)
-
-    def count_tokens(self, num_tokens: int, seconds: float | None) -> None:
-        """Counts tokens that came at once, `seconds` after those before them; None: the first of a choice."""
-        self._num_tokens += num_tokens
-        if seconds is not None:
-            self._gaps.observe(seconds)
-
-    def count_round(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Counts one round that verified draft tokens."""
-        self._num_drafts += 1
-        self._num_draft_tokens += num_draft_tokens
-        self._num_accepted_tokens += num_accepted_tokens
-        missing = num_accepted_tokens - len(self._num_accepted_per_position)
-        self._num_accepted_per_position.extend([0] * missing)
-        for position in range(num_accepted_tokens):
-            self._num_accepted_per_position[position] += 1
-
-    def collect(self) -> Iterator[Metric]:
-        def counter(name: str, documentation: str, value: float) -> Metric:
-            family = CounterMetricFamily(name, documentation, labels=["model_name", "engine"])
-            family.add_metric([self._model_name, _ENGINE], value)
-            return family
-
-        prefix = "vllm:spec_decode_num"
-        yield counter("vllm:generation_tokens", "Tokens generated.", self._num_tokens)
-        yield counter(f"{prefix}_drafts", "Rounds that verified at least one draft token.", self._num_drafts)
-        yield counter(f"{prefix}_draft_tokens", "Tokens drafted.", self._num_draft_tokens)
-        yield counter(f"{prefix}_accepted_tokens", "Draft tokens accepted.", self._num_accepted_tokens)
-        per_position = CounterMetricFamily(
-            f"{prefix}_accepted_tokens_per_pos",
-            "Draft tokens accepted, by their place in the draft.",
-            labels=["model_name", "engine", "position"],
-        )
-        for position, count in enumerate(self._num_accepted_per_position):
-            per_position.add_metric([self._model_name, _ENGINE, str(position)], count)
-        yield per_position
-        latency = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds",
-            "Between two arrivals of tokens of one choice; with speculation several come at once.",
-            labels=["model_name", "engine"],
-        )
-        latency.add_metric([self._model_name, _ENGINE], self._gaps.buckets(), self._gaps.seconds)
-        yield latency
-
-
-class KeyTally(Collector):
-    """What each API key has used; "" is whoever had none that is valid. Plain numbers, as in `TokenTally`.
-
-    Requests of a key that were refused for its limits, per second:
-        sum by (key) (rate(outrider_requests_by_key_total{code="429"}[5m]))
-    """
-
-    def __init__(self) -> None:
-        self._requests: dict[tuple[str, str], int] = {}
-        self._prompt_tokens: dict[str, int] = {}
-        self._generated_tokens: dict[str, int] = {}
-
-    def count_request(self, key: str, code: int) -> None:
-        self._requests[key, str(code)] = self._requests.get((key, str(code)), 0) + 1
-
-    def count_prompt(self, key: str, num_tokens: int) -> None:
-        self._prompt_tokens[key] = self._prompt_tokens.get(key, 0) + num_tokens
-
-    def count_generated(self, key: str, num_tokens: int) -> None:
-        self._generated_tokens[key] = self._generated_tokens.get(key, 0) + num_tokens
-
-    def collect(self) -> Iterator[Metric]:
-        def counter(name: str, documentation: str, *labels: str) -> CounterMetricFamily:
-            return CounterMetricFamily(name, documentation, labels=labels)
-
-        requests = counter("outrider_requests_by_key", "Requests by the name of their key.", "key", "code")
-        for labels, count in self._requests.items():
-            requests.add_metric(labels, count)
-        yield requests
-        prompts = counter("outrider_prompt_tokens_by_key", "Prompt tokens of answered requests of a key.", "key")
-        generated = counter("outrider_generation_tokens_by_key", "Tokens generated for a key.", "key")
-        for family, tokens in ((prompts, self._prompt_tokens), (generated, self._generated_tokens)):
-            for key, num_tokens in tokens.items():
-                family.add_metric([key], num_tokens)
-            yield family
 
 
 @dataclass(frozen=True, slots=True)

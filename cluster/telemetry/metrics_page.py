@@ -15,8 +15,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from cluster.errors import cannot_listen
-from cluster.token_file import TokenFile
 from cluster.transport.listening import Listener
+from cluster.transport.token_file import TokenFile
 
 audit = logging.getLogger("outrider.audit")
 

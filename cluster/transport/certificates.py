@@ -8,9 +8,9 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config_tls import TlsConfig
+from cluster.config.tls import TlsConfig
 from cluster.errors import ConfigurationError
-from cluster.file_watch import FileWatch
+from cluster.transport.file_watch import FileWatch
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
-from cluster.config_tls import TlsConfig
-from cluster.token_file import TokenFile
+from cluster.config.tls import TlsConfig
 from cluster.transport.certificates import Certificates
+from cluster.transport.token_file import TokenFile
 
 Options = Sequence[tuple[str, Any]]
 

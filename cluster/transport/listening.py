@@ -10,10 +10,10 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from cluster.config_tls import TlsConfig
-from cluster.token_file import TokenFile
+from cluster.config.tls import TlsConfig
 from cluster.transport.certificates import Certificates, Pems
 from cluster.transport.dialing import Options
+from cluster.transport.token_file import TokenFile
 
 audit = logging.getLogger("outrider.audit")
 

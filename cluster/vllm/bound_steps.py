@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from cluster.vllm.async_scheduler import BOUND_STEP
 from cluster.vllm.coupled_sampling import CoupledSampling
-from cluster.vllm.doors import put_in
 from cluster.vllm.draft_gate import BoundStep, DraftReader
+from cluster.vllm.function_wrapping import wrap_function
 
 _executing: BoundSteps | None = None  # whose runner prepares a step in this process: one at a time does
 _has_mask = False  # the step whose tokens are about to be sampled has one
@@ -35,8 +35,8 @@ class BoundSteps:
         self._step: BoundStep | None = None
         self._execute_model = runner.execute_model
         runner.execute_model = self.execute_model
-        put_in(model_runner, "combine_sampled_and_draft_tokens", _combine)
-        put_in(rejection_sampler, "get_max_chunk_logits", _max_chunk_logits)
+        wrap_function(model_runner, "combine_sampled_and_draft_tokens", _combine)
+        wrap_function(rejection_sampler, "get_max_chunk_logits", _max_chunk_logits)
         (self._coupled,) = [own for own in runner.sampler.logits_processors if isinstance(own, CoupledSampling)]
         self._apply_mask = runner.structured_outputs_worker.apply_grammar_bitmask
         runner.structured_outputs_worker.apply_grammar_bitmask = self._keep_mask

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 
-from cluster.config_workers import WorkerConfig
+from cluster.config.workers import WorkerConfig
 from cluster.engine.prompt_pace import PromptPace
 from cluster.errors import ConfigurationError, first_line
 from cluster.vllm.coupling import Coupling

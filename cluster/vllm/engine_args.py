@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.config_workers import WorkerConfig
+from cluster.config.workers import WorkerConfig
 from cluster.engine.loader import resolve_device
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
-from cluster.vllm.doors import put_in
+from cluster.vllm.function_wrapping import wrap_function
 
 # The executor that vLLM uses for one rank on a GPU. On a CPU it refuses its short name, "uni", as it sets the threads'
 # environment only for processes that it starts; here `set_environment` does. With the runner in a process of its own
@@ -112,7 +112,7 @@ def allow_bias() -> None:
     """Has vLLM take requests with a bias beside speculation: on the V2 runner its own table of biases does them."""
     from vllm.sampling_params import SamplingParams
 
-    put_in(SamplingParams, "_validate_spec_decode", lambda original, *arguments: None)
+    wrap_function(SamplingParams, "_validate_spec_decode", lambda original, *arguments: None)
 
 
 def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.errors import ConfigurationError, InvalidRequestError
-from cluster.lora import AdapterFiles
+from cluster.vllm.adapter_folder import AdapterFiles
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be set up for
 _LATER_RANK = 16  # at least, as vLLM's default, where adapters are loaded later

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from cluster.vllm.doors import put_in
+from cluster.vllm.function_wrapping import wrap_function
 from cluster.vllm.v2 import is_asked_for
 
 
@@ -23,12 +23,12 @@ def register() -> None:
     # Before `vllm.v1.worker.gpu.model_runner` is imported, which takes the function by its name.
     import vllm.v1.worker.gpu.spec_decode as spec_decode
 
-    put_in(spec_decode, "init_speculator", _init_speculator)
+    wrap_function(spec_decode, "init_speculator", _init_speculator)
     # Workers configure nothing: there the import would cost a second for nothing.
     if "vllm.engine.arg_utils" in sys.modules or multiprocessing.parent_process() is None:
         from vllm.engine.arg_utils import EngineArgs
 
-        put_in(EngineArgs, "create_engine_config", _create_engine_config)
+        wrap_function(EngineArgs, "create_engine_config", _create_engine_config)
 
 
 def _create_engine_config(original: Callable[..., Any], engine_args: Any, *arguments: Any, **options: Any) -> Any:

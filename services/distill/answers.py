@@ -6,9 +6,9 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from cluster.config import Config
-from cluster.training.traffic import TEMPERATURES, Answer
 from services.http_call import call
 from services.launch.local import LocalCluster
+from services.training.traffic import TEMPERATURES, RecordedAnswer
 
 _READY_SECONDS = 600.0
 _ANSWER_SECONDS = 600.0
@@ -17,14 +17,14 @@ _MOST_BYTES_OF_AN_ANSWER, _MOST_BYTES_OF_A_TOKEN = 65_536, 1_024  # its number a
 
 def ask(
     config: Config, prompts: Mapping[int, tuple[int, ...]], *, max_tokens: int, num_streams: int
-) -> Generator[Answer, None, None]:
+) -> Generator[RecordedAnswer, None, None]:
     """One answer to each prompt, as they come; a prompt's number is its seed, temperatures are in turn.
 
     To be closed by who stops early, else all that is left is asked at the exit. Raises ConfigurationError at the first
     request that fails.
     """
 
-    def answer(number: int) -> Answer:
+    def answer(number: int) -> RecordedAnswer:
         prompt, temperature = prompts[number], TEMPERATURES[number % len(TEMPERATURES)]
         body = {
             "prompt": list(prompt),
@@ -36,7 +36,7 @@ def ask(
         most = _MOST_BYTES_OF_AN_ANSWER + max_tokens * _MOST_BYTES_OF_A_TOKEN
         answered = call(cluster.url, "POST", "/v1/completions", body, seconds=_ANSWER_SECONDS, max_bytes=most)
         (choice,) = answered["choices"]
-        return Answer(prompt, tuple(choice["token_ids"]), temperature, number)
+        return RecordedAnswer(prompt, tuple(choice["token_ids"]), temperature, number)
 
     with LocalCluster(config) as cluster, ThreadPoolExecutor(num_streams) as threads:
         cluster.wait_ready(_READY_SECONDS)

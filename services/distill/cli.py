@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
@@ -26,7 +26,7 @@ from services.distill.card import Distilled, by_position, model_card
 from services.plan.cli import above_zero, seed
 
 if TYPE_CHECKING:
-    from cluster.training.traffic import Answer
+    from services.training.traffic import RecordedAnswer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _HELD_OUT_ONE_IN = 10
@@ -98,12 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from cluster.training.parallel import add_mask_token, unused_token_id
-    from cluster.training.teaching import teach
-    from cluster.training.traffic import is_held_out
-    from cluster.training.traffic_acceptance import NUM_POSITIONS, measure_traffic_acceptance
-    from cluster.training.traffic_draft import load_draft, train_draft
-    from cluster.training.trainer import Recipe
+    from services.training.parallel import add_mask_token, unused_token_id
+    from services.training.teaching import teach
+    from services.training.traffic import is_held_out
+    from services.training.traffic_acceptance import NUM_POSITIONS, measure_traffic_acceptance
+    from services.training.traffic_draft import load_draft, train_draft
+    from services.training.trainer import Recipe
 
     model = f"target.model={arguments.target}"
     settings = ["router.port=0", "logging.level=warning", model, "speculation.num_speculative_tokens=0"]
@@ -165,11 +165,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> list[Answer]:
+def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> list[RecordedAnswer]:
     """With those that an earlier run of the same has had: they take longest. Those without a token are left out."""
     from cluster.engine.fingerprint import weights_fingerprint
-    from cluster.training.traffic import AnswersFile, is_held_out, read_prompts
     from services.distill.answers import ask
+    from services.training.traffic import AnswersFile, is_held_out, read_prompts
 
     prompts = read_prompts(arguments.traffic, Tokenizer(folder).encode, _renderer(folder))
     longest = ModelConfig.from_folder(folder).resolve_max_model_len(config.target.max_model_len) - arguments.max_tokens
@@ -207,8 +207,8 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
 
 def _renderer(folder: Path) -> Callable[[Any], Sequence[int]]:
     """Of conversations, by the model's chat template."""
-    from services.router.chat_template import ChatTemplate
-    from services.router.prompt import ChatPrompts, Conversation
+    from services.router.chat.prompt import ChatPrompts, Conversation
+    from services.router.chat.template import ChatTemplate
 
     prompts = ChatPrompts(ChatTemplate.from_folder(folder), Tokenizer(folder))
     return lambda messages: prompts.encode(Conversation(messages))
@@ -218,7 +218,7 @@ def _new_draft(arguments: argparse.Namespace, config: Config) -> Any:
     import torch
 
     from cluster.engine.runner import load_weights
-    from cluster.training.traffic_draft import DraftShape, new_draft
+    from services.training.traffic_draft import DraftShape, new_draft
 
     loaded = load_weights(config.target, dtype_on_cpu=torch.bfloat16)
     shape = DraftShape(arguments.hidden_size, arguments.num_layers, arguments.intermediate_size)

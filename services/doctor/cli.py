@@ -17,10 +17,9 @@ from cluster.diagnosis.findings import findings
 from cluster.diagnosis.measurements import Examination
 from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
 from cluster.errors import ConfigurationError
-from cluster.training.corpus import held_out_texts
 from services.doctor.checks import with_programs
-from services.doctor.examine import TOLD_DEPTH, Plan, examine
-from services.doctor.report import Report
+from services.doctor.examine import TOLD_DEPTH, ExaminationPlan, examine
+from services.doctor.report import DoctorReport
 from services.http_call import router_url
 from services.launch.local import LocalCluster
 from services.output_file import check_output
@@ -28,6 +27,7 @@ from services.plan.cli import above_zero
 from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
 from services.running_cluster.load import LoadMaker
 from services.running_cluster.workers import look_around
+from services.training.corpus import held_out_texts
 
 _READY_SECONDS = 600.0
 _PROMPT_CHARACTERS = 400
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if report.findings else 0
 
 
-def diagnose(arguments: argparse.Namespace) -> Report:
+def diagnose(arguments: argparse.Namespace) -> DoctorReport:
     """Raises ConfigurationError."""
     check_output("--json", arguments.json)
     earlier = read_baseline(arguments.baseline, arguments.temperatures[0])
@@ -136,7 +136,7 @@ def examine_cluster(
     config: Config | None = None,
     access: Access | None = None,
     earlier_survival: Sequence[float] = (),
-) -> Report:
+) -> DoctorReport:
     """Of the router at `url`; `access`: None: as `config` says, a router with TLS as this machine trusts it.
 
     `num_streams`: on each target.
@@ -151,13 +151,13 @@ def examine_cluster(
         raise ConfigurationError(
             f"the targets of {url} have speculation.num_speculative_tokens 0: there is nothing to examine"
         )
-    plan = Plan(num_streams, temperatures, max_depth, seconds, repeats)
+    plan = ExaminationPlan(num_streams, temperatures, max_depth, seconds, repeats)
     maker = LoadMaker(facts, prompts or read_prompts(None), max_tokens, access)
     total = plan.repeats * len(plan.runs)
     with tqdm(total=total, desc="loads", file=sys.stderr, disable=None) as progress:
         found = examine(maker, plan, progress.update)
     wrong = with_programs(findings(found, earlier_survival), facts)
-    return Report(facts, found, wrong, _waterfall(found, config, earlier_survival) if found.has_drafts else None)
+    return DoctorReport(facts, found, wrong, _waterfall(found, config, earlier_survival) if found.has_drafts else None)
 
 
 def _waterfall(found: Examination, config: Config, earlier_survival: Sequence[float]) -> Waterfall:

@@ -14,7 +14,7 @@ TOLD_DEPTH = 5  # acceptance and the waterfall are told of rounds so deep
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExaminationPlan:
     """What to measure. The first of `temperatures` is that of all loads but those that compare them."""
 
     num_streams: int  # on each target
@@ -46,7 +46,7 @@ class Plan:
         ]
 
 
-def examine(maker: LoadMaker, plan: Plan, did_one: Callable[[], object] = lambda: None) -> Examination:
+def examine(maker: LoadMaker, plan: ExaminationPlan, did_one: Callable[[], object] = lambda: None) -> Examination:
     """Puts the cluster under each load, all of them in turn as often as the plan says. Raises ConfigurationError."""
     grown: defaultdict[Workload, Numbers] = defaultdict(lambda: defaultdict(float))
     for repeat in range(plan.repeats):

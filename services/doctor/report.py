@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.diagnosis.findings import GOOD_ACCEPTANCE, MAX_COST_RATIO, MIN_ACCEPTANCE, Finding
 from cluster.diagnosis.measurements import Examination, Measured
-from cluster.diagnosis.speed import Speed
+from cluster.diagnosis.speed import SpeedModel
 from cluster.diagnosis.waterfall import Waterfall
 from services.doctor.examine import TOLD_DEPTH
 from services.running_cluster.workers import ClusterFacts, WorkerFacts
@@ -18,7 +18,7 @@ _BAR_WIDTH = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     facts: ClusterFacts
     found: Examination
     findings: Sequence[Finding]  # in the order in which they are to be mended
@@ -33,7 +33,7 @@ class Report:
         return "\n\n".join(map(as_lines, parts))
 
     def to_json(self) -> dict[str, Any]:
-        speed, fall = Speed.of(self.found), self.waterfall
+        speed, fall = SpeedModel.of(self.found), self.waterfall
         return {
             "url": self.facts.url,
             "model": self.facts.model,
@@ -63,7 +63,7 @@ class Report:
         return rows
 
     def _suitability(self) -> list[str]:
-        speed, even = Speed.of(self.found), Speed.of(self.found).break_even_acceptance()
+        speed, even = SpeedModel.of(self.found), SpeedModel.of(self.found).break_even_acceptance()
         ratio = speed.draft_seconds / speed.step_seconds(0)
         rows = ["Does the draft suit? Share of the rounds in which the draft token at a place was committed:"]
         rows += [f"  T = {one.workload.temperature:g}: {_survival(one)}" for one in self.found.temperatures]

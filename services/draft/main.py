@@ -7,8 +7,8 @@ from itertools import chain
 
 from cluster.config import Config
 from cluster.drafters.base import Drafter
+from cluster.drafters.factory import make_drafter
 from cluster.drafters.identity import draft_fingerprint
-from cluster.drafters.registry import make_drafter
 from cluster.drafting.worker import DraftWorker
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from cluster.config_environment import without_settings
+from cluster.config.environment import without_settings
 from cluster.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

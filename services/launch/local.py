@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from cluster.config import Config
-from cluster.config_simulation import SimulationConfig
+from cluster.config.simulation import SimulationConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from cluster.owned_folder import OwnedFolder
 from services.addresses import check_can_listen, check_metrics_page, split
@@ -43,7 +43,7 @@ _POLL_SECONDS = 0.05
 _END_SECONDS = 5.0  # beyond what a program may drain
 
 
-class Worker(Child):
+class WorkerProcess(Child):
     """A target or draft worker of the cluster, with the address and the cores that are set aside for it."""
 
     def __init__(
@@ -119,11 +119,13 @@ class LocalCluster:
             called = called.model_copy(update={"draft": called.draft.model_copy(update={"addresses": addresses})})
         config_file.write_text(yaml.safe_dump(called.model_dump(mode="json")), encoding="utf-8")
         self.drafts = [
-            Worker(config_file, self.config, "draft", i, environment=of_pool.get("draft"))
+            WorkerProcess(config_file, self.config, "draft", i, environment=of_pool.get("draft"))
             for i in range(self.config.draft.replicas)
         ]
         self.targets = [
-            Worker(config_file, self.config, "target", i, *_own_drafts(called, i), environment=of_pool.get("target"))
+            WorkerProcess(
+                config_file, self.config, "target", i, *_own_drafts(called, i), environment=of_pool.get("target")
+            )
             for i in range(self.config.target.replicas)
         ]
         # Which opens what tells how the cluster is, where the router asks for keys. It goes no further than here.

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import DEFAULT_HOST_CPU, GPUS, HOST_CPUS, parse_gpus, parse_price
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS, NGRAM_ACCEPTANCE, ClusterRequest, options
-from cluster.planning.planner import Load, Option, most_sequences, plan
+from cluster.planning.prediction import ExpectedLoad, Option, most_sequences, plan
 from cluster.planning.published import checked_table
 from cluster.planning.report import notes, plans_table, published_table, to_json
 from cluster.planning.steps import Efficiency
@@ -166,7 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError."""
-    load = Load(
+    load = ExpectedLoad(
         arguments.sequences,
         arguments.prompt_tokens,
         arguments.answer_tokens,
@@ -227,7 +227,7 @@ def _round_trips(text: str) -> tuple[float, ...]:
     return tuple(ms / 1e3 for ms in milliseconds)
 
 
-def _limits(arguments: argparse.Namespace, found: list[Option], load: Load) -> list[int] | None:
+def _limits(arguments: argparse.Namespace, found: list[Option], load: ExpectedLoad) -> list[int] | None:
     first, between = arguments.first_token_p99_ms, arguments.between_tokens_p99_ms
     if first is None and between is None:
         return None
@@ -237,7 +237,7 @@ def _limits(arguments: argparse.Namespace, found: list[Option], load: Load) -> l
     ]
 
 
-def _measured(arguments: argparse.Namespace, load: Load) -> list[Option]:
+def _measured(arguments: argparse.Namespace, load: ExpectedLoad) -> list[Option]:
     from services.plan.measure import measured_options  # it runs engines, and so needs torch
 
     config = load_config(arguments.config, arguments.overrides, os.environ)

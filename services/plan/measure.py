@@ -19,15 +19,15 @@ from typing import TypeVar
 import torch
 
 from cluster.config import Config
-from cluster.config_workers import WorkerConfig
+from cluster.config.workers import WorkerConfig
 from cluster.drafters.base import Drafter, DraftSequence
-from cluster.drafters.registry import make_drafter
+from cluster.drafters.factory import make_drafter
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
-from cluster.planning.planner import Load, Option
-from cluster.planning.rounds import Drafting
+from cluster.planning.prediction import ExpectedLoad, Option
+from cluster.planning.round_costs import Drafting
 from cluster.planning.steps import MeasuredSteps
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
@@ -44,7 +44,7 @@ ConfigT = TypeVar("ConfigT", bound=WorkerConfig)
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class MeasuredStepTimes:
     """Rows and seconds of the target's steps and of the draft's."""
 
     target: MeasuredSteps
@@ -53,7 +53,7 @@ class StepTimes:
 
 def measured_options(
     config: Config,
-    load: Load,
+    load: ExpectedLoad,
     acceptance_rate: float,
     temperature: float,
     num_speculative_tokens: int | None,
@@ -69,7 +69,7 @@ def measured_options(
     ]
 
 
-def measure_steps(config: Config, load: Load, temperature: float) -> StepTimes:
+def measure_steps(config: Config, load: ExpectedLoad, temperature: float) -> MeasuredStepTimes:
     """Of `load.num_seqs` sequences in the middle of their answers. Raises ConfigurationError."""
     if config.target.engine != "torch":
         raise ConfigurationError(f"--measure times target.engine torch, not {config.target.engine}")
@@ -81,22 +81,22 @@ def measure_steps(config: Config, load: Load, temperature: float) -> StepTimes:
         }
     )
     (target,), (draft,) = (measure(pinned, [load], temperature) for measure in (measure_target, measure_draft))
-    return StepTimes(target, draft)
+    return MeasuredStepTimes(target, draft)
 
 
-def measure_target(config: Config, loads: Sequence[Load], temperature: float) -> list[MeasuredSteps]:
+def measure_target(config: Config, loads: Sequence[ExpectedLoad], temperature: float) -> list[MeasuredSteps]:
     """Times steps of the PyTorch engine for each load, on `target.cpus`. Raises ConfigurationError."""
     for load in loads:
         _check_room(config.target, load)
     return _apart(_time_target, config, loads, temperature)
 
 
-def measure_draft(config: Config, loads: Sequence[Load], temperature: float) -> list[MeasuredSteps]:
+def measure_draft(config: Config, loads: Sequence[ExpectedLoad], temperature: float) -> list[MeasuredSteps]:
     """Times steps of the drafter for each load, on `draft.cpus`. Raises ConfigurationError."""
     return _apart(_time_draft, config, loads, temperature)
 
 
-def _check_room(target: WorkerConfig, load: Load) -> None:
+def _check_room(target: WorkerConfig, load: ExpectedLoad) -> None:
     most = min(target.max_num_seqs, target.max_num_batched_tokens)
     if load.num_seqs > most:
         raise ConfigurationError(f"{load.num_seqs} sequences are more than the target's {most}: raise its limits")
@@ -107,9 +107,9 @@ def _on(config: ConfigT, cpus: tuple[int, ...] | None) -> ConfigT:
 
 
 def _apart(
-    measure: Callable[[Config, Sequence[Load], float], list[Points]],
+    measure: Callable[[Config, Sequence[ExpectedLoad], float], list[Points]],
     config: Config,
-    loads: Sequence[Load],
+    loads: Sequence[ExpectedLoad],
     temperature: float,
 ) -> list[MeasuredSteps]:
     """In a process of its own, which takes its cores, threads and memory with it."""
@@ -122,7 +122,7 @@ def _apart(
             raise
 
 
-def _time_target(config: Config, loads: Sequence[Load], temperature: float) -> list[Points]:
+def _time_target(config: Config, loads: Sequence[ExpectedLoad], temperature: float) -> list[Points]:
     prepare_process(config.target)
     runner = ModelRunner.from_config(config.target, dtype_on_cpu=torch.bfloat16)
     sampler = Sampler(runner.model.device, runner.gpu_kernels)
@@ -130,7 +130,9 @@ def _time_target(config: Config, loads: Sequence[Load], temperature: float) -> l
     return [_target_points(runner, sampler, load, most_rows, temperature) for load in loads]
 
 
-def _target_points(runner: ModelRunner, sampler: Sampler, load: Load, most_rows: int, temperature: float) -> Points:
+def _target_points(
+    runner: ModelRunner, sampler: Sampler, load: ExpectedLoad, most_rows: int, temperature: float
+) -> Points:
     context = int(load.mean_context)
     shapes = [_Shape(count, 0) for count in sorted({1, max(1, load.num_seqs // 2), load.num_seqs})]
     shapes += [_Shape(load.num_seqs, depth) for depth in _DEPTHS[1:]]
@@ -187,13 +189,13 @@ def _blocks(runner: ModelRunner, num_tokens: int) -> list[int]:
     return table
 
 
-def _time_draft(config: Config, loads: Sequence[Load], temperature: float) -> list[Points]:
+def _time_draft(config: Config, loads: Sequence[ExpectedLoad], temperature: float) -> list[Points]:
     prepare_process(config.draft)
     drafter = make_drafter(config)
     return [_draft_points(drafter, load, temperature) for load in loads]
 
 
-def _draft_points(drafter: Drafter, load: Load, temperature: float) -> Points:
+def _draft_points(drafter: Drafter, load: ExpectedLoad, temperature: float) -> Points:
     context, num_steps = int(load.mean_context), _WARM_UP + _REPEATS
     params = SamplingParams(temperature=temperature)
 

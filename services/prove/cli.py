@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
@@ -23,7 +23,7 @@ from services.prove.limit import Stopped, TimeLimit
 from services.prove.measure import Results, measure
 from services.prove.memory import fit_together, sharing_memory, with_room
 from services.prove.predict import predict
-from services.prove.report import Report
+from services.prove.report import ProofReport
 from services.prove.systems import MODEL, Experiment, make_systems
 from services.prove.vllm_server import is_vllm_installed
 from services.settings import AppendOverride
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     together = fit_together(experiment)
     systems = make_systems(experiment)
     results = Results(experiment, [system.name for system in systems])
-    report = Report(experiment, systems, results, together, ["outrider", *sys.argv[1:]])
+    report = ProofReport(experiment, systems, results, together, ["outrider", *sys.argv[1:]])
     report.write(arguments.out)
     with TimeLimit(60.0 * arguments.minutes) as limit:
         try:

@@ -41,7 +41,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Burst:
+class RequestBurst:
     answers: Sequence[Answer]
     seconds: float
 
@@ -58,7 +58,7 @@ def answer_all(
     num_streams: int,
     temperature: float,
     max_tokens: int,
-) -> Burst:
+) -> RequestBurst:
     """Sends every prompt, `num_streams` at a time, and streams the answers. Raises ConfigurationError."""
     shared = {"model": model, "temperature": temperature, "max_tokens": max_tokens, "ignore_eos": True}
     bodies = [shared | {"prompt": list(prompt)} for prompt in prompts]
@@ -74,7 +74,7 @@ def ask_all(
     is_streamed: bool = True,
     arrivals: Sequence[float] | None = None,
     context: ssl.SSLContext | None = None,
-) -> Burst:
+) -> RequestBurst:
     """Sends every request, `num_streams` at a time. Raises ConfigurationError.
 
     `arrivals`: seconds after the beginning at which each is asked, if a stream is free then. An exception, also one of
@@ -90,7 +90,7 @@ def ask_all(
     try:
         started_at = time.perf_counter()
         answers = list(pool.map(answer, bodies, arrivals or [0.0] * len(bodies)))
-        return Burst(answers, time.perf_counter() - started_at)
+        return RequestBurst(answers, time.perf_counter() - started_at)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cluster.errors import ConfigurationError, UnavailableError
-from services.prove.client import Burst, ask_all
+from services.prove.client import RequestBurst, ask_all
 from services.prove.limit import TimeLimit
 from services.prove.systems import MODEL, STOCK, Experiment, System
 
@@ -23,7 +23,7 @@ class Result:
     repeat: int
     system: str
     num_streams: int
-    burst: Burst
+    burst: RequestBurst
     num_drafted: float | None = None  # draft tokens that were verified; None: the system has no drafts
     num_accepted: float | None = None
 
@@ -191,7 +191,7 @@ def _run(system: System, results: Results, repeat: int, num_streams: int) -> Non
     results.results.append(result)
 
 
-def _ask(system: System, experiment: Experiment, indexes: Sequence[int], num_streams: int) -> Burst:
+def _ask(system: System, experiment: Experiment, indexes: Sequence[int], num_streams: int) -> RequestBurst:
     """Sends the prompts with these indexes, which are their seeds too."""
     shared: Mapping[str, object] = {
         "model": MODEL,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.config import Config
-from cluster.config_workers import WorkerConfig
+from cluster.config.workers import WorkerConfig
 from cluster.engine.memory_plan import GB, PlannedModel
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError

@@ -12,15 +12,15 @@ from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, GpuGroup, find_gpu
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
-from cluster.planning.planner import Load, Option, Plan, plan
-from cluster.planning.rounds import RUN_AHEAD_HIDES, Drafting
-from cluster.planning.steps import NoSteps, Roofline, Steps
+from cluster.planning.prediction import ExpectedLoad, Option, Plan, plan
+from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
+from cluster.planning.steps import NoSteps, Roofline, StepPredictor
 from services.prove.devices import Device, describe
 from services.prove.systems import BESIDE, PLAIN, REMOTE, Experiment
 
 _DTYPES = {"auto": "bf16", "bfloat16": "bf16", "float32": "fp32"}
 
-_Curves = Mapping[int, Steps]
+_Curves = Mapping[int, StepPredictor]
 """Steps by the number of streams."""
 
 
@@ -30,7 +30,7 @@ class Forecast:
 
     system: str
     num_streams: int
-    load: Load
+    load: ExpectedLoad
     option: Option | None  # None: it cannot be predicted
     why_not: str = ""
 
@@ -52,7 +52,7 @@ def predict(experiment: Experiment) -> list[Forecast]:
     reason, `why_not`.
     """
     loads = {
-        num_streams: Load(
+        num_streams: ExpectedLoad(
             num_streams,
             experiment.prompt_tokens,
             experiment.max_tokens,
@@ -103,7 +103,7 @@ def _tried(steps: Callable[[], _Curves]) -> _Curves | str:
         return str(error)
 
 
-def _target_steps(experiment: Experiment, loads: Mapping[int, Load]) -> _Curves:
+def _target_steps(experiment: Experiment, loads: Mapping[int, ExpectedLoad]) -> _Curves:
     config, device = experiment.config, experiment.target
     if device.kind == "cuda":
         return dict.fromkeys(loads, _roofline(config.target, config.target.model, device))
@@ -114,7 +114,7 @@ def _target_steps(experiment: Experiment, loads: Mapping[int, Load]) -> _Curves:
     return _timed(measure_target, _on(config, "target", device), loads, experiment.temperature)
 
 
-def _draft_steps(experiment: Experiment, device: Device, loads: Mapping[int, Load]) -> _Curves:
+def _draft_steps(experiment: Experiment, device: Device, loads: Mapping[int, ExpectedLoad]) -> _Curves:
     config = experiment.config
     if config.draft.drafter == "ngram":
         return dict.fromkeys(loads, NoSteps())
@@ -130,9 +130,9 @@ def _draft_steps(experiment: Experiment, device: Device, loads: Mapping[int, Loa
 
 
 def _timed(
-    measure: Callable[[Config, Sequence[Load], float], Sequence[Steps]],
+    measure: Callable[[Config, Sequence[ExpectedLoad], float], Sequence[StepPredictor]],
     config: Config,
-    loads: Mapping[int, Load],
+    loads: Mapping[int, ExpectedLoad],
     temperature: float,
 ) -> _Curves:
     return dict(zip(loads, measure(config, list(loads.values()), temperature), strict=True))

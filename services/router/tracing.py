@@ -19,11 +19,11 @@ from cluster.errors import OutriderError
 from cluster.telemetry.tracing import NO_SPAN, Attributes, Span, TraceContext, Tracer
 from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2
-from services.router.api_request import ApiRequest
+from services.router.api.reply import Piece
+from services.router.api.request import ApiRequest
 from services.router.errors import CLIENT_CLOSED_REQUEST
-from services.router.replica import Replica, ReplicaLostError
-from services.router.reply import Piece
-from services.router.streaming import NotedSend
+from services.router.http.streaming import NotedSend
+from services.router.targets.replica import Replica, ReplicaLostError
 
 _FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REASON_LENGTH: "length"}
 

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.errors import ConfigurationError
-from cluster.token_file import TokenFile
 from cluster.transport.dialing import PLAIN, Dialer
+from cluster.transport.token_file import TokenFile
 from services.http_call import API_KEY, add_trust_arguments, pinned_context, trusted_context
-from services.running_cluster.pages import Page, read_page
+from services.running_cluster.pages import MetricsPage, read_page
 from services.settings import add_settings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RouterAccess:
     context: ssl.SSLContext | None = None
     metrics_token: TokenFile | None = None
 
-    def read_page(self, url: str) -> Page:
+    def read_page(self, url: str) -> MetricsPage:
         """That of the router at `url`. Raises ConfigurationError."""
         token = os.environ.get(API_KEY) if self.metrics_token is None else self.metrics_token.current()
         why = f"set {API_KEY} in the environment to a key that it knows, or router.metrics_token_file"
@@ -67,7 +67,7 @@ class PoolAccess:
     metrics_token: TokenFile | None = None
     named: Collection[str] = ()
 
-    def read_page(self, url: str, address: str) -> Page:
+    def read_page(self, url: str, address: str) -> MetricsPage:
         """That of the worker at `address` (host:port), which says that it is at `url`. Raises ConfigurationError."""
         parts = _checked(url)
         if parts.hostname in _ANY_HOST:  # where it listens, which is all addresses of its host

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cluster.diagnosis.measurements import Counts, Measured, Steps, Workload
+from cluster.diagnosis.measurements import Counts, Measured, StepTotals, Workload
 from cluster.errors import ConfigurationError
 from services.http_call import call
 from services.running_cluster.access import Access
-from services.running_cluster.pages import Page, total
+from services.running_cluster.pages import MetricsPage, total
 from services.running_cluster.workers import ClusterFacts, check_unchanged
 
 _ANSWER_SECONDS = 300.0
@@ -149,8 +149,8 @@ class LoadMaker:
         """What `grown`, of one run or the sum of several, says of one target, on the average."""
         share = 1.0 / len(self.facts.targets)
 
-        def steps(kind: str) -> Steps:
-            return Steps(share * grown[kind], share * grown[f"{kind} seconds"])
+        def steps(kind: str) -> StepTotals:
+            return StepTotals(share * grown[kind], share * grown[f"{kind} seconds"])
 
         positions = sorted(int(name.removeprefix(_POSITION)) for name in grown if name.startswith(_POSITION))
         counts = Counts(
@@ -173,7 +173,7 @@ class LoadMaker:
         return Measured(workload, counts)
 
 
-def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> Numbers:
+def _counters(router: MetricsPage, targets: Sequence[MetricsPage], drafts: Sequence[MetricsPage]) -> Numbers:
     found: Numbers = defaultdict(float, {name: total(targets, metric) for name, metric in _COUNTED.items()})
     for kind in _KINDS:
         found[kind] = total(targets, "outrider_steps_total", kind=kind)
@@ -192,5 +192,5 @@ def _counters(router: Page, targets: Sequence[Page], drafts: Sequence[Page]) -> 
     return found
 
 
-def _num_waiting(targets: Sequence[Page]) -> float:
+def _num_waiting(targets: Sequence[MetricsPage]) -> float:
     return total(targets, "vllm:num_requests_waiting")

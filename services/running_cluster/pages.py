@@ -20,7 +20,7 @@ Sample = tuple[str, frozenset[tuple[str, str]]]
 """A metric's name and labels."""
 
 
-class Page:
+class MetricsPage:
     """What one metrics page says, at one time."""
 
     def __init__(self, text: str) -> None:
@@ -49,7 +49,7 @@ class Page:
         return dict(found)
 
 
-def total(pages: Iterable[Page], name: str, **labels: str) -> float:
+def total(pages: Iterable[MetricsPage], name: str, **labels: str) -> float:
     return sum(page.sum(name, **labels) for page in pages)
 
 
@@ -60,7 +60,7 @@ def read_page(
     server_name: str | None = None,
     token: str | None = None,
     without_token: str = "none is known",
-) -> Page:
+) -> MetricsPage:
     """Past any proxy, and nowhere else than at `url`, whoever answers there.
 
     `context`: what is taken for its certificate; None: what this machine trusts. `server_name`: what that has to be
@@ -74,7 +74,7 @@ def read_page(
         finally:
             connection.close()
         if status == 200:
-            return Page(content.decode())
+            return MetricsPage(content.decode())
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConfigurationError(
             f"the metrics page {url!r} cannot be read ({error}): run this where it can be, or set metrics_host"

@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 
-from cluster.config_types import is_host_port
+from cluster.config.types import is_host_port
 from cluster.errors import ConfigurationError
 from cluster.transport.dialing import Dialer
 from protos.speculation.v1 import draft_pb2_grpc, target_pb2_grpc, types_pb2
 from services.http_call import call
 from services.running_cluster.access import Access, PoolAccess
-from services.running_cluster.pages import Page
+from services.running_cluster.pages import MetricsPage
 from services.terminal import as_line
 
 _SECONDS = 10.0
@@ -62,15 +62,15 @@ class ClusterFacts:
         """With the metrics page of each, which differs after a restart."""
         return {(worker.name, worker.machine.metrics_url) for worker in self.workers}
 
-    def target_pages(self, access: Access) -> list[Page]:
+    def target_pages(self, access: Access) -> list[MetricsPage]:
         return _pages(self.targets, access.target)
 
-    def draft_pages(self, access: Access) -> list[Page]:
+    def draft_pages(self, access: Access) -> list[MetricsPage]:
         """A drafter in a target's process has that target's page."""
         return _pages(self.drafts, access.draft)
 
 
-def _pages(workers: Sequence[WorkerFacts], access: PoolAccess) -> list[Page]:
+def _pages(workers: Sequence[WorkerFacts], access: PoolAccess) -> list[MetricsPage]:
     without = [worker.name for worker in workers if not worker.machine.metrics_url]
     if without:
         raise ConfigurationError(f"{', '.join(without)}: without a metrics page: set metrics_port")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Never
 
 from tqdm import tqdm
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, HOST_CPUS, parse_gpus, parse_price
@@ -20,7 +20,7 @@ from services.output_file import check_output
 from services.plan.cli import above_zero, not_below_zero, seed
 
 if TYPE_CHECKING:  # it imports torch, by the engine's scheduler
-    from cluster.simulator.cluster import Span
+    from cluster.simulator.cluster import MeasuredSpan
     from cluster.simulator.hardware import OnGpus
     from cluster.simulator.traffic import Traffic
 
@@ -166,9 +166,9 @@ def _on_gpus(arguments: argparse.Namespace, role: str, prices: dict[str, float])
     return None if model is None else OnGpus(PlannedModel.parse(model), parse_gpus(gpus, prices))
 
 
-def _traffic(arguments: argparse.Namespace) -> tuple[Traffic, Span, float]:
+def _traffic(arguments: argparse.Namespace) -> tuple[Traffic, MeasuredSpan, float]:
     """With what is looked at, and the mean tokens of a sequence while it decodes."""
-    from cluster.simulator.cluster import Span
+    from cluster.simulator.cluster import MeasuredSpan
     from cluster.simulator.traffic import ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
 
     traffic: Traffic
@@ -194,4 +194,8 @@ def _traffic(arguments: argparse.Namespace) -> tuple[Traffic, Span, float]:
         raise ConfigurationError(
             f"an interval of {arguments.interval:g} s makes more than {_MAX_INTERVALS:,} of {seconds:g} s: lengthen it"
         )
-    return traffic, Span(warm_up, seconds, arguments.interval, is_cut=arguments.streams is not None), mean_context
+    return (
+        traffic,
+        MeasuredSpan(warm_up, seconds, arguments.interval, is_cut=arguments.streams is not None),
+        mean_context,
+    )

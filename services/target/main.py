@@ -9,7 +9,7 @@ from cluster.grammars.compiler import GrammarCompiler
 from cluster.model_folder import resolve_model_folder
 from cluster.placement.endpoints import advertised_address, follow
 from cluster.targets.base import Target
-from cluster.targets.registry import make_target
+from cluster.targets.factory import make_target
 from cluster.targets.traits import traits_of
 from cluster.telemetry.tracing import check_tracing, make_tracer
 from cluster.tokenization import Tokenizer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from cluster.config import Config
-from cluster.config_types import is_adapter_name
+from cluster.config.types import is_adapter_name
 from cluster.errors import InvalidRequestError, UnavailableError
 from cluster.speculation.demand import DraftDemand
 from cluster.targets.base import Target

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.running_cluster.pages import Page
+from services.running_cluster.pages import MetricsPage
 from services.running_cluster.workers import ClusterFacts, WorkerFacts
 
 _BAR_WIDTH = 20
@@ -17,9 +17,9 @@ class Look:
     """The pages at one time; `at` in seconds."""
 
     at: float
-    router: Page
-    targets: Sequence[Page]
-    drafts: Sequence[Page]
+    router: MetricsPage
+    targets: Sequence[MetricsPage]
+    drafts: Sequence[MetricsPage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Change:
             lines.append(f"  place {int(position) + 1:2}  {_bar(share)} {share:.2f}")
         return lines
 
-    def _target(self, worker: WorkerFacts, before: Page, after: Page) -> list[str]:
+    def _target(self, worker: WorkerFacts, before: MetricsPage, after: MetricsPage) -> list[str]:
         def grown(name: str, **labels: str) -> float:
             return _grown(before, after, name, **labels)
 
@@ -91,7 +91,7 @@ class Change:
             f"  {', '.join(kinds) or 'no steps'}; {wait:.1f} ms a step waited for proposals",
         ]
 
-    def _draft(self, worker: WorkerFacts, before: Page, after: Page) -> str:
+    def _draft(self, worker: WorkerFacts, before: MetricsPage, after: MetricsPage) -> str:
         steps = _grown(before, after, "outrider_draft_steps_total")
         seconds = _grown(before, after, "outrider_draft_step_seconds_total")
         step = f"{1e3 * seconds / steps:.2f} ms a step" if steps else "no steps"
@@ -101,12 +101,12 @@ class Change:
         )
 
 
-def _grown(before: Page, after: Page, name: str, **labels: str) -> float:
+def _grown(before: MetricsPage, after: MetricsPage, name: str, **labels: str) -> float:
     """A program that was started anew counts from nought again."""
     return max(0.0, after.sum(name, **labels) - before.sum(name, **labels))
 
 
-def _by_label(before: Page, after: Page, label: str) -> dict[str, float]:
+def _by_label(before: MetricsPage, after: MetricsPage, label: str) -> dict[str, float]:
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     old = before.by_label(name, label)
     return {key: max(0.0, value - old.get(key, 0.0)) for key, value in after.by_label(name, label).items()}

@@ -16,7 +16,7 @@ SearchLayers = Callable[[Config], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class SettingsCandidate:
     """Settings that may make a cluster faster, and why."""
 
     settings: tuple[str, ...]  # SECTION.KEY=VALUE
@@ -27,14 +27,14 @@ class Candidate:
         return ", ".join(self.settings)
 
 
-def candidates(config: Config, findings: Sequence[Finding], search_layers: SearchLayers) -> Iterator[Candidate]:
+def candidates(config: Config, findings: Sequence[Finding], search_layers: SearchLayers) -> Iterator[SettingsCandidate]:
     """Yields the settings that may mend each of `findings`, in their order; each candidate once."""
     seen: set[tuple[str, ...]] = set()
     for finding in findings:
         for settings in _REMEDIES.get(finding.name, _none)(config, search_layers):
             if settings not in seen:
                 seen.add(settings)
-                yield Candidate(settings, finding.name)
+                yield SettingsCandidate(settings, finding.name)
 
 
 Settings = Iterator[tuple[str, ...]]

@@ -14,7 +14,7 @@ import yaml
 from tqdm import tqdm
 
 from cluster.config import Config
-from cluster.config_file import load_config, parse_config, read_tree
+from cluster.config.file import load_config, parse_config, read_tree
 from cluster.diagnosis.measurements import Workload
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, UnavailableError
@@ -28,7 +28,7 @@ from services.running_cluster.access import Access
 from services.running_cluster.load import LoadMaker
 from services.running_cluster.workers import look_around
 from services.terminal import as_line
-from services.tune.candidates import Candidate, candidates
+from services.tune.candidates import SettingsCandidate, candidates
 
 _READY_SECONDS = 600.0
 _NUM_TEXTS = 4  # that layers are searched with
@@ -39,7 +39,7 @@ _LEAST_GAIN = 1.03  # that a setting is kept for: less may be chance
 class Trial:
     """A candidate beside the best until then, in turn."""
 
-    candidate: Candidate
+    candidate: SettingsCandidate
     ratios: tuple[float, ...]  # of their tokens a second; none: it could not be tried
     problem: str = ""
 
@@ -112,7 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if chosen else 1
 
 
-def _try(arguments: argparse.Namespace, best: Sequence[str], candidate: Candidate, prompts: Sequence[str]) -> Trial:
+def _try(
+    arguments: argparse.Namespace, best: Sequence[str], candidate: SettingsCandidate, prompts: Sequence[str]
+) -> Trial:
     """Both clusters run at once, and are put under the load one after the other."""
     workload = Workload(arguments.streams, arguments.temperatures[0], None)
     try:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from bench.trace import Course, Phase
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.targets.base import GenerationOutput
 
 

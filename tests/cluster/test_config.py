@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.file import load_config
+from cluster.config.speculation import SpeculationConfig
 from cluster.errors import ConfigurationError
 
 

@@ -4,8 +4,9 @@ import httpx
 import pytest
 from prometheus_client import generate_latest
 
-from cluster.telemetry.metrics import QueueTime, Reading, RouterMetrics, WorkerMetrics
+from cluster.telemetry.metrics import QueueTime, Reading, WorkerMetrics
 from cluster.telemetry.metrics_page import serve_metrics
+from services.router.metrics import RouterMetrics
 
 
 def page_of(metrics: RouterMetrics) -> dict[str, float]:

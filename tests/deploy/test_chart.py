@@ -9,7 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster.config_file import parse_config
+from cluster.config.file import parse_config
 from deploy.grafana.dashboards import DASHBOARDS, FOLDER
 from deploy.helm.render import join
 from deploy.helm.render import render as render_texts

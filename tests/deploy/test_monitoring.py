@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from deploy.grafana.dashboards import DASHBOARDS, FOLDER, Dashboard, to_json
 from services.launch.local import LocalCluster, free_ports
 from services.prove.client import ask_all

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config_tls import TlsConfig
+from cluster.config.tls import TlsConfig
 from cluster.transport.certificates import Certificates
 from services import cli
 

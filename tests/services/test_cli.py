@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.errors import ConfigurationError, UnavailableError
 from services import cli
 from services.configuration_page import PAGE

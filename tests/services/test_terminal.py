@@ -12,7 +12,7 @@ import pytest
 from cluster.diagnosis.findings import Finding
 from protos.speculation.v1 import types_pb2
 from services.cli import main
-from services.doctor.report import Report
+from services.doctor.report import DoctorReport
 from services.running_cluster.workers import ClusterFacts, WorkerFacts
 from services.terminal import as_line, as_lines, as_text
 from services.top.cli import show
@@ -50,7 +50,7 @@ def facts() -> ClusterFacts:
 
 def test_a_doctors_report_has_none_of_it_nor_lines_of_others() -> None:
     wrong = [Finding("worker unreachable", NAME, NAME, None)]
-    text = Report(facts(), FormulaCluster().examine(), wrong, None).text()
+    text = DoctorReport(facts(), FormulaCluster().examine(), wrong, None).text()
     assert is_harmless(text)
     assert "all is well" in text
     assert not any(line.startswith("all is well") for line in text.splitlines())

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.errors import ConfigurationError
 from cluster.telemetry.metrics import Reading
 from services.launch.child import Child

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from services.launch.local import LocalCluster

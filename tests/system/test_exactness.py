@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.runner import ModelRunner
 from cluster.model_folder import resolve_model_folder

@@ -14,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from bench.workload import read_counters
-from services.launch.local import LocalCluster, Worker
+from services.launch.local import LocalCluster, WorkerProcess
 from tests.system.client import assert_nothing_in_use, eventually
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.waiting import WAIT_S
@@ -82,7 +82,7 @@ def num_moved(cluster: LocalCluster, reason: str) -> float:
     return 0.0
 
 
-def num_used_blocks(target: Worker) -> float:
+def num_used_blocks(target: WorkerProcess) -> float:
     assert target.metrics_url is not None
     return read_counters(target.metrics_url)["outrider_kv_blocks_used"]
 

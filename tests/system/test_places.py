@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from bench.in_process import SIMULATED, SimulatedCluster, Way
-from cluster.config_file import load_config
-from cluster.simulation.tokens import token_at
+from cluster.config.file import load_config
+from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from tests.waiting import eventually
 

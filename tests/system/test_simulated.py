@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from bench.workload import read_counters
-from cluster.config_file import load_config
-from services.launch.local import LocalCluster, Worker, free_ports
+from cluster.config.file import load_config
+from services.launch.local import LocalCluster, WorkerProcess, free_ports
 from tests.collector import Collector, ReceivedSpan, collecting
 from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 from tests.waiting import eventually
@@ -235,7 +235,7 @@ def test_the_torch_engine(collector: Collector) -> None:
     assert request.attributes["gen_ai.operation.name"] == "chat"
 
 
-def is_idle(target: Worker) -> bool:
+def is_idle(target: WorkerProcess) -> bool:
     return read_counters(target.metrics_url)["vllm:num_requests_running"] == 0
 
 
@@ -288,7 +288,7 @@ def test_a_collector_that_is_away_disturbs_nobody() -> None:
 
 ROUTER = """
 import sys
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.router.app import create_app
 create_app(load_config(None, sys.argv[1:]))
 print(*sorted(name for name in sys.modules if name.split(".")[0] == "opentelemetry"))

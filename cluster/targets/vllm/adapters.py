@@ -14,11 +14,11 @@ from pathlib import Path
 
 from vllm.lora.request import LoRARequest
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.errors import ConfigurationError, InvalidRequestError, NotFoundError
-from cluster.lora import AdapterFiles, BaseModel, copy_adapter, folder_within
 from cluster.owned_folder import OwnedFolder
 from cluster.targets.base import no_adapter
+from cluster.vllm.adapter_folder import AdapterFiles, BaseModel, copy_adapter, folder_within
 from cluster.vllm.lora import LoraLimits
 
 

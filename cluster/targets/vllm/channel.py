@@ -35,7 +35,7 @@ class Profiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class VocabularyMessage:
     """Down, before the first request with a grammar: what grammars know of the tokenizer."""
 
     written: str

@@ -14,23 +14,23 @@ from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.request import Request
 
 from cluster.config import LoggingConfig
-from cluster.config_speculation import SpeculationConfig
-from cluster.config_tls import TlsConfig
+from cluster.config.speculation import SpeculationConfig
+from cluster.config.tls import TlsConfig
 from cluster.coordination.pool import DraftPool
-from cluster.coordination.timeline import Follower, News
+from cluster.coordination.timeline import News, TimelineReader
 from cluster.engine.constraint import TokenConstraint
 from cluster.engine.limits import StepLimits
 from cluster.engine.prompt_pace import PromptPace
 from cluster.engine.sequence import FinishReason
 from cluster.errors import first_line
 from cluster.interpreter import switch_threads_soon
-from cluster.place import Place
+from cluster.placement.place import Place
 from cluster.speculation.drafts import Drafts
 from cluster.targets.base import GenerationOutput, TargetLoad
 from cluster.targets.heartbeat import Heartbeat
-from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, Vocabulary, connect
+from cluster.targets.vllm.channel import Endpoints, Failed, Outputs, Profiled, Status, VocabularyMessage, connect
 from cluster.targets.vllm.profiling import ProfilingRounds
-from cluster.targets.vllm.rounds import CoordinatedRounds, Links
+from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds, Links
 from cluster.telemetry.logs import setup_logging
 from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 from cluster.transport.dialing import Dialer
@@ -99,7 +99,7 @@ class CoordinatedScheduler(RoundScheduler):
         self._ended: list[str] = []  # since the last step
         self._num_cached_tokens: dict[str, int] = {}  # of requests that have no tokens yet
         self._links = Links(settings.new_pool)
-        self._follower = Follower()
+        self._follower = TimelineReader()
         self._channel = connect(settings.channel, self._receive, _end_process)
         logging.getLogger("vllm").addHandler(_LastWords(self._channel.send))
         threading.Thread(target=self._report, name="channel-status", daemon=True).start()
@@ -188,7 +188,7 @@ class CoordinatedScheduler(RoundScheduler):
     # The channel's threads.
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, Vocabulary):
+        if isinstance(message, VocabularyMessage):
             self._constraints.know_vocabulary(message.written)
         elif isinstance(message, Endpoints) and self._settings.has_rounds:
             self._links.follow(message.addresses)

@@ -29,9 +29,8 @@ from cluster.errors import (
     OutriderError,
     first_line,
 )
-from cluster.lora import BaseModel
 from cluster.model_folder import resolve_model_folder
-from cluster.place import Place
+from cluster.placement.place import Place
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import (
@@ -45,10 +44,19 @@ from cluster.targets.base import (
 )
 from cluster.targets.vllm.adapter_loader import AdapterLoader
 from cluster.targets.vllm.adapters import Adapter, Adapters
-from cluster.targets.vllm.channel import ChannelListener, Endpoints, Failed, Outputs, Profiled, Status, Vocabulary
+from cluster.targets.vllm.channel import (
+    ChannelListener,
+    Endpoints,
+    Failed,
+    Outputs,
+    Profiled,
+    Status,
+    VocabularyMessage,
+)
 from cluster.targets.vllm.core import ASYNC_SCHEDULER, REQUEST_ID_KEY, SCHEDULER, TRACED_KEY, CoreSettings
 from cluster.targets.vllm.profiling import STEPS
 from cluster.telemetry.metrics import Reading
+from cluster.vllm.adapter_folder import BaseModel
 from cluster.vllm.constraints import to_extra_args
 from cluster.vllm.coupling import Coupling
 from cluster.vllm.engine_args import (
@@ -357,7 +365,7 @@ class VllmTarget(Target):
         """Has it known wherever grammars are followed, before the first of them comes there."""
         async with self._telling:
             if not self._has_told:
-                self._channel.send(Vocabulary(written))
+                self._channel.send(VocabularyMessage(written))
                 if not self._on_v2:  # there masks are made in the engine core
                     await self._llm.collective_rpc("know_grammar_vocabulary", args=(written,))
                 self._has_told = True

@@ -24,8 +24,8 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.vllm import compatibility
 from cluster.vllm.coupling import Coupling
-from cluster.vllm.doors import put_in
 from cluster.vllm.engine_args import COUPLED_SAMPLING, carrier
+from cluster.vllm.function_wrapping import wrap_function
 from cluster.vllm.v2 import is_asked_for
 from cluster.vllm.v2.settings import PluginSettings
 
@@ -47,8 +47,8 @@ def prepare(engine_args: Any) -> None:
     processors = list(engine_args.logits_processors or ())
     if COUPLED_SAMPLING not in processors:
         engine_args.logits_processors = [*processors, COUPLED_SAMPLING]
-    put_in(InputProcessor, "process_inputs", _process_inputs)
-    put_in(ParentRequest, "get_child_info", _get_child_info)
+    wrap_function(InputProcessor, "process_inputs", _process_inputs)
+    wrap_function(ParentRequest, "get_child_info", _get_child_info)
 
 
 def check(config: Any) -> None:

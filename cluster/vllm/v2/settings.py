@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cluster.config_speculation import SpeculationConfig
-from cluster.config_tls import TlsConfig
-from cluster.config_types import Address, FilePath, Port
+from cluster.config.speculation import SpeculationConfig
+from cluster.config.tls import TlsConfig
+from cluster.config.types import Address, FilePath, Port
 from cluster.errors import ConfigurationError
 
 SECTION = "outrider"

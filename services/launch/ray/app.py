@@ -12,8 +12,8 @@ from ray import serve
 from ray.serve import Application
 
 from cluster.config import Config
-from cluster.config_file import parse_config, read_tree
-from cluster.config_types import Section
+from cluster.config.file import parse_config, read_tree
+from cluster.config.types import Section
 from cluster.errors import ConfigurationError
 from services.launch.ray.options import DeploymentOptions, deployment_options
 from services.launch.ray.replica import ProgramReplica

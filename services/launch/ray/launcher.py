@@ -20,7 +20,7 @@ from services.http_call import API_KEY
 from services.launch.foreground import StopSignals, announce, read_health
 from services.launch.ray.app import build_configured_app
 from services.launch.ray.membership import FOLDERS
-from services.launch.ray.registry import end_registry, find_decisions, find_view
+from services.launch.ray.registry_actor import end_registry, find_decisions, find_view
 from services.launch.ray.scaling import sentence
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from cluster.config import Config
 from cluster.owned_folder import OwnedFolder
-from cluster.place import Endpoint
+from cluster.placement.place import Endpoint
 from cluster.placement.registry import Announcement, Pool, endpoints_after
-from services.launch.ray.registry import RegistryClient
+from services.launch.ray.registry_actor import RegistryClient
 
 logger = logging.getLogger("ray.serve.outrider")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from cluster.config import Config
-from cluster.config_ray import RayPoolConfig
-from cluster.config_workers import WorkerConfig
+from cluster.config.ray import RayPoolConfig
+from cluster.config.workers import WorkerConfig
 from cluster.errors import ConfigurationError
 from cluster.placement.registry import Pool
 from cluster.placement.scaling import Bounds, ScaledPool

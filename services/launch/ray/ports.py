@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from cluster.config_workers import WorkerConfig
+from cluster.config.workers import WorkerConfig
 from services.launch.local import free_ports
 
 

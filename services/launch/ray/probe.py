@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.config import Config
-from cluster.config_router import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.placement.registry import Load
 from cluster.speculation.demand import DraftDemand
 from cluster.transport.dialing import Dialer

@@ -15,7 +15,7 @@ from ray import serve
 from cluster.config import Config
 from cluster.errors import ConfigurationError
 from cluster.owned_folder import OwnedFolder
-from cluster.place import Place
+from cluster.placement.place import Place
 from cluster.placement.registry import Announcement, NodeLabels, Pool
 from services.launch.local import free_ports
 from services.launch.ray.membership import FOLDERS, Announcer, Follower
@@ -23,7 +23,7 @@ from services.launch.ray.options import config_of_deployment, pool_of
 from services.launch.ray.ports import free_address, host_port, is_free, listening_at
 from services.launch.ray.probe import Probe, RouterProbe, WorkerProbe
 from services.launch.ray.program import Program, python_path
-from services.launch.ray.registry import find_view
+from services.launch.ray.registry_actor import find_view
 from services.launch.ray.sidecar import Sidecars
 
 _END_SECONDS = 5.0  # beyond what a program may drain

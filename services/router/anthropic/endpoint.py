@@ -12,12 +12,12 @@ from cluster.errors import InvalidRequestError
 from services.router.anthropic.envelope import MESSAGES_PATH
 from services.router.anthropic.reply import MessagesReply
 from services.router.anthropic.request import CountTokensRequest, to_chat
-from services.router.body import read_json_body, to_json_object
-from services.router.chat import ChatCompletions, ChatRequest
+from services.router.api.reply import Reply
+from services.router.chat.endpoint import ChatCompletions, ChatRequest
 from services.router.errors import ContextLengthError
-from services.router.large_work import done_beside
+from services.router.http.body import read_json_body, to_json_object
+from services.router.http.large_work import run_in_thread_if_large
 from services.router.output.message import Reader
-from services.router.reply import Reply
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
 
@@ -40,9 +40,9 @@ class Messages(ChatCompletions):
     async def count_tokens(self, http_request: Request) -> Response:
         """Answers with the number of tokens of the prompt that the request would have."""
         body = await read_json_body(http_request, self._serving.max_body_bytes)
-        request = await done_beside(len(body), lambda: to_chat(to_json_object(body), CountTokensRequest))
+        request = await run_in_thread_if_large(len(body), lambda: to_chat(to_json_object(body), CountTokensRequest))
         self._serving.check_model(request.model)
-        prompts = await done_beside(len(body), lambda: self._encode(request))
+        prompts = await run_in_thread_if_large(len(body), lambda: self._encode(request))
         return JSONResponse({"input_tokens": len(prompts[0])})
 
     def _parse(self, fields: dict[str, Any]) -> ChatRequest:

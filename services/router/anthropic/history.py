@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidRequestError
+from services.router.chat.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    Message,
+    Part,
+    check_number,
+    parts_of,
+    refusal,
+    text_of,
+)
 from services.router.errors import warn_of
-from services.router.messages import MAX_MESSAGES, MAX_PARTS, Message, Part, check_number, parts_of, refusal, text_of
 
 _ROLES = ("user", "assistant", "system")
 # Blocks that belong to one role.

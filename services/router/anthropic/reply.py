@@ -9,11 +9,11 @@ from typing import Any
 from cluster.errors import OutriderError
 from services.router.anthropic.content import ContentBlocks, Event
 from services.router.anthropic.envelope import anthropic_envelope
+from services.router.api.reply import Piece, Reply, Usage
 from services.router.errors import bounded_message
+from services.router.http.streaming import named_event
 from services.router.output.message import MessageWriter, Reader
-from services.router.reply import Piece, Reply, Usage
-from services.router.speculation_stats import SpeculationStats
-from services.router.streaming import named_event
+from services.router.output.speculation_stats import SpeculationStats
 
 
 @dataclass

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from cluster.config_router import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.tokenization import Tokenizer
-from services.router.chat_template import ChatTemplate
+from services.router.chat.template import ChatTemplate
+from services.router.chat.tools import Tool, ToolChoice
 from services.router.output.formats import TOOL_FORMATS, Program, ToolFormat, format_of, named, plain, required
 from services.router.output.message import Reader
 from services.router.output.reasoning import BEGIN, END
-from services.router.tools import Tool, ToolChoice
 
 _LAST_TOKENS = 32  # of a prompt, decoded to find a mark of reasoning at its end; a mark may be about ten tokens
 

@@ -14,7 +14,7 @@ _LITERALS = {"t": "true", "f": "false", "n": "null"}
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
-class Step(enum.Enum):
+class ValuePosition(enum.Enum):
     INSIDE = enum.auto()
     LAST = enum.auto()  # the character ends the value
     PAST = enum.auto()  # the value ended before it: a number, which only what follows ends
@@ -57,7 +57,7 @@ class JsonScanner:
             return _ESCAPES.get(character, f"\\u{ord(character):04x}")
         return character
 
-    def step(self, character: str) -> Step:
+    def step(self, character: str) -> ValuePosition:
         match self._expects:
             case _Expects.STRING:
                 return self._in_string(character)
@@ -65,46 +65,46 @@ class JsonScanner:
                 self._expects = _Expects.STRING
                 if character == "u":
                     self._expects, self._num_hex = _Expects.HEX, 0
-                    return Step.INSIDE
-                return Step.INSIDE if character in '"\\/bfnrt' else Step.BAD
+                    return ValuePosition.INSIDE
+                return ValuePosition.INSIDE if character in '"\\/bfnrt' else ValuePosition.BAD
             case _Expects.HEX:
                 self._num_hex += 1
                 if self._num_hex == 4:
                     self._expects = _Expects.STRING
-                return Step.INSIDE if character in _HEXADECIMAL else Step.BAD
+                return ValuePosition.INSIDE if character in _HEXADECIMAL else ValuePosition.BAD
             case _Expects.LITERAL:
                 if character != self._rest[0]:
-                    return Step.BAD
+                    return ValuePosition.BAD
                 self._rest = self._rest[1:]
-                return Step.INSIDE if self._rest else self._ended()
+                return ValuePosition.INSIDE if self._rest else self._ended()
             case _Expects.NUMBER:
                 return self._in_number(character)
-        return Step.INSIDE if character in " \t\r\n" else self._between(character)
+        return ValuePosition.INSIDE if character in " \t\r\n" else self._between(character)
 
-    def _in_string(self, character: str) -> Step:
+    def _in_string(self, character: str) -> ValuePosition:
         if character == "\\":
             self._expects = _Expects.ESCAPE
         elif character == '"':
             if not self._is_key:
                 return self._ended()
             self._expects, self._is_key = _Expects.COLON, False
-        return Step.INSIDE
+        return ValuePosition.INSIDE
 
-    def _in_number(self, character: str) -> Step:
+    def _in_number(self, character: str) -> ValuePosition:
         if character in _OF_NUMBERS:
             self._number += character
-            return Step.INSIDE if len(self._number) <= 400 else Step.BAD
+            return ValuePosition.INSIDE if len(self._number) <= 400 else ValuePosition.BAD
         if not _NUMBER.fullmatch(self._number):
-            return Step.BAD
-        if self._ended() is Step.LAST:
-            return Step.PAST
+            return ValuePosition.BAD
+        if self._ended() is ValuePosition.LAST:
+            return ValuePosition.PAST
         return self.step(character)
 
-    def _between(self, character: str) -> Step:
+    def _between(self, character: str) -> ValuePosition:
         expects = self._expects
         if character in "}]" and expects in (_Expects.COMMA_OR_END, _Expects.KEY_OR_END, _Expects.VALUE_OR_END):
             if self._open.pop() != {"}": "{", "]": "["}[character]:
-                return Step.BAD
+                return ValuePosition.BAD
             return self._ended()
         if expects is _Expects.COMMA_OR_END and character == ",":
             self._expects = _Expects.KEY if self._open[-1] == "{" else _Expects.VALUE
@@ -115,13 +115,13 @@ class JsonScanner:
         elif expects in (_Expects.VALUE, _Expects.VALUE_OR_END):
             return self._begun(character)
         else:
-            return Step.BAD
-        return Step.INSIDE
+            return ValuePosition.BAD
+        return ValuePosition.INSIDE
 
-    def _begun(self, character: str) -> Step:
+    def _begun(self, character: str) -> ValuePosition:
         if character in "{[":
             if len(self._open) == MAX_DEPTH:
-                return Step.BAD
+                return ValuePosition.BAD
             self._open.append(character)
             self._expects = _Expects.KEY_OR_END if character == "{" else _Expects.VALUE_OR_END
         elif character == '"':
@@ -131,10 +131,10 @@ class JsonScanner:
         elif character in _LITERALS:
             self._expects, self._rest = _Expects.LITERAL, _LITERALS[character][1:]
         else:
-            return Step.BAD
-        return Step.INSIDE
+            return ValuePosition.BAD
+        return ValuePosition.INSIDE
 
-    def _ended(self) -> Step:
+    def _ended(self) -> ValuePosition:
         """After a value: it was the whole, or there is more of what it is in."""
         self._expects = _Expects.COMMA_OR_END
-        return Step.INSIDE if self._open else Step.LAST
+        return ValuePosition.INSIDE if self._open else ValuePosition.LAST

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from services.router.output.calls import is_name
 from services.router.output.source import Reading, Source, Writer
+from services.router.output.tool_calls import is_name
 
 _PARAMETER, _END_OF_PARAMETER, _END = "<parameter=", "</parameter>", "</function>"
 _END_OF_CALL = "</tool_call>"

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from services.router.caller import is_still_let_in
+from services.router.access.caller import is_still_let_in
+from services.router.http.streaming import EventStream
 from services.router.page.feed import Feed
-from services.router.streaming import EventStream
 
 STATIC = Path(__file__).parent / "static"
 EVENTS_PATH = "/page/events"
@@ -40,7 +40,7 @@ _HEADERS = {
 }
 
 
-class Page:
+class StatusPage:
     """`hello`: what a viewer is told first."""
 
     def __init__(self, feed: Feed, hello: Callable[[], Mapping[str, Any]]) -> None:

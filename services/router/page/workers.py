@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from protos.speculation.v1 import target_pb2
-from services.router.replicas import Replica, ReplicaPool
+from services.router.targets.replicas import Replica, ReplicaPool
 
 _MAX_TARGETS = 16
 

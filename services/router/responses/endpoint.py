@@ -10,11 +10,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.errors import InvalidRequestError, NotFoundError
-from services.router.chat import ChatCompletions, ChatRequest
+from services.router.api.reply import Reply
+from services.router.chat.endpoint import ChatCompletions, ChatRequest
+from services.router.chat.messages import Message
 from services.router.errors import excerpt
-from services.router.messages import Message
 from services.router.output.message import Reader
-from services.router.reply import Reply
 from services.router.responses.reply import ResponsesReply
 from services.router.responses.request import ResponsesChat, renamed, to_chat
 

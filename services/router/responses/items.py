@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidRequestError
+from services.router.chat.messages import MAX_MESSAGES, parts_of
 from services.router.errors import excerpt, warn_of
-from services.router.messages import MAX_MESSAGES, parts_of
 
 _SYSTEM_ROLES = ("system", "developer")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink
 from cluster.coordination.sequence import ActiveLink, Round, SpeculativeSequence

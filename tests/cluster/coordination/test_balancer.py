@@ -7,13 +7,13 @@ from typing import cast
 
 import pytest
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.link import DraftLink
+from cluster.coordination.link_value import LinkValue
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
-from cluster.coordination.worth import Worth
 from cluster.speculation.costs import DraftStep
 from cluster.wire.messages import Proposal
 
@@ -32,7 +32,7 @@ class Pool:
         self.planner = DepthPlanner(SpeculationConfig(), 64)
         for rows in (1, 64):
             self.planner.steps.curve.observe(rows, STEP_S)
-        self.balancer = LinkBalancer(64, TIMEOUT_S, Worth(self.planner), trial_share)
+        self.balancer = LinkBalancer(64, TIMEOUT_S, LinkValue(self.planner), trial_share)
 
     def link(
         self, seconds: float | None = None, model: str = "draft", expected_round_trip: float | None = None

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
 from cluster.coordination.sequence import Round

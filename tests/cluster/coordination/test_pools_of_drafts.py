@@ -8,9 +8,9 @@ import pytest
 
 from bench.gain import GAIN, GOODPUT
 from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.simulation.tokens import token_at
-from cluster.simulator.drafts import Draft
+from cluster.config.file import load_config
+from cluster.simulated_engines.tokens import token_at
+from cluster.simulator.drafts import SimulatedDraft
 from cluster.simulator.virtual import VirtualCluster
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationOutput
@@ -24,12 +24,12 @@ def config(*settings: str) -> Config:
     return load_config(None, [*fixed, "target.max_num_batched_tokens=2048", *settings])
 
 
-def draft(acceptance: float, name: str = "draft", way: float = NEAR, expected: float | None = None) -> Draft:
-    return Draft(config(f"simulation.acceptance={acceptance}").simulation, name, way, expected)
+def draft(acceptance: float, name: str = "draft", way: float = NEAR, expected: float | None = None) -> SimulatedDraft:
+    return SimulatedDraft(config(f"simulation.acceptance={acceptance}").simulation, name, way, expected)
 
 
 def cluster(
-    *drafts: Draft, streams: int = 4, trial_share: float = 0.02, settings: Sequence[str] = ()
+    *drafts: SimulatedDraft, streams: int = 4, trial_share: float = 0.02, settings: Sequence[str] = ()
 ) -> VirtualCluster:
     running = VirtualCluster(config(f"placement.trial_share={trial_share}", *settings), drafts)
     for _ in range(streams):

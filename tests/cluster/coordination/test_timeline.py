@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from bench.in_process import SIMULATED, SimulatedCluster
-from cluster.config_file import load_config
-from cluster.coordination.timeline import AnswerSpan, Follower, News, Spans, StepSpan, Timeline
+from cluster.config.file import load_config
+from cluster.coordination.timeline import AnswerSpan, News, Spans, StepSpan, Timeline, TimelineReader
 from tests.waiting import WAIT_S
 
 
@@ -32,7 +32,7 @@ def test_the_oldest_are_forgotten() -> None:
 
 
 def test_a_follower_hands_on_each_span_once_also_of_a_timeline_that_begins_anew() -> None:
-    follower, copy = Follower(), Timeline()
+    follower, copy = TimelineReader(), Timeline()
     for timeline in (Timeline(), Timeline()):
         for number in range(3):
             timeline.steps.add(StepSpan(float(number), 0.0, 0.1, 1, 1, has_prompts=False))

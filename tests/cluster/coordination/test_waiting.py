@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.balancer import LinkBalancer
 from cluster.coordination.depths import DepthPlanner
+from cluster.coordination.link_value import LinkValue
 from cluster.coordination.sequence import SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 from cluster.coordination.waiting import Waits
-from cluster.coordination.worth import Worth
 from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance
 from cluster.wire.messages import Proposal
 
@@ -36,7 +36,7 @@ def waits(
             planner.steps.curve.observe(rows, STEP_S + seconds_a_row * rows)
     return Waits(
         planner,
-        LinkBalancer(64, 0.05, Worth(planner), 0.0),
+        LinkBalancer(64, 0.05, LinkValue(planner), 0.0),
         CoordinatorStats(),
         0.05,
         lambda: 0.0,

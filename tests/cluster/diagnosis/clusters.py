@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.diagnosis.measurements import Counts, Examination, Measured, Steps, WorkerThreads, Workload
+from cluster.diagnosis.measurements import Counts, Examination, Measured, StepTotals, WorkerThreads, Workload
 
 _SECONDS = 10.0
 
@@ -37,7 +37,7 @@ class FormulaCluster:
         busy_seconds = (1.0 - self.idle_share) * _SECONDS
         num_steps = busy_seconds / (step + wait + self.bookkeeping_seconds)
         rounds = num_steps * running if depth else 0.0
-        steps = Steps(num_steps, num_steps * step)
+        steps = StepTotals(num_steps, num_steps * step)
         counts = Counts(
             seconds=_SECONDS,
             num_tokens=num_steps * running * tokens,
@@ -45,9 +45,9 @@ class FormulaCluster:
             num_draft_tokens=rounds * depth,
             num_accepted_tokens=rounds * (tokens - 1.0),
             accepted_by_position=tuple(rounds * share for share in survival),
-            verify=steps if depth else Steps(),
-            decode=Steps() if depth else steps,
-            draft=Steps(num_steps * depth, num_steps * drafting),
+            verify=steps if depth else StepTotals(),
+            decode=StepTotals() if depth else steps,
+            draft=StepTotals(num_steps * depth, num_steps * drafting),
             wait_seconds=num_steps * wait,
             busy_seconds=busy_seconds,
             num_preemptions=self.num_preemptions,

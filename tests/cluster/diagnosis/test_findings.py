@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.diagnosis.findings import GOOD_ACCEPTANCE, GOOD_COST_RATIO, findings
-from cluster.diagnosis.measurements import Measured, Steps, TimeCurve, WorkerThreads
-from cluster.diagnosis.speed import Speed
+from cluster.diagnosis.measurements import Measured, StepTotals, TimeCurve, WorkerThreads
+from cluster.diagnosis.speed import SpeedModel
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 from tests.cluster.diagnosis.clusters import FormulaCluster
 
@@ -115,7 +115,7 @@ def test_prompts_are_reckoned_to_take_less_beside_a_quick_draft() -> None:
 def with_prompts(one: Measured, seconds: float) -> Measured:
     """With prompts that add so much to the steps for each token."""
     counts, added = one.counts, seconds * one.counts.num_tokens
-    return replace(one, counts=replace(counts, seconds=counts.seconds + added, prefill=Steps(0.0, added)))
+    return replace(one, counts=replace(counts, seconds=counts.seconds + added, prefill=StepTotals(0.0, added)))
 
 
 def test_of_several_the_dearest_comes_first() -> None:
@@ -128,23 +128,25 @@ def test_of_several_the_dearest_comes_first() -> None:
 
 def test_break_even_acceptance_is_where_speculation_begins_to_pay() -> None:
     cluster = replace(HEALTHY, round_trip_seconds=0.010, draft_seconds=0.004)
-    even = Speed.of(cluster.examine()).break_even_acceptance()
+    even = SpeedModel.of(cluster.examine()).break_even_acceptance()
     assert even is not None
     for rate, pays in ((even + 0.03, True), (even - 0.03, False)):
         assert (replace(cluster, acceptance=rate).best_depth > 0) is pays
     hopeless = replace(HEALTHY, draft_seconds=0.030)
-    assert Speed.of(hopeless.examine()).break_even_acceptance() is None
+    assert SpeedModel.of(hopeless.examine()).break_even_acceptance() is None
 
 
 def test_a_curve_of_steps_never_falls_and_goes_on() -> None:
-    curve = TimeCurve([(4, Steps(10, 0.2)), (8, Steps(10, 0.19)), (16, Steps(10, 0.3)), (2, Steps())])
+    curve = TimeCurve(
+        [(4, StepTotals(10, 0.2)), (8, StepTotals(10, 0.19)), (16, StepTotals(10, 0.3)), (2, StepTotals())]
+    )
     assert curve.at(1) == curve.at(4) == curve.at(8) == 0.02
     assert curve.at(12) == pytest.approx(0.025)
     assert curve.at(24) == pytest.approx(0.04)
 
 
 def test_steps_of_about_as_many_rows_are_taken_together() -> None:
-    curve = TimeCurve([(8, Steps(10, 0.1)), (20, Steps(10, 0.2)), (22, Steps(30, 1.0))])
+    curve = TimeCurve([(8, StepTotals(10, 0.1)), (20, StepTotals(10, 0.2)), (22, StepTotals(30, 1.0))])
     assert curve.at(21.5) == pytest.approx(0.03)
 
 
@@ -159,6 +161,6 @@ def test_where_nothing_is_drafted_that_is_what_is_wrong() -> None:
 
 def test_drafts_that_never_come_in_time_are_reckoned_to_give_nothing() -> None:
     examination = HEALTHY.examine()
-    late = replace(HEALTHY.measured(0).counts, draft=Steps(100.0, 1.0))
+    late = replace(HEALTHY.measured(0).counts, draft=StepTotals(100.0, 1.0))
     found = replace(examination, fixed=[replace(one, counts=late) for one in examination.fixed])
-    assert Speed.of(found).best_depth() == 0
+    assert SpeedModel.of(found).best_depth() == 0

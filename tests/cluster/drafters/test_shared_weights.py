@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster.config import Config
-from cluster.drafters.registry import load_draft_weights
+from cluster.drafters.factory import load_draft_weights
 from cluster.engine import loader
 from cluster.engine.batch import Segment
 from cluster.engine.cpu_kernels import has_kernels

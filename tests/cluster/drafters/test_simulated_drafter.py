@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config_simulation import SimulationConfig
+from cluster.config.simulation import SimulationConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.simulated import SimulatedDrafter
 from cluster.engine.limits import StepLimits
-from cluster.simulation.tokens import token_at
+from cluster.simulated_engines.tokens import token_at
 from cluster.simulator.turns import VirtualTime
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams

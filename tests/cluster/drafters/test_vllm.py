@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from cluster.config_workers import DraftConfig
+from cluster.config.workers import DraftConfig
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter
 from cluster.drafters.vllm import VllmDrafter
@@ -19,8 +19,8 @@ from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.tokenization import Tokenizer
-from cluster.training.corpus import held_out_texts
 from cluster.vllm.draft_engine import DraftEngine
+from services.training.corpus import held_out_texts
 
 GREEDY = SamplingParams(temperature=0.0)
 MAX_LEN, MAX_SEQS, BLOCK, NUM_BLOCKS = 256, 4, 32, 24

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.config_workers import WorkerConfig
+from cluster.config.workers import WorkerConfig
 from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.loader import LoadedModel, load_model, resolve_device, resolve_dtype
 from cluster.engine.model_config import ModelConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.errors import ConfigurationError
 from cluster.placement import endpoints
 from cluster.placement.endpoints import advertised_address, follow, follow_addresses, parse_list

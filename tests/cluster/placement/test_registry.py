@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config_ray import PlacementConfig
-from cluster.place import Endpoint
+from cluster.config.ray import PlacementConfig
+from cluster.placement.place import Endpoint
 from cluster.placement.registry import Announcement, Load, NodeLabels, Registry, View, endpoints_after
 
 CONFIG = PlacementConfig(heartbeat_seconds=1, expiry_seconds=5, settling_seconds=4)

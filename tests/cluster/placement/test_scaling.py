@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.placement.registry import Announcement, Load, Pool
 from cluster.placement.scaling import Decision, Scaler
 from cluster.speculation.demand import NUM_BATCHES, DraftDemand

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 from bench.in_process import SIMULATED
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.placement.registry import Announcement, Load
 from cluster.placement.scaling import Scaler
-from cluster.simulator.drafts import Draft
+from cluster.simulator.drafts import SimulatedDraft
 from cluster.simulator.virtual import VirtualCluster
 
 INTERVAL_SECONDS = 5.0
@@ -36,7 +36,7 @@ class ScaledCluster:
                 *overrides,
             ],
         )
-        drafts = [Draft(config.simulation, round_trip_seconds=0.001)] * MOST
+        drafts = [SimulatedDraft(config.simulation, round_trip_seconds=0.001)] * MOST
         self._cluster = VirtualCluster(config, drafts)
         for draft in self._cluster.pool.drafts[1:]:
             draft.kill()

@@ -11,8 +11,8 @@ from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import parse_gpus
 from cluster.planning.options import ClusterRequest, options
-from cluster.planning.planner import Load, Option, Plan, dollars_per_million_tokens, most_sequences, plan
-from cluster.planning.rounds import RUN_AHEAD_HIDES, Drafting
+from cluster.planning.prediction import ExpectedLoad, Option, Plan, dollars_per_million_tokens, most_sequences, plan
+from cluster.planning.round_costs import RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import MeasuredSteps
 
 _TARGET = MeasuredSteps(((1, 0.020), (100, 0.020), (200, 0.060)))
@@ -33,14 +33,14 @@ def request(draft: str = "1B", **changes: object) -> ClusterRequest:
     return replace(reference, **changes)  # type: ignore[arg-type]
 
 
-def planned(draft: str = "1B", load: Load | None = None, **changes: object) -> dict[str, Plan]:
-    return {o.name: plan(o, load or Load(16, 128, 64)) for o in options(request(draft, **changes))}
+def planned(draft: str = "1B", load: ExpectedLoad | None = None, **changes: object) -> dict[str, Plan]:
+    return {o.name: plan(o, load or ExpectedLoad(16, 128, 64)) for o in options(request(draft, **changes))}
 
 
 def test_one_sequence_alone() -> None:
     # a prompt of 100 tokens: 101 rows, 20 + 0.4 ms; then 63 steps of 20 ms: 64 / (0.0204 + 1.26) = 49.98
     # 12 dollars / 3,600 s / 49.98 = 66.7 dollars a million
-    own = plan(_ALONE, Load(1, 100, 64))
+    own = plan(_ALONE, ExpectedLoad(1, 100, 64))
     assert own.tokens_per_second == pytest.approx(49.98, rel=1e-3)
     assert own.dollars_per_million_tokens == pytest.approx(66.69, rel=1e-3)
 
@@ -51,25 +51,25 @@ def test_dollars_of_the_published_cluster() -> None:
 
 
 def test_the_depth_with_the_most_tokens_is_taken() -> None:
-    best = plan(_DRAFTED, Load(1, 10, 64))
-    others = [plan(replace(_DRAFTED, num_speculative_tokens=k), Load(1, 10, 64)) for k in range(17)]
+    best = plan(_DRAFTED, ExpectedLoad(1, 10, 64))
+    others = [plan(replace(_DRAFTED, num_speculative_tokens=k), ExpectedLoad(1, 10, 64)) for k in range(17)]
     assert best.tokens_per_second == max(other.tokens_per_second for other in others)
     assert best.round.num_speculative_tokens == others.index(max(others, key=lambda o: o.tokens_per_second))
 
 
 def test_where_drafts_are_never_right_nothing_is_drafted() -> None:
     wrong = replace(_DRAFTED, drafting=Drafting(MeasuredSteps(((1, 0.001),)), 0.0))
-    assert plan(wrong, Load(4, 10, 64)).round.num_speculative_tokens == 0
+    assert plan(wrong, ExpectedLoad(4, 10, 64)).round.num_speculative_tokens == 0
 
 
 def test_prompts_cost_those_that_run_meanwhile() -> None:
-    short, long = (plan(_ALONE, Load(8, prompt, 64)) for prompt in (10, 400))
+    short, long = (plan(_ALONE, ExpectedLoad(8, prompt, 64)) for prompt in (10, 400))
     assert long.tokens_per_second < short.tokens_per_second
     assert long.latency.between_tokens > short.latency.between_tokens
 
 
 def test_requests_take_as_many_targets_as_they_need() -> None:
-    own = plan(_ALONE, Load(8, 100, 64, requests_per_second=10.0))
+    own = plan(_ALONE, ExpectedLoad(8, 100, 64, requests_per_second=10.0))
     # a target of 8 sequences: less than 8 / (63 * 20 ms) = 6.3 answers a second
     assert own.num_targets == 2
     assert own.dollars_per_hour == 24.0
@@ -77,7 +77,7 @@ def test_requests_take_as_many_targets_as_they_need() -> None:
 
 
 def test_the_most_sequences_within_a_limit() -> None:
-    load = Load(1, 100, 64)
+    load = ExpectedLoad(1, 100, 64)
     most = most_sequences(_ALONE, load, 1.0, 0.030, 64)
     inside, outside = (plan(_ALONE, replace(load, num_seqs=n)).latency for n in (most, most + 1))
     assert inside.between_tokens_p99 <= 0.030 < outside.between_tokens_p99
@@ -85,7 +85,7 @@ def test_the_most_sequences_within_a_limit() -> None:
 
 
 def test_draft_devices_of_a_pool_and_of_a_sidecar() -> None:
-    plans = planned(load=Load(8, 128, 64))
+    plans = planned(load=ExpectedLoad(8, 128, 64))
     near = plans["pool, 0.5 ms away"]
     assert plans["sidecar"].draft_devices_per_target == 1
     assert near.draft_devices_per_target == 1 / int(near.round.targets_fed)
@@ -95,7 +95,7 @@ def test_draft_devices_of_a_pool_and_of_a_sidecar() -> None:
 
 
 def test_targets_share_what_a_draft_device_hides() -> None:
-    plans = planned(load=Load(8, 128, 64), num_speculative_tokens=4)
+    plans = planned(load=ExpectedLoad(8, 128, 64), num_speculative_tokens=4)
     assert plans["sidecar"].round.hidden_share == RUN_AHEAD_HIDES
     near = plans["pool, 0.5 ms away"]
     assert near.round.hidden_share == pytest.approx(RUN_AHEAD_HIDES * near.draft_devices_per_target)
@@ -105,19 +105,19 @@ def test_targets_share_what_a_draft_device_hides() -> None:
 def test_memory_decides_what_fits_and_how_many_draft_gpus_it_takes() -> None:
     # 7B in FP16 leaves 10 GB of an A10G, 9 of which are KV: 17,166 tokens of 524 kB, which 192 tokens and a window of
     # 2k + 2 = 6 take 198 of: 86 sequences, so that 128 take two GPUs
-    plans = planned("7B", load=Load(128, 128, 64), num_speculative_tokens=2)
+    plans = planned("7B", load=ExpectedLoad(128, 128, 64), num_speculative_tokens=2)
     assert plans["sidecar"].draft_devices_per_target == 2
-    small = planned("7B", load=Load(16, 128, 64), target_gpus=parse_gpus("1xA100-80"))
+    small = planned("7B", load=ExpectedLoad(16, 128, 64), target_gpus=parse_gpus("1xA100-80"))
     assert not any(own.fits for own in small.values())
 
 
 def test_the_far_pool_is_slower_than_the_near_one() -> None:
-    plans = planned(num_speculative_tokens=3, load=Load(4, 128, 64))
+    plans = planned(num_speculative_tokens=3, load=ExpectedLoad(4, 128, 64))
     assert plans["pool, 10 ms away"].tokens_per_second < plans["pool, 0.5 ms away"].tokens_per_second
 
 
 def test_an_int4_draft_is_read_faster_and_accepted_less() -> None:
-    plans = planned(num_speculative_tokens=3, load=Load(4, 128, 64))
+    plans = planned(num_speculative_tokens=3, load=ExpectedLoad(4, 128, 64))
     sidecar, int4 = plans["sidecar"].round, plans["sidecar, INT4 draft"].round
     assert int4.draft_seconds < sidecar.draft_seconds
     # .8 * .724 / .78 = .7426: 1 + .7426 + .5514 + .4095 = 2.7035
@@ -125,7 +125,7 @@ def test_an_int4_draft_is_read_faster_and_accepted_less() -> None:
 
 
 def test_a_small_draft_on_the_targets_host_pays_and_costs_nothing() -> None:
-    plans = planned("0.5B", load=Load(4, 128, 64))
+    plans = planned("0.5B", load=ExpectedLoad(4, 128, 64))
     alone, own = plans["no speculation"], plans["host-cpu, INT8 draft"]
     assert own.round.num_speculative_tokens > 0
     assert own.tokens_per_second > 1.5 * alone.tokens_per_second
@@ -138,7 +138,7 @@ def test_a_small_draft_on_the_targets_host_pays_and_costs_nothing() -> None:
 
 def test_a_large_draft_on_the_targets_host_does_not_pay() -> None:
     # 7e9 bytes at 166 GB/s: 42 ms a draft token, where a step without drafts takes 24
-    own = planned("7B", load=Load(16, 128, 64))["host-cpu, INT8 draft"]
+    own = planned("7B", load=ExpectedLoad(16, 128, 64))["host-cpu, INT8 draft"]
     assert own.round.num_speculative_tokens == 0
 
 
@@ -156,12 +156,12 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"between 0 and 1, not 1\.2"):
         request(acceptance_rate=1.2)
     with pytest.raises(ConfigurationError, match="a step of 8 tokens has no room for prompts beside 8 sequences"):
-        Load(8, 100, 64, max_num_batched_tokens=8)
+        ExpectedLoad(8, 100, 64, max_num_batched_tokens=8)
 
 
 def test_draft_devices_are_as_many_as_what_runs_needs() -> None:
     """Few sequences run where few requests come, however many could."""
-    at_most = Load(400, 4096, 64, max_num_batched_tokens=8192, requests_per_second=0.5)
+    at_most = ExpectedLoad(400, 4096, 64, max_num_batched_tokens=8192, requests_per_second=0.5)
     found = planned("7B", at_most, num_speculative_tokens=3)["sidecar, INT4 draft"]
     assert found.draft_devices_per_target == math.ceil(found.num_seqs / 8)  # for which each has room
     assert found.num_seqs < 100

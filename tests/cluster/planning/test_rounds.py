@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.planning.rounds import Drafting, plain_round, round_of
+from cluster.planning.round_costs import Drafting, plain_round, round_of
 from cluster.planning.steps import MeasuredSteps
 from cluster.speculation.speed import RoundCosts, speedup
 

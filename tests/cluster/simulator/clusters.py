@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.config.file import load_config
+from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.figures import Figures
 from cluster.simulator.overheads import NOTHING, Programs
 from cluster.simulator.traffic import ClosedTraffic, Lengths, Traffic
@@ -25,16 +25,18 @@ def ran(
     traffic: Traffic,
     *settings: str,
     num_blocks: int = 100_000,
-    span: Span | None = None,
+    span: MeasuredSpan | None = None,
     seed: int = 0,
     programs: Programs = NOTHING,
 ) -> SimulatedCluster:
-    cluster = SimulatedCluster(config_of(*settings), traffic, num_blocks, span or Span(10.0, 60.0), seed, programs)
+    cluster = SimulatedCluster(
+        config_of(*settings), traffic, num_blocks, span or MeasuredSpan(10.0, 60.0), seed, programs
+    )
     cluster.run()
     return cluster
 
 
 def figures_of(number: int, *settings: str, seconds: float = 60.0, seed: int = 0) -> Figures:
     """Of so many streams, after a quarter of the time."""
-    span = Span(seconds / 4, seconds, is_cut=True)
+    span = MeasuredSpan(seconds / 4, seconds, is_cut=True)
     return ran(streams(number, seconds, seed), *settings, span=span, seed=seed).figures()

@@ -9,8 +9,8 @@ import pytest
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import parse_gpus
-from cluster.simulation.steps import StepCurve
-from cluster.simulator.cluster import SimulatedCluster, Span
+from cluster.simulated_engines.steps import StepCurve
+from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.hardware import OnGpus, dollars_per_hour, steps_of
 from cluster.simulator.traffic import Arrival, ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
 from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of, figures_of, ran, streams
@@ -67,7 +67,7 @@ def test_an_interval_that_is_cut_off_is_of_the_time_that_it_has() -> None:
 def test_what_workers_did_in_the_warm_up_is_not_in_their_figures() -> None:
     traffic = OpenTraffic(3.0, 5.0, PROMPTS, ANSWERS, seed=1)
     for warm_up, is_over in ((0.0, False), (50.0, True)):
-        figures = ran(traffic, span=Span(warm_up, 60.0)).figures()
+        figures = ran(traffic, span=MeasuredSpan(warm_up, 60.0)).figures()
         for worker in (*figures.targets, *figures.drafts):
             assert (worker.utilization == 0.0) is is_over, worker.name
 
@@ -95,7 +95,7 @@ def test_without_speculation_it_is_plain_arithmetic() -> None:
     curve = ((1, 10.0), (8, 14.0), (512, 400.0))
     settings = ("speculation.num_speculative_tokens=0", f"simulation.target_step_ms={[list(p) for p in curve]}")
     requests = [Arrival(0.0, 6, 50), Arrival(5.0, 12, 1), Arrival(6.0, 40, 20)]
-    cluster = ran(RecordedTraffic(requests), *settings, "target.max_prefill_ms=null", span=Span(0.0, 10.0))
+    cluster = ran(RecordedTraffic(requests), *settings, "target.max_prefill_ms=null", span=MeasuredSpan(0.0, 10.0))
     step = StepCurve(curve).at
     recorder = cluster.recorder
     took = [end - start for start, end in zip(recorder.arrived_at, recorder.finished_at, strict=True)]
@@ -135,7 +135,7 @@ def test_k_shrinks_where_the_draft_is_shared_and_slow() -> None:
 def test_speculation_comes_back_when_drafts_become_good() -> None:
     traffic = streams(1, 80.0)
     schedule = "simulation.acceptance_schedule=[[0,0.02],[30,0.9]]"
-    figures = ran(traffic, schedule, span=Span(0.0, 80.0, is_cut=True)).figures()
+    figures = ran(traffic, schedule, span=MeasuredSpan(0.0, 80.0, is_cut=True)).figures()
     course = [interval.mean_k for interval in figures.intervals]
     assert course[2] < 0.3
     assert course[-1] > 2.0
@@ -148,7 +148,7 @@ def test_more_round_trip_makes_rounds_slower() -> None:
 
 
 def test_cost_follows_from_the_price() -> None:
-    cluster = ran(streams(4, 30.0), span=Span(5.0, 30.0, is_cut=True))
+    cluster = ran(streams(4, 30.0), span=MeasuredSpan(5.0, 30.0, is_cut=True))
     figures = cluster.figures(dollars_per_hour=36.0)
     assert figures.dollars_per_million_tokens == pytest.approx(0.01 / figures.tokens_per_second * 1e6)
 
@@ -177,7 +177,7 @@ def test_a_draft_on_its_targets_host_has_its_head_in_16_bits() -> None:
 
 
 def test_nobody_asks_and_nothing_happens() -> None:
-    figures = ran(ClosedTraffic(1, 1e-6, Lengths(1, 1), Lengths(1, 1), 0), span=Span(1.0, 2.0)).figures()
+    figures = ran(ClosedTraffic(1, 1e-6, Lengths(1, 1), Lengths(1, 1), 0), span=MeasuredSpan(1.0, 2.0)).figures()
     assert figures.first_token is None
     assert figures.tokens_per_second == 0.0
     assert not math.isnan(figures.mean_k)
@@ -185,7 +185,7 @@ def test_nobody_asks_and_nothing_happens() -> None:
 
 def test_steps_without_room_for_every_sequence_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="max_num_batched_tokens 8 is less than"):
-        SimulatedCluster(config_of("target.max_num_batched_tokens=8"), streams(1, 1.0), 100, Span(0.0, 1.0))
+        SimulatedCluster(config_of("target.max_num_batched_tokens=8"), streams(1, 1.0), 100, MeasuredSpan(0.0, 1.0))
 
 
 def test_targets_with_draft_workers_of_their_own_run_as_if_alone() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.simulator.cluster import Span
+from cluster.simulator.cluster import MeasuredSpan
 from cluster.simulator.drafts import HAND_OVER_SECONDS
 from cluster.simulator.overheads import NOTHING
 from cluster.simulator.traffic import ClosedTraffic, Lengths
@@ -25,7 +25,7 @@ STREAMS, SECONDS, ANSWERS = 64, 90.0, Lengths(96, 160)
 def tokens_per_second(prompts: Lengths, *settings: str) -> float:
     # Begun one by one: streams that begin at once have their prompts at once, for longer than a run.
     traffic = ClosedTraffic(STREAMS, SECONDS, prompts, ANSWERS, seed=1, ramp_seconds=SECONDS / 6)
-    span = Span(SECONDS / 3, SECONDS, is_cut=True)
+    span = MeasuredSpan(SECONDS / 3, SECONDS, is_cut=True)
     return ran(traffic, *COSTS, *settings, span=span).figures().tokens_per_second
 
 
@@ -44,7 +44,7 @@ def test_the_controller_leaves_them_out(acceptance: float, prompts: Lengths) -> 
 
 def test_it_does_so_where_short_prompts_have_little_time_in_a_step() -> None:
     settings = ("simulation.acceptance=0.9", "target.max_prefill_ms=15")
-    span, programs = Span(30.0, SECONDS, is_cut=True), replace(NOTHING, hand_over=HAND_OVER_SECONDS)
+    span, programs = MeasuredSpan(30.0, SECONDS, is_cut=True), replace(NOTHING, hand_over=HAND_OVER_SECONDS)
     plain = ("speculation.controller=fixed", "speculation.num_speculative_tokens=0")
     auto, without = (
         ran(streams(32, SECONDS), *COSTS, *settings, *own, span=span, programs=programs).figures()

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkPool
 from cluster.coordination.pool import DraftPool
 from cluster.drafters.model import ModelDrafter

@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from cluster.config import Config
-from cluster.config_speculation import SpeculationConfig
-from cluster.config_workers import DraftConfig, TargetConfig
+from cluster.config.speculation import SpeculationConfig
+from cluster.config.workers import DraftConfig, TargetConfig
 from cluster.engine.batch import Segment
 from cluster.engine.limits import StepLimits
 from cluster.engine.runner import ModelRunner
@@ -19,7 +19,7 @@ from cluster.errors import ConfigurationError
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationRequest
-from cluster.targets.registry import make_target
+from cluster.targets.factory import make_target
 from cluster.targets.rejection import RejectionSampler
 from tests.background_loop import BackgroundLoop
 from tests.distribution import answer_probabilities

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkState
 from cluster.drafters.base import DraftSequence
 from cluster.drafters.model import ModelDrafter

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cluster.config import Config
-from cluster.config_file import load_config
-from cluster.config_workers import WorkerConfig
+from cluster.config.file import load_config
+from cluster.config.workers import WorkerConfig
 from cluster.engine.loader import LoadedModel
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import kv_cache_budgets
@@ -20,7 +20,7 @@ from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.targets.base import GenerationOutput, GenerationRequest
-from cluster.targets.registry import make_target
+from cluster.targets.factory import make_target
 from cluster.targets.step_loop import StepLoop
 from cluster.tokenization import Tokenizer
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from bench.in_process import SIMULATED, Answer, SimulatedCluster
-from cluster.config_file import load_config
-from cluster.simulation.tokens import token_at
+from cluster.config.file import load_config
+from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 from tests.waiting import WAIT_S, wait_until
 

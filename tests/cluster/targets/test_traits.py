@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.cpu_kernels import InstructionSet, has_kernels
 from cluster.targets import traits
 from cluster.targets.base import TargetModel

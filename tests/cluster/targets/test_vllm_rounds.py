@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.coordination.base import LinkState
 from cluster.coordination.coordinator import Coordinator
 from cluster.engine.prompt_pace import PromptPart
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
-from cluster.targets.vllm.rounds import CoordinatedRounds
+from cluster.targets.vllm.scheduler_rounds import CoordinatedRounds
 from cluster.vllm.coupling import Coupling
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
 from tests.cluster.coordination.scripted import LIMITS, VOCAB_SIZE, ScriptedLink, ScriptedPool

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from cluster.config import TracingConfig
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.errors import ConfigurationError
 from cluster.telemetry.otlp import OtlpTracer
 from cluster.telemetry.tracing import NO_SPAN, TraceContext, Tracer, check_tracing, make_tracer

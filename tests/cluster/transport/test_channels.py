@@ -13,7 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from cluster.config_tls import TlsConfig
+from cluster.config.tls import TlsConfig
 from cluster.coordination.link import DraftLink
 from cluster.errors import ConfigurationError
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM, RequestOutput, SamplingParams
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
-from cluster.training.corpus import held_out_texts
 from cluster.vllm.engine_args import set_environment
+from services.training.corpus import held_out_texts
 
 TARGET = resolve_model_folder("outrider-target-12m")
 HEAD = resolve_model_folder("outrider-eagle-12m")

@@ -12,24 +12,24 @@ import pytest
 import torch
 
 from bench.distill import prompts
-from cluster.config_file import load_config
-from cluster.config_workers import TargetConfig
+from cluster.config.file import load_config
+from cluster.config.workers import TargetConfig
 from cluster.drafters.base import DraftSequence
-from cluster.drafters.registry import make_drafter
+from cluster.drafters.factory import make_drafter
 from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, InvalidRequestError
 from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.tokenization import Tokenizer
-from cluster.training.parallel import mask_rows, parallel_states
-from cluster.training.teaching import NUM_LIKELIEST, Lesson, teach
-from cluster.training.traffic import Answer, AnswersFile, is_held_out, read_answers, read_prompts
-from cluster.training.traffic_acceptance import NUM_POSITIONS, choices, measure_traffic_acceptance
-from cluster.training.traffic_draft import DraftShape, answer_logits, load_draft, new_draft, train_draft
-from cluster.training.trainer import Recipe
 from services.cli import main
 from services.distill.answers import ask
+from services.training.parallel import mask_rows, parallel_states
+from services.training.teaching import NUM_LIKELIEST, Lesson, teach
+from services.training.traffic import AnswersFile, RecordedAnswer, is_held_out, read_answers, read_prompts
+from services.training.traffic_acceptance import NUM_POSITIONS, choices, measure_traffic_acceptance
+from services.training.traffic_draft import DraftShape, answer_logits, load_draft, new_draft, train_draft
+from services.training.trainer import Recipe
 
 TARGET, DRAFT = "outrider-target-12m", "outrider-draft-2m"
 SETTINGS = ["--set", "target.dtype=float32", "--set", "target.max_num_seqs=8"]
@@ -233,7 +233,7 @@ def test_what_cannot_be_is_one_line(
 
 
 def test_answers_are_one_to_a_prompt(distilled: Path) -> None:
-    answers: list[Answer] = read_answers(distilled / "answers.jsonl")
+    answers: list[RecordedAnswer] = read_answers(distilled / "answers.jsonl")
     assert {one.temperature for one in answers} == {0.0, 0.7, 1.0}
     assert len({one.prompt_token_ids for one in answers}) == len(answers)
 
@@ -248,7 +248,7 @@ def test_answers_are_kept_for_the_owner_and_used_again_for_the_same_alone(distil
 
 def test_answers_of_a_run_that_failed_are_there_for_the_next(tmp_path: Path) -> None:
     file, asked = tmp_path / "answers.jsonl", {"target": "a", "max_tokens": 3}
-    first, second = (Answer((seed, 8), (7,), 0.7, seed) for seed in (4, 2))
+    first, second = (RecordedAnswer((seed, 8), (7,), 0.7, seed) for seed in (4, 2))
     AnswersFile(file, asked).add(first)
     with file.open("a", encoding="utf-8") as cut_off:
         cut_off.write('{"prompt_token_ids": [1, ')

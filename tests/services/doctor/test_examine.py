@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from cluster.diagnosis.measurements import WorkerThreads, Workload
-from services.doctor.examine import Plan, examine
+from services.doctor.examine import ExaminationPlan, examine
 from services.running_cluster.load import LoadMaker, Numbers
 from tests.services.doctor.test_checks import facts
 
@@ -23,7 +23,7 @@ class RecordingMaker(LoadMaker):
 
 def test_each_repeat_puts_the_cluster_under_all_loads_with_prompts_of_its_own() -> None:
     maker = RecordingMaker(facts(2), ["x"], 8)
-    plan = Plan(num_streams=4, temperatures=(0.0, 0.7), max_depth=16, seconds=3.0, repeats=2)
+    plan = ExaminationPlan(num_streams=4, temperatures=(0.0, 0.7), max_depth=16, seconds=3.0, repeats=2)
     found = examine(maker, plan)
     loads = plan.runs
     assert [workload for workload, *_ in maker.asked] == [*loads, *loads]
@@ -33,7 +33,7 @@ def test_each_repeat_puts_the_cluster_under_all_loads_with_prompts_of_its_own() 
 
 
 def test_threads_and_cores_are_those_that_each_worker_describes() -> None:
-    plan = Plan(num_streams=4, temperatures=(0.0,), max_depth=16, seconds=3.0, repeats=1)
+    plan = ExaminationPlan(num_streams=4, temperatures=(0.0,), max_depth=16, seconds=3.0, repeats=1)
     found = examine(RecordingMaker(facts(8, of_draft=3), ["x"], 8), plan)
     assert found.threads == [
         WorkerThreads("target", "target 127.0.0.1:0", 8, 2),
@@ -42,7 +42,7 @@ def test_threads_and_cores_are_those_that_each_worker_describes() -> None:
 
 
 def test_the_controllers_runs_are_three_and_apart() -> None:
-    plan = Plan(num_streams=4, temperatures=(0.0,), max_depth=16, seconds=3.0, repeats=1)
+    plan = ExaminationPlan(num_streams=4, temperatures=(0.0,), max_depth=16, seconds=3.0, repeats=1)
     auto = [place for place, load in enumerate(plan.runs) if load.num_speculative_tokens is None]
     assert len(auto) == 3
     assert all(later - earlier > 1 for earlier, later in itertools.pairwise(auto))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.errors import ConfigurationError
 from services.launch.cores import CoreShares
 from services.launch.host_cores import (

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch import place_draft as module
 from services.launch.host_cores import Core
 from services.launch.local import LocalCluster

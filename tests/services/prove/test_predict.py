@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.planning.hardware import GPUS, find_gpu
 from services.prove import predict as prediction
 from services.prove.devices import Device

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from cluster.config_file import load_config
-from cluster.planning.planner import Load, Option
-from cluster.planning.rounds import Drafting
+from cluster.config.file import load_config
+from cluster.planning.prediction import ExpectedLoad, Option
+from cluster.planning.round_costs import Drafting
 from cluster.planning.steps import MeasuredSteps
 from services.prove.figures import quantile
 from services.prove.measure import Results
 from services.prove.predict import Forecast
-from services.prove.report import Report
+from services.prove.report import ProofReport
 from services.prove.systems import BESIDE, PLAIN, REMOTE, STOCK
 from services.prove.verdict import ratio, verdicts
 from tests.services.prove.experiments import SYSTEMS, result, results
@@ -27,9 +27,9 @@ from tests.services.prove.servers import StubSystem
 FAST: Mapping[str, Sequence[float]] = {STOCK: [50, 60], PLAIN: [100, 100], BESIDE: [120, 140], REMOTE: [180, 190]}
 
 
-def report(measured: Results, **values: Any) -> Report:
+def report(measured: Results, **values: Any) -> ProofReport:
     systems = [StubSystem(name, []) for name in measured.systems]
-    made = Report(measured.experiment, systems, measured, True, ["outrider", "prove"], **values)
+    made = ProofReport(measured.experiment, systems, measured, True, ["outrider", "prove"], **values)
     made.predicted_at = made.ended_at = datetime.now(UTC)
     return made
 
@@ -99,7 +99,7 @@ def test_tokens_that_differ(numerics: str, breaks: bool) -> None:
 
 
 def test_predicted_beside_measured() -> None:
-    load = Load(1, 3, 6)
+    load = ExpectedLoad(1, 3, 6)
     target = MeasuredSteps(((1, 0.010), (100, 0.011)))
     drafting = Drafting(MeasuredSteps(((1, 0.001), (100, 0.0011))), 0.78)
     own = report(results(FAST))

@@ -31,8 +31,8 @@ from cluster.wire.replies import EPOCH_KEY, UNFINISHED, CallReply, RoundCounts, 
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.app import create_app
-from services.router.connections import Connections
-from services.router.http_server import HttpServer
+from services.router.http.connections import Connections
+from services.router.http.server import HttpServer
 from tests.background_loop import BackgroundLoop
 from tests.waiting import wait_until
 

@@ -15,13 +15,13 @@ import uvicorn
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
-from cluster.telemetry.metrics import RouterMetrics
 from services import cli
-from services.router.adapters import AdapterCalls
-from services.router.admin import create_admin_app
 from services.router.app import create_app
-from services.router.replicas import ReplicaPool
-from services.router.switch import SpeculationSwitch
+from services.router.metrics import RouterMetrics
+from services.router.operators.adapters import AdapterCalls
+from services.router.operators.admin import create_admin_app
+from services.router.operators.switch import SpeculationSwitch
+from services.router.targets.replicas import ReplicaPool
 from tests.services.router.test_completions import metric
 from tests.services.router.test_failover import moved, settle
 from tests.waiting import wait_until

@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from services.router import streaming
+from services.router.http import streaming
 
 from .chat_model import PARAMETERS, USER, Model, call_of
 from .conftest import Router, ScriptedTarget

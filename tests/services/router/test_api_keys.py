@@ -19,17 +19,17 @@ from starlette.testclient import TestClient
 
 from cluster.config import Config
 from cluster.errors import ConfigurationError
-from cluster.telemetry.metrics import RouterMetrics
 from services.http_call import LAUNCHER_KEY_SHA256
-from services.router.absences import Absences
-from services.router.admin import create_admin_app
-from services.router.api_keys import ApiKeys, parse_keys
+from services.router.access.api_keys import ApiKeys, parse_keys
+from services.router.access.gate import Credentials
+from services.router.access.key_limits import KeyLimits
 from services.router.errors import RateLimitError
-from services.router.gate import Credentials
-from services.router.health import Health
-from services.router.key_limits import KeyLimits
 from services.router.main import warn_of_open_doors
-from services.router.switch import SpeculationSwitch
+from services.router.metrics import RouterMetrics
+from services.router.operators.admin import create_admin_app
+from services.router.operators.health import Health
+from services.router.operators.switch import SpeculationSwitch
+from services.router.targets.retry_after import RetryAfter
 from tests.clock import Clock
 from tests.services.router.conftest import Router
 from tests.waiting import wait_until
@@ -301,7 +301,7 @@ def test_the_file_is_read_anew_and_a_broken_one_is_not(keyed: Router, keys_file:
     caplog.clear()
     keys_file.write_text("dave sk-dave-0123456789abcdef\n")
     wait_until(lambda: any(record.levelno == logging.WARNING for record in caplog.records if "keys" in record.name))
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "services.router.api_keys"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "services.router.access.api_keys"]
     assert "line 1" in warning
     assert "the keys of before stay" in warning
     assert "sk-dave" not in warning
@@ -432,7 +432,7 @@ def test_pages_of_other_origins(new_keyed_router) -> None:
 
 def test_a_bug_has_the_headers_of_cors_too(new_router, target, monkeypatch: pytest.MonkeyPatch) -> None:
     router = new_router([target.address], cors_allow_origins=["*"])
-    monkeypatch.setattr("services.router.completions.Completions._encode", lambda *_: 1 / 0)
+    monkeypatch.setattr("services.router.api.completions.Completions._encode", lambda *_: 1 / 0)
     answer = router.client.post("/v1/completions", json=PAYLOAD, headers={"origin": "https://chat.example"})
     assert answer.status_code == 500
     assert answer.headers["access-control-allow-origin"] == "*"
@@ -508,7 +508,7 @@ def test_who_finds_nobody_is_told_to_come_back_when_somebody_may_be_there(new_ro
     for answer in (router.complete(**PAYLOAD), router.client.get("/health")):
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 5
-    absences = Absences(now=0.0)
+    absences = RetryAfter(now=0.0)
     assert absences.retry_after == 5
     absences.note(is_anybody_there=True, now=12.5)
     assert absences.retry_after == 13

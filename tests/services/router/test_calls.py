@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import UnavailableError
 from cluster.wire.replies import CallReply, encode_replies
 from protos.speculation.v1 import target_pb2
-from services.router.calls import Call, CallStream
+from services.router.targets.call_stream import Call, CallStream
 
 LENGTH = target_pb2.FINISH_REASON_LENGTH
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cluster.errors import ConfigurationError, InvalidRequestError
-from services.router.chat_template import ChatTemplate
+from services.router.chat.template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "<fox> & 🦊"}, {"role": "assistant", "content": "dog"}]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.router.messages import to_messages
+from services.router.chat.messages import to_messages
 
 from .chat_model import TIME, USER, Model, call_of
 

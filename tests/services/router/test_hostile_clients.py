@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from services.launch.local import free_ports
-from services.router.connections import Connections
-from services.router.http_protocol import MAX_HEADER_BYTES, MAX_HEADERS
-from services.router.json_values import parse_json
+from services.router.http.connections import Connections
+from services.router.http.json_values import parse_json
+from services.router.http.protocol import MAX_HEADER_BYTES, MAX_HEADERS
 from tests.background_loop import BackgroundLoop
 from tests.certificates import Certs
 from tests.waiting import WAIT_S, wait_until

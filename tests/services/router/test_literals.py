@@ -12,9 +12,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as RawTokenizer
 
 from cluster.tokenization import Tokenizer
-from services.router.chat_template import ChatTemplate
-from services.router.literals import SpecialTokenGuard, unescape
-from services.router.prompt import ChatPrompts, Conversation, render
+from services.router.chat.prompt import ChatPrompts, Conversation, render
+from services.router.chat.special_tokens import SpecialTokenGuard, unescape
+from services.router.chat.template import ChatTemplate
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "[INST]"]
 TEMPLATE = (

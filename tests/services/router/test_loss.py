@@ -18,7 +18,7 @@ import pytest
 from cluster.errors import UnavailableError
 from cluster.wire.replies import CallReply
 from protos.speculation.v1 import target_pb2
-from services.router.replicas import Replica, ReplicaLostError
+from services.router.targets.replicas import Replica, ReplicaLostError
 from tests.waiting import WAIT_S
 
 from .conftest import ScriptedTarget

@@ -11,8 +11,8 @@ import pytest
 
 from cluster.errors import UnavailableError
 from protos.speculation.v1 import target_pb2
-from services.router import traits as traits_module
-from services.router.replicas import Replica, ReplicaPool
+from services.router.targets import traits as traits_module
+from services.router.targets.replicas import Replica, ReplicaPool
 from tests.waiting import WAIT_S, wait_until
 
 from .conftest import ScriptedTarget

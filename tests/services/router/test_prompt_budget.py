@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from services.router.prompt_budget import StartWindow
+from services.router.targets.prompt_budget import StartWindow
 from tests.waiting import WAIT_S, wait_until
 
 from .conftest import Router, ScriptedTarget
@@ -21,7 +21,7 @@ from .conftest import Router, ScriptedTarget
 @pytest.fixture
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six tokens of a request wait at targets."""
-    monkeypatch.setattr("services.router.endpoint.StartWindow", lambda: StartWindow(6))
+    monkeypatch.setattr("services.router.api.endpoint.StartWindow", lambda: StartWindow(6))
 
 
 def test_requests_beyond_the_budget_wait_for_others_to_end(

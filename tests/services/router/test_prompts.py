@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import InvalidRequestError
-from services.router.chat_template import ChatTemplate
-from services.router.prompt import Conversation, render
+from services.router.chat.prompt import Conversation, render
+from services.router.chat.template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "the dog "}]
 

@@ -15,7 +15,7 @@ from cluster.grammars.vocabulary import read_vocabulary
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.router.output.message import Reader
-from services.router.reasoning_grammar import after_reasoning
+from services.router.output.reasoning_grammar import after_reasoning
 
 from .chat_model import HERMES_TEMPLATE, NAMED, PARAMETERS, WEATHER, Model, functions_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import UnavailableError
 from protos.speculation.v1 import target_pb2
-from services.router.replicas import Replica
+from services.router.targets.replicas import Replica
 from tests.waiting import wait_until
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.wire.replies import RoundCounts
-from services.router.rounds import answer_rounds
+from services.router.output.accepted_drafts import answer_rounds
 
 # The scripted target says of every step that it verified four drafts and accepted three, or as many as it has tokens.
 FOX = "the quick brown fox jumps"

@@ -6,7 +6,7 @@ import grpc
 import httpx
 import pytest
 
-from services.router import streaming
+from services.router.http import streaming
 
 from .conftest import Router, ScriptedTarget
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.speculation_stats import SpeculationStats
+from services.router.output.speculation_stats import SpeculationStats
 from tests.services.router.test_completions import metric
 
 # The scripted target says of every step that it verified four drafts and accepted three.

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.router.stop import StopMatcher, StopStrings
+from services.router.output.stop import StopMatcher, StopStrings
 from tests.waiting import WAIT_S, wait_until
 
 

@@ -13,10 +13,10 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from cluster.telemetry.metrics import RouterMetrics
 from services import cli
-from services.router.admin import create_admin_app
-from services.router.switch import SpeculationSwitch
+from services.router.metrics import RouterMetrics
+from services.router.operators.admin import create_admin_app
+from services.router.operators.switch import SpeculationSwitch
 from tests.services.router.test_completions import metric
 from tests.waiting import wait_until
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.chat_template import ChatTemplate
-from services.router.prompt import Conversation, render
+from services.router.chat.prompt import Conversation, render
+from services.router.chat.template import ChatTemplate
 
 LOOPS = [
     "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}|{% endfor %}{% endfor %}",

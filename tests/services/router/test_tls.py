@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from cluster.config_router import RouterConfig
-from cluster.config_tls import TlsConfig
+from cluster.config.router import RouterConfig
+from cluster.config.tls import TlsConfig
 from cluster.errors import ConfigurationError
 from cluster.transport.listening import Listener
 from services import cli
 from services.http_call import pinned_context
 from services.launch.local import free_ports
-from services.router.https import HttpsCertificate
+from services.router.http.certificate import HttpsCertificate
 from tests.certificates import Certs
 from tests.services.router.conftest import ScriptedTarget
 from tests.services.router.test_router_program import program

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config_router import RouterConfig
+from cluster.config.router import RouterConfig
 from cluster.errors import ConfigurationError
-from services.router.traffic_log import TrafficLog
+from services.router.operators.traffic_log import TrafficLog
 
 
 def lines(file: Path) -> list[list[int]]:

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from cluster.config import Config
-from cluster.config_tls import TlsConfig
+from cluster.config.tls import TlsConfig
 from cluster.errors import ConfigurationError
 from cluster.telemetry.metrics_page import PageGuard, serve_metrics
 from cluster.transport.listening import Listener

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import ConfigurationError
 from services.http_call import API_KEY
-from services.running_cluster.pages import Page, read_page
+from services.running_cluster.pages import MetricsPage, read_page
 
 
 class Worker(http.server.BaseHTTPRequestHandler):
@@ -45,7 +45,7 @@ def test_a_page_is_read_as_numbers(url: str) -> None:
 @pytest.mark.parametrize("text", [" {", "a{", "a{b", 'a{b="c} 1', "a 1 2 3 4 x", "a one"])
 def test_what_is_no_page_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
-        Page(text)
+        MetricsPage(text)
 
 
 def test_the_routers_key_goes_to_nobody_by_itself(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.config import Config
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.diagnosis.findings import Finding
 from services.tune.candidates import candidates
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.models import Widening, widen_model
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.engine.model_config import ModelConfig
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer

@@ -12,7 +12,7 @@ from bench.fault_client import Question
 from bench.fault_load import Answers, make_questions, under_load
 from bench.fault_ray import TWO_OF_EACH, RayFaultCluster, RayNodes
 from bench.faults import SETTINGS
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 

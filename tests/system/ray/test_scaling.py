@@ -7,7 +7,7 @@ import time
 from bench.fault_client import Question
 from bench.fault_load import Answers, under_load
 from bench.fault_ray import READY_SECONDS, RayFaultCluster
-from services.launch.ray.registry import find_decisions
+from services.launch.ray.registry_actor import find_decisions
 from tests.waiting import eventually
 
 SCALED = (

@@ -10,7 +10,7 @@ import httpx
 from bench.fault_client import Question
 from bench.fault_load import Answers
 from bench.fault_ray import RayFaultCluster
-from cluster.simulation.tokens import token_at
+from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.noise import NoiseKey
 
 NEW_VOCABULARY = 4090  # a simulated token depends on its size

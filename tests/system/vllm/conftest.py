@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.engine.runner import ModelRunner
 from tests.system.cases import sampled_cases
 from tests.system.client import Case

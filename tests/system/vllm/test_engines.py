@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from bench.workload import read_counters
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 from tests.system.client import Case, complete_all
 from tests.system.vllm.conftest import SETTINGS

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.engine.runner import ModelRunner
 from services import cli
 from services.launch.local import free_ports

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 from tests.collector import collecting
 from tests.system.test_tracing import check_one_choice, new_trace

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from bench.workload import read_counters
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 from tests.cluster.vllm.v2.environment import environment
 from tests.system.shaped_cases import Body, answer, assert_alike, shaped_bodies

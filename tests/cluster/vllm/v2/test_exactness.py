@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config_workers import TargetConfig
+from cluster.config.workers import TargetConfig
 from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from cluster.model_folder import resolve_model_folder
@@ -17,7 +17,7 @@ from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.tokenization import Tokenizer
-from cluster.training.corpus import held_out_texts
+from services.training.corpus import held_out_texts
 from tests.background_loop import BackgroundLoop
 from tests.system.client import Case
 from tests.system.near_ties import NearTieJudge

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.config_speculation import SpeculationConfig
+from cluster.config.speculation import SpeculationConfig
 from cluster.errors import ConfigurationError
 from cluster.vllm.v2 import is_asked_for
 from cluster.vllm.v2.settings import PluginSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.errors import ConfigurationError
 from services.launch.ray.options import (
     DeploymentOptions,

@@ -13,7 +13,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from cluster.config_file import load_config
+from cluster.config.file import load_config
 from cluster.speculation.speed import (
     RoundCosts,
     best_num_speculative_tokens,

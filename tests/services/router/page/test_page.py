@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.config_router import RouterConfig
+from cluster.config.router import RouterConfig
 from services.router.page.feed import MAX_VIEWERS
 from services.router.page.routes import STATIC
 from tests.waiting import wait_until

@@ -1,0 +1,235 @@
+"""The configuration: one YAML tree for every program, read once, unknown keys refused.
+
+It is read by `cluster.config.file`. What can be derived is a property.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from cluster.config.ray import PlacementConfig, RayConfig
+from cluster.config.router import RouterConfig
+from cluster.config.simulation import SimulationConfig
+from cluster.config.speculation import SpeculationConfig
+from cluster.config.tls import TlsConfig
+from cluster.config.types import LogFormat, LogLevel, Section, Share
+from cluster.config.workers import DraftConfig, TargetConfig, WorkerConfig
+
+
+class TracingConfig(Section):
+    """Spans of requests, exported by OTLP over HTTP."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] | None = Field(
+        None,
+        description="the collector, such as `http://localhost:4318`; spans go to `/v1/traces` below it. null: no "
+        "tracing. Needs the extra `outrider[tracing]`",
+    )
+    sample_ratio: Share = Field(
+        1.0,
+        description="share of the requests that are traced, of those that come without a `traceparent`; with one, it "
+        "says whether",
+    )
+
+
+class LoggingConfig(Section):
+    level: LogLevel = Field(
+        "info", description="the least that is logged: debug, info, warning or error; `--log-level` is the same"
+    )
+    format: LogFormat = Field(
+        "text", description="text: `time level program: message`; json: an object a line; `--log-format` is the same"
+    )
+
+
+class Config(Section):
+    target: TargetConfig = Field(TargetConfig(), description="The workers that verify and decide.")
+    draft: DraftConfig = Field(DraftConfig(), description="The workers that propose.")
+    speculation: SpeculationConfig = Field(SpeculationConfig(), description="How deep, and how, to speculate.")
+    router: RouterConfig = Field(RouterConfig(), description="The HTTP server.")
+    tls: TlsConfig = Field(
+        TlsConfig(), description="Between the programs: certificates and a shared token (`docs/SECURITY.md`)."
+    )
+    tracing: TracingConfig = Field(
+        TracingConfig(), description="Spans of requests, by OpenTelemetry (`docs/OPERATING.md`)."
+    )
+    logging: LoggingConfig = Field(LoggingConfig(), description="The log of each program, on stderr.")
+    simulation: SimulationConfig = Field(
+        SimulationConfig(),
+        description="What simulated engines do (`target.engine` and `draft.drafter` both `simulated`). The default "
+        "curves are those of the 190M pair of `bench.models` on two cores.",
+    )
+    ray: RayConfig = Field(
+        RayConfig(),
+        description="The same programs as a Ray Serve application (`docs/RAY.md`); other launchers ignore it.",
+    )
+    placement: PlacementConfig = Field(
+        PlacementConfig(), description="Where workers are, and how they hear of each other under Ray."
+    )
+
+    @model_validator(mode="after")
+    def _replicas_within_bounds(self) -> Config:
+        for pool, replicas, bounds in (
+            ("target", self.target.replicas, self.ray.target),
+            ("draft", self.draft.replicas, self.ray.draft),
+        ):
+            least, most = bounds.min_replicas, bounds.max_replicas
+            if most is None:
+                if self.ray.scaling.mode == "act":
+                    raise ValueError(f"ray.scaling.mode act needs a bound: set ray.{pool}.max_replicas")
+                continue
+            if most < least:
+                raise ValueError(f"ray.{pool}.max_replicas {most} is less than ray.{pool}.min_replicas {least}")
+            if replicas > most:
+                raise ValueError(f"{pool}.replicas {replicas} is more than ray.{pool}.max_replicas {most}")
+        return self
+
+    @model_validator(mode="after")
+    def _further_drafts_can_work(self) -> Config:
+        if self.ray.further_drafts and (not self.has_draft_workers or self.has_sidecars):
+            raise ValueError("ray.further_drafts need a pool of draft workers: draft.placement pool, and k above 0")
+        for name, further in self.ray.further_drafts.items():
+            self.with_further_drafts(name)
+            if further.draft and self.ray.scaling.mode != "manual":
+                raise ValueError(
+                    f"ray.scaling.mode {self.ray.scaling.mode} cannot tell draft models of one pool apart: set it to "
+                    f"manual, or leave ray.further_drafts.{name}.draft out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _in_process_can_work(self) -> Config:
+        if not self.drafts_in_process:
+            return self
+        where = "draft.placement in-process"
+        if self.target.engine == "vllm":
+            raise ValueError(f"{where} needs target.engine torch, not vllm: set draft.placement to pool or sidecar")
+        if self.draft.drafter == "vllm":
+            raise ValueError(f"{where} needs a drafter of our own, not vllm: set draft.placement to pool or sidecar")
+        if self.draft.drafter == "simulated" and self.target.engine != "simulated":
+            raise ValueError(f"{where} has the drafter simulated for target.engine simulated, not {self.target.engine}")
+        if self.draft.cpus is not None:
+            raise ValueError(f"{where} leaves the drafter on the target's cores: set target.cpus, not draft.cpus")
+        return self
+
+    @model_validator(mode="after")
+    def _host_cpu_can_work(self) -> Config:
+        if not self.drafts_on_host_cpu:
+            return self
+        where = "draft.placement host-cpu"
+        if self.draft.device != "cpu":
+            raise ValueError(
+                f"{where} contradicts draft.device {self.draft.device}: leave draft.device out, or set draft.placement "
+                "to sidecar for a draft on a GPU"
+            )
+        if self.draft.drafter == "vllm":
+            raise ValueError(
+                f"{where} needs a drafter of our own, not vllm, which is built either for GPUs or for CPUs: set "
+                "draft.drafter to model, or draft.placement to sidecar"
+            )
+        shared = sorted(set(self.target.cpus or ()) & set(self.draft.cpus or ()))
+        if shared:
+            raise ValueError(
+                f"{where} gives the draft cores that its target does not use, but target.cpus and draft.cpus both have "
+                f"{shared}: leave draft.cpus out, or set draft.placement to sidecar to share cores"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rejection_has_probabilities(self) -> Config:
+        if self.speculation.acceptance != "rejection":
+            return self
+        if self.target.engine != "torch":
+            raise ValueError(f"acceptance rejection needs target.engine torch, not {self.target.engine}")
+        if self.draft.drafter in ("ngram", "vllm", "simulated"):
+            raise ValueError(
+                f"acceptance rejection needs the draft's probabilities: draft.drafter {self.draft.drafter} gives none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_vllm(self) -> Config:
+        """Settings that an engine of ours does not have."""
+        if self.target.engine != "vllm":
+            _refuse_vllm_settings("target", self.target, f"target.engine {self.target.engine}")
+            if self.speculation.acceptance == "engine":
+                raise ValueError(f"acceptance engine needs target.engine vllm, not {self.target.engine}")
+            if self.draft.drafter == "engine":
+                raise ValueError(f"draft.drafter engine needs target.engine vllm, not {self.target.engine}")
+            if self.target.takes_adapters:
+                raise ValueError(
+                    f"target.lora and target.lora_root need target.engine vllm: {self.target.engine} has no adapters"
+                )
+        if self.draft.drafter != "vllm":
+            _refuse_vllm_settings("draft", self.draft, f"draft.drafter {self.draft.drafter}")
+        if self.draft.drafter == "vllm" and self.draft.quantization is not None:
+            raise ValueError(
+                f"draft.quantization {self.draft.quantization} is the torch engine's: with draft.drafter vllm give "
+                "draft.engine_args {quantization: ...}"
+            )
+        if self.draft.speculative_config and self.draft.drafter != "engine":
+            raise ValueError(f"draft.speculative_config needs draft.drafter engine, not {self.draft.drafter}")
+        return self
+
+    @model_validator(mode="after")
+    def _not_vllm(self) -> Config:
+        """Settings that vLLM does not have, or has its own for."""
+        if self.target.engine != "vllm":
+            return self
+        if self.speculation.tree_width > 1:
+            raise ValueError(
+                f"target.engine vllm verifies chains only: set tree_width 1, not {self.speculation.tree_width}"
+            )
+        if self.target.quantization is not None:
+            raise ValueError(
+                f"target.quantization {self.target.quantization} is the torch engine's: with target.engine vllm give "
+                "target.engine_args {quantization: ...}"
+            )
+        return self
+
+    @property
+    def draft_model(self) -> str:
+        """The model whose tokens the drafter knows: the target's own unless the drafter is a model of its own."""
+        return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a drafter of ours proposes at all, wherever it is."""
+        return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
+
+    @property
+    def drafts_in_process(self) -> bool:
+        """Whether each target has its drafter in its own process."""
+        return self.has_drafter and self.draft.placement == "in-process"
+
+    @property
+    def has_draft_workers(self) -> bool:
+        """Whether there are draft workers at all."""
+        return self.has_drafter and self.draft.placement != "in-process"
+
+    def with_further_drafts(self, name: str) -> Config:
+        """As the draft workers of `ray.further_drafts` have it that are called `name`. Raises ValueError."""
+        draft = DraftConfig.model_validate(self.draft.model_dump() | self.ray.further_drafts[name].draft)
+        return self.model_copy(update={"draft": draft})
+
+    @property
+    def num_further_drafts(self) -> int:
+        return sum(further.replicas for further in self.ray.further_drafts.values())
+
+    @property
+    def has_sidecars(self) -> bool:
+        """Whether they belong to one target each."""
+        are_beside = self.draft.placement in ("sidecar", "host-cpu")
+        return self.has_draft_workers and are_beside and self.draft.replicas > 0
+
+    @property
+    def drafts_on_host_cpu(self) -> bool:
+        """Returns True if the sidecars compute on cores of the host that their targets do not use."""
+        return self.has_sidecars and self.draft.placement == "host-cpu"
+
+
+def _refuse_vllm_settings(section: str, worker: WorkerConfig, because: str) -> None:
+    if worker.tensor_parallel_size > 1:
+        raise ValueError(f"{section}.tensor_parallel_size {worker.tensor_parallel_size} needs vLLM: {because} has 1")
+    if worker.engine_args:
+        raise ValueError(f"{section}.engine_args are vLLM's: {because} has none")

@@ -1,0 +1,138 @@
+"""Reads the configuration: a YAML file, then the environment, then single settings; the later goes before the earlier.
+
+config = load_config(Path("cluster.yaml"), overrides=["speculation.num_speculative_tokens=6"], environment=os.environ)
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cluster.config import Config
+from cluster.config.environment import Variable, variable_of, variables_in
+from cluster.errors import ConfigurationError
+
+_NO_ENVIRONMENT: Mapping[str, str] = {}
+_VALUE_CHARACTERS = 200
+
+
+def load_config(
+    path: Path | None = None, overrides: Sequence[str] = (), environment: Mapping[str, str] = _NO_ENVIRONMENT
+) -> Config:
+    """Reads the YAML file at `path` (default: none, all defaults), then applies the settings in `environment`, then
+    `overrides`.
+
+    An override is `section.key=value`, its value read as YAML; so are values in `environment`. Raises
+    ConfigurationError naming the key.
+    """
+    return parse_config(read_tree(path), overrides, environment)
+
+
+def read_tree(path: Path | None) -> dict[str, Any]:
+    """The sections in the YAML file at `path`, unchecked. Raises ConfigurationError."""
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigurationError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"the configuration {path} is not YAML: {error}") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigurationError(f"the configuration {path} must be a mapping of sections")
+        tree = loaded or {}
+    return tree
+
+
+def parse_config(
+    tree: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] = _NO_ENVIRONMENT
+) -> Config:
+    """The configuration of `tree`, after `environment` and `overrides`, which change it. Raises ConfigurationError
+    naming the key, and the variable if it is one's.
+    """
+    variables = variables_in(environment)
+    for variable in variables:
+        _apply(tree, variable.key, variable.value, variable.name)
+    given = set()
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigurationError(f"cannot apply {override!r}: write section.key=value")
+        _apply(tree, key, value, override)
+        given.add(key.strip())
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigurationError(_describe(error, [one for one in variables if one.key not in given])) from error
+
+
+def _apply(tree: dict[str, Any], key: str, value: str, source: str) -> None:
+    """`source`: who says it."""
+    *sections, name = key.strip().split(".")
+    if not sections or not name or not all(sections):
+        raise ConfigurationError(f"cannot apply {source!r}: write section.key=value")
+    branch = tree
+    for section in sections:
+        if branch.get(section) is None:  # a section of a file that has nothing but comments
+            branch[section] = {}
+        branch = branch[section]
+        if not isinstance(branch, dict):
+            raise ConfigurationError(f"cannot apply {source!r}: {section!r} is not a section")
+    try:
+        branch[name] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"cannot apply {source!r}: its value is not YAML: {error}") from error
+
+
+def _describe(error: ValidationError, variables: Sequence[Variable]) -> str:
+    """The first complaint, with the key it is about and, for an unknown key, the nearest known one."""
+    complaint = error.errors()[0]
+    key = ".".join(map(str, complaint["loc"])) or "configuration"
+    named = next((one for one in variables if f"{key}.".startswith(f"{one.key}.")), None)
+    if named is None and complaint["type"] == "extra_forbidden":  # it may be the section that is unknown
+        named = next((one for one in variables if one.key.startswith(f"{key}.")), None)
+    reason = _reason(complaint, key, named)
+    return reason if named is None else f"{named.name}: {reason}"
+
+
+def _reason(complaint: ErrorDetails, key: str, variable: Variable | None) -> str:
+    """`variable`: the one that is to blame, if one is."""
+    if complaint["type"] != "extra_forbidden":
+        # Of a section, whose settings do not go together, the message says which.
+        given = "" if isinstance(complaint["input"], dict | BaseModel) else f" (got {_excerpt(complaint['input'])})"
+        return f"{key}: {complaint['msg']}{given}"
+    *within, name = map(str, complaint["loc"])
+    known = _keys(within)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    if not nearest:
+        return f"unknown key {key!r}; known keys: {', '.join(known)}"
+    if variable is None:
+        return f"unknown key {key!r}; did you mean {nearest[0]!r}?"
+    rest = variable.key.removeprefix(key)
+    return f"unknown key {key!r}; did you mean {variable_of('.'.join((*within, nearest[0])) + rest)!r}?"
+
+
+def _keys(location: Sequence[str]) -> list[str]:
+    """Those that the part of the configuration at `location` may have."""
+    section: type[BaseModel] = Config
+    for part in location:
+        field = section.model_fields.get(part)
+        if field is None:  # a name of the user's own, such as those of ray.further_drafts
+            continue
+        choices = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        sections = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]
+        if not sections:
+            return []
+        section = sections[0]
+    return list(section.model_fields)
+
+
+def _excerpt(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _VALUE_CHARACTERS else f"{text[:_VALUE_CHARACTERS]}..."

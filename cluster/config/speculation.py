@@ -1,0 +1,98 @@
+"""The section `speculation` of the configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from cluster.config.types import Section
+
+
+class SpeculationConfig(Section):
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
+        4,
+        description="draft tokens a round (k): where the controller begins, or stays when it is fixed; 0: no draft "
+        "worker is started and the target gets every core",
+    )
+    max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
+        16, description="the most that a controller chooses and that a request may ask for"
+    )
+    controller: Literal["goodput", "threshold", "fixed"] = Field(
+        "goodput",
+        description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
+        "acceptance rate; fixed, num_speculative_tokens",
+    )
+    acceptance: Literal["coupled", "greedy", "rejection", "engine"] = Field(
+        "coupled",
+        description="coupled: the draft sees the target's noise. For comparison: greedy, it proposes its likeliest "
+        "token, as engines do that have nothing but token IDs; rejection, the target runs a copy of the draft for its "
+        "probabilities, and what comes out depends on the draft; engine, vLLM samples and accepts in its own way, with "
+        "no promise about the outcome",
+    )
+    max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="tokens past the committed ones that a drafter may go at most; within that it goes 2k+2 far; "
+        "0: no further than k; null: the 2k+2 of max_speculative_tokens, or 0 where the launcher finds that draft and "
+        "target share cores",
+    )
+    run_ahead_branches: Annotated[int, Field(ge=0, le=8)] | None = Field(
+        None,
+        description="next best drafts that run-ahead follows wherever the target may choose another than the best; "
+        "null: 3, or 0 where the launcher finds that draft and target share cores",
+    )
+    tree_width: Annotated[int, Field(ge=1, le=8)] = Field(
+        1,
+        description="children of a draft token at most: with more than 1 the drafts of a round are the tree that the "
+        "measured acceptance makes best, which may be a chain; goodput chooses their number and the tree together",
+    )
+    tune_draft_temperature: bool = Field(
+        True, description="search, while it works, for the draft temperature that is accepted most often"
+    )
+    draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
+        50.0, description="how long a step waits for a proposal before it decodes plainly"
+    )
+
+    @model_validator(mode="after")
+    def _default_within_limit(self) -> SpeculationConfig:
+        if self.num_speculative_tokens > self.max_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens {self.num_speculative_tokens} exceeds max_speculative_tokens "
+                f"{self.max_speculative_tokens}: raise the latter"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rejection_of_chains(self) -> SpeculationConfig:
+        if self.acceptance == "rejection" and self.tree_width > 1:
+            raise ValueError(f"acceptance rejection verifies chains only: set tree_width 1, not {self.tree_width}")
+        return self
+
+    @property
+    def draft_timeout_seconds(self) -> float:
+        return self.draft_timeout_ms / 1e3
+
+    @property
+    def tunes_draft_temperature(self) -> bool:
+        """Not where the target must know the distribution that the draft sampled from."""
+        return self.tune_draft_temperature and self.acceptance != "rejection"
+
+    @property
+    def num_run_ahead_branches(self) -> int:
+        return 3 if self.run_ahead_branches is None else self.run_ahead_branches
+
+    def window(self, num_speculative_tokens: int) -> int:
+        """How far past the committed tokens a drafter may run for a sequence with this k."""
+        return window_of(num_speculative_tokens, self.granted_window)
+
+    @property
+    def granted_window(self) -> int:
+        """How far it may run at most, whatever k is; a proposal of k tokens is always allowed."""
+        if self.max_run_ahead is not None:
+            return self.max_run_ahead
+        return 2 * self.max_speculative_tokens + 2
+
+
+def window_of(num_speculative_tokens: int, granted: int) -> int:
+    """2k+2, as far as it is granted, and k in any case: the next proposal and the bonus tokens of two rounds."""
+    return max(num_speculative_tokens, min(granted, 2 * num_speculative_tokens + 2))

@@ -1,0 +1,48 @@
+"""The part of the configuration that says how programs of a cluster know each other."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from cluster.config.types import FilePath, Section
+
+
+class TlsConfig(Section):
+    """All three files of certificates, or none."""
+
+    ca_file: FilePath | None = Field(
+        None,
+        description="certificates (PEM) of who signs those of the programs. With the next two it turns TLS on between "
+        "router, targets, drafts and metrics pages: each shows its certificate and checks the other's. `{program}` in "
+        "a path stands for `router`, `target` or `draft`, and a file that changes is read anew",
+    )
+    certificate_file: FilePath | None = Field(
+        None, description="the program's own certificate (PEM), and those between it and the CA's"
+    )
+    key_file: FilePath | None = Field(None, description="its private key (PEM)")
+    token_file: FilePath | None = Field(
+        None,
+        description="a token that callers send with every call and workers ask for, besides certificates; the first "
+        "line is sent, each line is accepted",
+    )
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> TlsConfig:
+        files = {name: getattr(self, name) for name in ("ca_file", "certificate_file", "key_file")}
+        missing = [name for name, value in files.items() if value is None]
+        if missing and len(missing) < len(files):
+            raise ValueError(f"TLS between programs needs all three files: set {', '.join(missing)} too")
+        if missing and self.token_file is not None:
+            raise ValueError(
+                "token_file needs TLS, or whoever listens has the token: set ca_file, certificate_file, key_file"
+            )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.ca_file is not None
+
+    def of(self, program: str) -> TlsConfig:
+        """With the paths that they are for `program`."""
+        paths = {name: None if path is None else path.replace("{program}", program) for name, path in self}
+        return self.model_copy(update=paths)

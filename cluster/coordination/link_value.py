@@ -1,0 +1,44 @@
+"""Predicts what a draft worker would give a sequence: tokens per second with its drafts, at the best depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from cluster.coordination.depths import DepthPlanner
+from cluster.coordination.sequence import ActiveLink
+
+
+class LinkValue:
+    """Predicts with the controller's own measurements: what proposals take, and the model's acceptance."""
+
+    def __init__(self, planner: DepthPlanner) -> None:
+        self._planner = planner
+        self.max_depth = max(1, planner.max_depth)
+
+    def of(self, link: ActiveLink, links: Iterable[ActiveLink], temperature: float, num_more: int = 0) -> float:
+        """Tokens per second with `num_more` sequences added to those of `link`, were the whole step drafted for so.
+
+        For a link without measurements the round trip is guessed by its place, and all else is taken from the other
+        `links`, those of the same model first.
+        """
+        planner = self._planner
+        survival = planner.survival(link.model, temperature)
+        if not len(survival):  # speculation.max_speculative_tokens is 0
+            return 0.0
+        depths = np.arange(1, len(survival) + 1)
+        waits = np.zeros(len(depths))
+        known = link if link.costs.is_known else _like(link, links)
+        if known is not None:
+            waits = known.costs.wait_seconds(depths, np.full(len(depths), max(1, len(link.sequences) + num_more)))
+        if known is not link and link.expected_round_trip is not None:
+            measured = 0.0 if known is None else known.costs.round_trip_seconds
+            waits = np.maximum(waits + link.expected_round_trip - measured, 0.0)
+        rates = planner.speed(planner.num_planned_rows).by_depth(survival, waits)
+        return float(rates.max() if planner.measures else rates[max(1, planner.opening_depth) - 1])
+
+
+def _like(link: ActiveLink, links: Iterable[ActiveLink]) -> ActiveLink | None:
+    known = [other for other in links if other.costs.is_known]
+    return next((other for other in known if other.model == link.model), known[0] if known else None)

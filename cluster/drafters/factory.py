@@ -1,0 +1,182 @@
+"""Every drafter there is, by the name it has in the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cluster.config import Config
+from cluster.config.workers import DraftConfig, DrafterName, LayerChoice
+from cluster.drafters.base import Drafter
+from cluster.drafters.model import ModelDrafter
+from cluster.drafters.ngram import NgramDrafter
+from cluster.drafters.parallel import ParallelDrafter
+from cluster.drafters.simulated import SimulatedDrafter
+from cluster.engine.cpu_kernels import has_kernels
+from cluster.engine.limits import StepLimits
+from cluster.engine.loader import LoadedModel, Progress
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.runner import ModelRunner, kv_cache_budget, load_weights
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from cluster.vllm.compatibility import DRAFTER, check
+from cluster.vllm.engine_args import set_environment
+
+
+def make_drafter(config: Config, progress: Progress | None = None) -> Drafter:
+    """The drafter that `config` names, its model loaded. Raises ConfigurationError."""
+    return _DRAFTERS[config.draft.drafter](config, progress)
+
+
+def load_draft_model(config: Config, progress: Progress | None = None) -> ModelRunner:
+    """The model of a drafter that is one, with an empty cache. Raises ConfigurationError."""
+    loaded = load_draft_weights(config, progress)
+    return ModelRunner.with_cache(loaded, config.draft, kv_cache_budget(config.draft, loaded.weights.device))
+
+
+def is_model(drafter: DrafterName) -> bool:
+    """Whether it is a model of the PyTorch engine."""
+    return drafter in _MODELS
+
+
+def load_draft_weights(
+    config: Config, progress: Progress | None = None, target: LoadedModel | None = None
+) -> LoadedModel:
+    """The model of a drafter that is one. With the `target` in the same process, what both have is not loaded twice.
+
+    Raises ConfigurationError.
+    """
+    return _MODELS[config.draft.drafter](config, progress, target)
+
+
+def _model(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
+    return _load(config.draft, progress)
+
+
+def _layer_skip(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
+    """The target's model without some of its layers (Zhang et al., arXiv 2309.08168)."""
+    if target is None:
+        return _load(_of_target(config), progress, layers=config.draft.layers)
+    _check_shared(config, target)
+    if config.draft.quantization not in (None, config.target.quantization):
+        raise ConfigurationError(
+            f"draft.quantization {config.draft.quantization}: in the target's process the drafter layer-skip has the "
+            "target's layers as they are: set target.quantization, or draft.placement pool"
+        )
+    return target.with_layers(config.draft.layers)
+
+
+def _self_int4(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
+    """The target's model with its projections in 4 bits; embedding, last norm and head are as the target has them."""
+    draft = _of_target(config).model_copy(update={"quantization": "int4"})
+    if target is None:
+        return _load(draft, progress)
+    _check_shared(config, target)
+    if config.target.quantization == "int4" and config.target.quantization_group_size == draft.quantization_group_size:
+        return target
+    weights = target.weights
+    like_target = {"device": weights.device.type, "dtype": str(weights.dtype).removeprefix("torch.")}
+    draft = draft.model_copy(update=like_target)
+    return load_weights(draft, dtype_on_cpu=weights.dtype, progress=progress, ends=weights)
+
+
+def _check_shared(config: Config, target: LoadedModel) -> None:
+    """That no setting keeps the draft from having the target's tensors. Raises ConfigurationError."""
+    draft, weights = config.draft, target.weights
+    for name, own, shared in (
+        ("device", draft.device, weights.device.type),
+        ("dtype", draft.dtype, str(weights.dtype).removeprefix("torch.")),
+    ):
+        if own not in ("auto", shared):
+            raise ConfigurationError(
+                f"draft.{name} {own}: in the target's process the drafter {draft.drafter} has the target's tensors, "
+                f"which are {shared}: set draft.{name} auto, or draft.placement pool"
+            )
+    if draft.gpu_kernels != config.target.gpu_kernels:
+        raise ConfigurationError(
+            f"draft.gpu_kernels {draft.gpu_kernels}: in the target's process the drafter {draft.drafter} has the "
+            f"target's model, with gpu_kernels {config.target.gpu_kernels}: set the same, or draft.placement pool"
+        )
+
+
+def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
+    """The drafter whose model and cache are `runner`."""
+    max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
+    limits = StepLimits.of(config.draft, max_model_len)
+    if config.draft.drafter == "parallel":
+        mask_token_id = runner.model.config.mask_token_id
+        if mask_token_id is None:
+            raise ConfigurationError(
+                f"draft.drafter parallel: the config.json of {config.draft.model!r} has no pard_token, so the model "
+                "was not trained to draft several tokens at once: set draft.drafter model, or make one with `outrider "
+                "distill --parallel`"
+            )
+        if not 0 <= mask_token_id < runner.model.config.vocab_size:
+            raise ConfigurationError(
+                f"the config.json of {config.draft.model!r} has pard_token {mask_token_id}, which is not in its "
+                f"vocabulary of {runner.model.config.vocab_size} tokens: correct it"
+            )
+        return ParallelDrafter(runner, limits, mask_token_id)
+    if runner.gpu_kernels == "torch" or runner.model.device.type != "cuda":
+        return ModelDrafter(runner, limits)
+    from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
+
+    return ModelDrafter(runner, limits, Burst.of(runner, limits))
+
+
+def _model_drafter(config: Config, progress: Progress | None) -> Drafter:
+    return model_drafter(config, load_draft_model(config, progress))
+
+
+def _ngram(config: Config, progress: Progress | None) -> Drafter:
+    draft = config.draft
+    model = ModelConfig.from_folder(resolve_model_folder(config.draft_model))
+    max_model_len = model.resolve_max_model_len(draft.max_model_len)
+    return NgramDrafter(model.vocab_size, StepLimits.of(draft, max_model_len), draft.ngram_min, draft.ngram_max)
+
+
+def _vllm(config: Config, progress: Progress | None) -> Drafter:
+    set_environment(config.draft)  # vLLM reads some of it when it is imported
+    check(DRAFTER)
+    from cluster.drafters.vllm import VllmDrafter  # only this drafter needs vLLM
+    from cluster.vllm.draft_engine import DraftEngine
+
+    return VllmDrafter(DraftEngine(config.draft), config.draft.max_num_seqs)
+
+
+def _engine(config: Config, progress: Progress | None) -> Drafter:
+    raise ConfigurationError("draft.drafter engine drafts inside the target: it has no draft workers")
+
+
+def _simulated(config: Config, progress: Progress | None) -> Drafter:
+    draft, model = config.draft, ModelConfig.from_folder(resolve_model_folder(config.draft_model))
+    max_model_len = draft.max_model_len or config.target.max_model_len or model.max_position_embeddings
+    vocab_size = config.simulation.vocab_size or model.vocab_size
+    return SimulatedDrafter(config.simulation, vocab_size, StepLimits.of(draft, max_model_len))
+
+
+_MODELS: dict[DrafterName, Callable[[Config, Progress | None, LoadedModel | None], LoadedModel]] = {
+    "model": _model,
+    "parallel": _model,
+    "self-int4": _self_int4,
+    "layer-skip": _layer_skip,
+}
+
+_DRAFTERS: dict[DrafterName, Callable[[Config, Progress | None], Drafter]] = {
+    **dict.fromkeys(_MODELS, _model_drafter),
+    "ngram": _ngram,
+    "vllm": _vllm,
+    "engine": _engine,
+    "simulated": _simulated,
+}
+
+
+def _of_target(config: Config) -> DraftConfig:
+    return config.draft.model_copy(update={"model": config.draft_model})
+
+
+def _load(draft: DraftConfig, progress: Progress | None, layers: LayerChoice | None = None) -> LoadedModel:
+    # A draft reads its weights as often as it proposes; without the kernels, though, PyTorch's float32 is the faster.
+    dtype_on_cpu = torch.bfloat16 if has_kernels() else torch.float32
+    return load_weights(draft, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)

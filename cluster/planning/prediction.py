@@ -1,0 +1,227 @@
+"""What each way of placing a draft would give: throughput, latency, dollars, memory.
+
+Throughput is that of a closed loop (Little 1961): S sequences run at all times, an answer takes its first token's time
+and the rounds of the others, so S / (t_first + rounds * t_step) answers a second are given. A step's mean is the round
+and what the rows of the prompts add that come in it: what is spent on prompts is counted where it falls, on all that
+run meanwhile. K is the depth that gives the most, prompts included.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cluster.engine.memory_plan import Budget
+from cluster.errors import ConfigurationError
+from cluster.planning.kernels import Segments
+from cluster.planning.latency import Latency, StepLoad, latency, mean_rounds
+from cluster.planning.round_costs import MAX_DEPTH, Drafting, PredictedRound, plain_round, round_of
+from cluster.planning.steps import StepPredictor
+
+_ITERATIONS = 20  # of a fixed point that a few settle
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLoad:
+    """What clients ask for."""
+
+    num_seqs: int  # at once, on one target
+    prompt_tokens: int
+    answer_tokens: int
+    max_num_batched_tokens: int = 2048  # in a step
+    requests_per_second: float | None = None  # of all targets together; None: as many as `num_seqs` clients ask for
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens <= self.num_seqs:
+            raise ConfigurationError(
+                f"a step of {self.max_num_batched_tokens} tokens has no room for prompts beside {self.num_seqs} "
+                "sequences: raise the former or lower the latter"
+            )
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens in the cache of a sequence that decodes, on the average of its answer."""
+        return self.prompt_tokens + self.answer_tokens / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to place the draft."""
+
+    name: str
+    target: StepPredictor
+    drafting: Drafting | None = None
+    target_dollars_per_hour: float | None = None  # None: unknown
+    draft_dollars_per_hour: float | None = None  # of one draft device; None: the draft has none of its own
+    is_pool: bool = False  # its draft devices serve several targets
+    budgets: tuple[Budget, ...] = ()  # of the target's memory, and of a draft device's of its own
+    num_speculative_tokens: int | None = None  # None: what pays best
+
+    def round(self, num_seqs: float, context: float, num_speculative_tokens: int) -> PredictedRound:
+        if self.drafting is None or num_speculative_tokens == 0:
+            return plain_round(self.target, num_seqs, context)
+        own = round_of(self.target, self.drafting, num_seqs, context, num_speculative_tokens)
+        return replace(own, hidden_share=own.hidden_share / _num_sharing(own)) if self.is_pool else own
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """That are tried."""
+        if self.drafting is None:
+            return (0,)
+        given = self.num_speculative_tokens
+        return range(MAX_DEPTH + 1) if given is None else (given,)
+
+    def step_seconds(self, round_: PredictedRound, num_seqs: float, load: ExpectedLoad) -> tuple[float, ...]:
+        """Of a round with 0, 1, 2, ... prompts in it, as many as fit: their rows are in a step of the target, and in
+        the first of the draft's, for which the others wait."""
+        rows = round_.num_speculative_tokens + 1
+        drafting = self.drafting if round_.num_speculative_tokens else None
+
+        def steps(num_prompts: int) -> float:
+            prompts = Segments(num_prompts, load.prompt_tokens, 0, sampled_rows=1)
+            drafts, verified = (Segments(num_seqs, n, load.mean_context) for n in (1, rows))
+            draft = 0.0 if drafting is None else drafting.steps.seconds((drafts, prompts))
+            return draft + self.target.seconds((verified, prompts))
+
+        most = max(1, int((load.max_num_batched_tokens - num_seqs * rows) / load.prompt_tokens))
+        without = round_.seconds - steps(0)
+        return tuple(without + steps(n) for n in range(most + 1))
+
+    @property
+    def acceptance_rate(self) -> float:
+        return 0.0 if self.drafting is None else self.drafting.acceptance_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An option at a load."""
+
+    option: str
+    num_seqs: int
+    round: PredictedRound
+    tokens_per_second: float  # of one target
+    latency: Latency
+    most_seqs: int | None  # that the memories hold; None: unknown
+    num_targets: int
+    draft_devices_per_target: float  # a fraction where several targets share one
+    dollars_per_hour: float | None  # in all
+    dollars_per_million_tokens: float | None
+    utilization: float = 1.0  # share of `tokens_per_second` that is asked for
+
+    @property
+    def fits(self) -> bool:
+        return self.most_seqs is None or self.most_seqs >= self.num_seqs
+
+
+def plan(option: Option, load: ExpectedLoad, context: int | None = None) -> Plan:
+    """`context`: tokens that a sequence may have, for which there has to be memory; None: prompt and answer."""
+    context = context or load.prompt_tokens + load.answer_tokens
+    fitting = [budget.largest_batch(context) for budget in option.budgets]
+    most_seqs = fitting[0] if fitting else None
+    if len(fitting) > 1 and not fitting[1]:
+        most_seqs = 0
+    num_targets, num_seqs, utilization = 1, load.num_seqs, 1.0
+    if load.requests_per_second is not None:
+        most = load.num_seqs if most_seqs is None else max(1, min(load.num_seqs, most_seqs))
+        num_targets, num_seqs, utilization = _sized(option, load, most)
+    # A draft device that is too small for a target's sequences is one of several.
+    num_devices = math.ceil(num_seqs / fitting[1]) if len(fitting) > 1 and fitting[1] else 1
+    steady = _steady(option, num_seqs, load)
+    share = _share(option, steady.round, num_devices, fitting, num_seqs)
+    dollars = None
+    if option.target_dollars_per_hour is not None:
+        dollars = num_targets * (option.target_dollars_per_hour + share * (option.draft_dollars_per_hour or 0.0))
+    rate = steady.answers_per_second * load.answer_tokens
+    return Plan(
+        option.name,
+        num_seqs,
+        steady.round,
+        rate,
+        latency(steady.load, option.acceptance_rate, steady.round.num_speculative_tokens, load.answer_tokens),
+        most_seqs,
+        num_targets,
+        share,
+        dollars,
+        None if dollars is None else dollars_per_million_tokens(dollars, rate * num_targets * utilization),
+        utilization,
+    )
+
+
+def dollars_per_million_tokens(dollars_per_hour: float, tokens_per_second: float) -> float:
+    return dollars_per_hour / 3600 / tokens_per_second * 1e6
+
+
+def most_sequences(
+    option: Option, load: ExpectedLoad, first_token_p99: float, between_tokens_p99: float, limit: int
+) -> int:
+    """The most sequences, `limit` at most, whose p99 of both kinds is within these seconds; 0: not even one's is."""
+    low, high = 0, limit
+    option, load = replace(option, budgets=()), replace(load, requests_per_second=None)
+    while low < high:
+        middle = (low + high + 1) // 2
+        own = plan(option, replace(load, num_seqs=middle)).latency
+        if own.first_token_p99 <= first_token_p99 and own.between_tokens_p99 <= between_tokens_p99:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class _Steady:
+    round: PredictedRound
+    load: StepLoad
+    answers_per_second: float
+
+
+def _steady(option: Option, num_seqs: int, load: ExpectedLoad) -> _Steady:
+    """Of the depth that gives the most answers."""
+    each = [_steady_at(option, num_seqs, load, depth) for depth in option.depths]
+    return max(each, key=lambda steady: steady.answers_per_second)
+
+
+def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) -> _Steady:
+    """The closed loop of `num_seqs` sequences, of which those that wait for their first token do not decode."""
+    decoding, prompts_a_step = float(num_seqs), 0.0
+    rounds = mean_rounds(option.acceptance_rate, depth, load.answer_tokens - 1)
+    for _ in range(_ITERATIONS):
+        one = option.round(decoding, load.mean_context, depth)
+        step = StepLoad(option.step_seconds(one, decoding, load), prompts_a_step, is_alone=num_seqs == 1)
+        mean = step.mean_seconds
+        first = step.seconds[1] + (0.0 if step.is_alone else mean / 2)
+        rate = num_seqs / (first + rounds * mean)
+        # Halfway: a longer step brings more prompts, which make it longer.
+        decoding = (decoding + max(1.0, num_seqs - rate * first)) / 2
+        prompts_a_step = 0.0 if num_seqs == 1 else (prompts_a_step + rate * mean) / 2
+    return _Steady(one, step, rate)
+
+
+def _sized(option: Option, load: ExpectedLoad, most: int) -> tuple[int, int, float]:
+    """Targets for the requests, the sequences on each, and the share of what these could do that is asked for."""
+    assert load.requests_per_second is not None
+    num_targets = math.ceil(load.requests_per_second / _steady(option, most, load).answers_per_second)
+    own = load.requests_per_second / num_targets
+
+    def rate(num_seqs: int) -> float:
+        return _steady(option, num_seqs, load).answers_per_second
+
+    num_seqs = min(most, 1 + bisect_left(range(1, most + 1), own, key=rate))
+    return num_targets, num_seqs, min(1.0, own / rate(num_seqs))
+
+
+def _share(option: Option, round_: PredictedRound, num_devices: int, fitting: Sequence[int], num_seqs: int) -> float:
+    """Draft devices for a target."""
+    if option.draft_dollars_per_hour is None or not round_.num_speculative_tokens:
+        return 0.0
+    if not option.is_pool or num_devices > 1:
+        return float(num_devices)
+    by_time = _num_sharing(round_)
+    by_memory = max(1, fitting[1] // num_seqs) if len(fitting) > 1 else by_time
+    return 1 / min(by_time, by_memory)
+
+
+def _num_sharing(round_: PredictedRound) -> int:
+    """Returns the number of targets that share a draft device of a pool, as far as its time allows."""
+    return max(1, int(min(round_.targets_fed, 1e6)))

@@ -1,0 +1,95 @@
+"""What a round takes.
+
+    E(a, k)    tokens a round, bonus included (`cluster.speculation.speed`)
+    round      (1 - h) (k * t_draft(S) + round trip) + t_verify(S * (k + 1)) for all S sequences, and at least
+               k * t_draft(S); t_verify(S) alone if k = 0
+
+h is the share of drafting and round trip that is hidden behind verification, as the draft worker runs ahead on a device
+of its own (`RUN_AHEAD_HIDES`). Targets that share a draft device also share its time for running ahead, so each has an
+equal part of h.
+
+A draft device is busy for k * t_draft of a round without run-ahead, so it feeds
+
+    round / (k * t_draft) = 1 + (t_verify + round trip) / (k * t_draft)
+
+targets without making one wait, if their rounds are staggered. (The converse, 1 + (k * t_draft + round trip) /
+t_verify, is the number of cohorts whose rounds would keep a target busy at all times: while one is verified the others
+are drafted for.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.planning.kernels import Segments, burst_step
+from cluster.planning.steps import StepPredictor
+from cluster.speculation.speed import expected_tokens, round_seconds
+
+MAX_DEPTH = 16
+# Fitted to `bench.pool`: plans are within 20 % of 85 of its 88 cells, 1.00 of them in the median (docs/PLANNING.md).
+# Without it they are up to 43 % too low.
+RUN_AHEAD_HIDES = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """The draft: the times of its steps, its acceptance rate, and its distance."""
+
+    steps: StepPredictor
+    acceptance_rate: float
+    round_trip_seconds: float = 0.0
+    hidden_share: float = 0.0  # of drafting and round trip, by running ahead; 0: target and draft share a device
+    is_one_pass: bool = False  # all drafts of a round take one step
+
+    def seconds(self, num_seqs: float, context: float, num_speculative_tokens: int) -> float:
+        """Returns the time in which `num_speculative_tokens` are drafted for each of `num_seqs` sequences."""
+        if self.is_one_pass:
+            return self.steps.seconds((Segments(num_seqs, num_speculative_tokens + 1, context),))
+        return num_speculative_tokens * self.steps.seconds(burst_step(num_seqs, context, num_speculative_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedRound:
+    """Of all sequences of a target. Times are in seconds."""
+
+    num_speculative_tokens: int
+    num_tokens: float  # committed for one sequence, on the average
+    draft_seconds: float  # k steps of the draft, or one
+    round_trip_seconds: float
+    verify_seconds: float
+    hidden_share: float = 0.0  # of `draft_seconds` and `round_trip_seconds`
+
+    @property
+    def seconds(self) -> float:
+        """The time from a sequence's commitment to its next."""
+        exposed = 1 - self.hidden_share
+        apart = round_seconds(exposed * self.draft_seconds, self.verify_seconds, exposed * self.round_trip_seconds)
+        return max(apart, self.draft_seconds)
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.num_tokens
+
+    @property
+    def targets_fed(self) -> float:
+        """Targets that one draft device feeds, if their rounds are staggered."""
+        without_run_ahead = round_seconds(self.draft_seconds, self.verify_seconds, self.round_trip_seconds)
+        return without_run_ahead / self.draft_seconds if self.draft_seconds else float("inf")
+
+
+def plain_round(target: StepPredictor, num_seqs: float, context: float) -> PredictedRound:
+    return PredictedRound(0, 1.0, 0.0, 0.0, target.seconds((Segments(num_seqs, 1, context),)))
+
+
+def round_of(
+    target: StepPredictor, drafting: Drafting, num_seqs: float, context: float, num_speculative_tokens: int
+) -> PredictedRound:
+    """Of `num_seqs` sequences with `context` tokens each."""
+    return PredictedRound(
+        num_speculative_tokens,
+        expected_tokens(drafting.acceptance_rate, num_speculative_tokens),
+        drafting.seconds(num_seqs, context, num_speculative_tokens),
+        drafting.round_trip_seconds,
+        target.seconds((Segments(num_seqs, num_speculative_tokens + 1, context),)),
+        drafting.hidden_share,
+    )

@@ -1,0 +1,195 @@
+"""Every target engine there is, by the name it has in the configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from cluster.config import Config
+from cluster.config.speculation import SpeculationConfig
+from cluster.config.workers import EngineName
+from cluster.coordination.base import LinkPool
+from cluster.coordination.pool import DraftPool
+from cluster.drafters.base import Drafter
+from cluster.drafters.factory import is_model, load_draft_model, load_draft_weights, make_drafter, model_drafter
+from cluster.engine.blocks import BlockManager
+from cluster.engine.invariance import check_invariance
+from cluster.engine.kv_cache import block_bytes
+from cluster.engine.limits import StepLimits
+from cluster.engine.loader import LoadedModel, Progress, resolve_device
+from cluster.engine.model_config import ModelConfig
+from cluster.engine.runner import ModelRunner, kv_cache_budget, kv_cache_budgets, load_weights
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from cluster.placement.place import Place
+from cluster.targets.base import Target
+from cluster.targets.in_process import InProcessPool, without_run_ahead
+from cluster.targets.rejection import RejectionSampler
+from cluster.targets.simulated import SimulatedTarget
+from cluster.targets.torch import TorchTarget
+from cluster.tokenization import Tokenizer
+from cluster.transport.dialing import Dialer
+from cluster.vllm.compatibility import TARGET, V2_TARGET, check
+from cluster.vllm.engine_args import set_environment, wants_v2_runner
+
+logger = logging.getLogger(__name__)
+
+# Of weights that a step of a draft reads. With less, others' work on one of the cores costs more than they gain: the 2M
+# draft took .21 ms with one thread and .23 with two, .28 and .43 on a machine that others used.
+_BYTES_FOR_ALL_THREADS = 2**23
+
+
+def make_target(config: Config, tokenizer_fingerprint: str, progress: Progress | None = None) -> Target:
+    """The engine that `config` names, its model loaded, for drafts of tokens with that fingerprint.
+
+    Raises ConfigurationError.
+    """
+    target = config.target
+    if target.max_num_batched_tokens < target.max_num_seqs:
+        raise ConfigurationError(
+            f"target.max_num_batched_tokens {target.max_num_batched_tokens} is less than "
+            f"target.max_num_seqs {target.max_num_seqs}: every sequence needs a token in every step"
+        )
+    return _ENGINES[target.engine](config, tokenizer_fingerprint, progress)
+
+
+def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Target:
+    target = config.target
+    loaded = load_weights(target, dtype_on_cpu=torch.bfloat16, progress=progress)
+    pool: LinkPool
+    if config.drafts_in_process:
+        runner, pool = _with_drafter(config, fingerprint, loaded)
+    else:
+        runner = ModelRunner.with_cache(loaded, target, kv_cache_budget(target, loaded.weights.device))
+        pool = _pool(config, fingerprint)
+    if target.numerics == "invariant":
+        check_invariance(runner)
+    rejection = _rejection(config, runner) if config.speculation.acceptance == "rejection" else None
+    limits = StepLimits.of(target, runner.model.config.resolve_max_model_len(target.max_model_len))
+    return TorchTarget(target.model, runner, limits, pool, _speculation(config, pool), rejection)
+
+
+def _with_drafter(config: Config, fingerprint: str, loaded: LoadedModel) -> tuple[ModelRunner, InProcessPool]:
+    """The target's runner, and its drafter beside it. Raises ConfigurationError."""
+    target, draft, device = config.target, config.draft, loaded.weights.device
+    if not is_model(draft.drafter):
+        runner = ModelRunner.with_cache(loaded, target, kv_cache_budget(target, device))
+        return runner, _in_process_pool(config, fingerprint, make_drafter(config))
+    draft_weights = load_draft_weights(config, target=loaded)
+    of_target, of_draft = kv_cache_budgets(target, loaded, draft, draft_weights)
+    runner = ModelRunner.with_cache(loaded, target, of_target)
+    draft_runner = ModelRunner.with_cache(draft_weights, draft, of_draft)
+    pool = _in_process_pool(
+        config,
+        fingerprint,
+        model_drafter(config, draft_runner),
+        has_device_of_its_own=draft_weights.weights.device != device,
+        reads_much=draft_runner.model.num_bytes_read >= _BYTES_FOR_ALL_THREADS,
+    )
+    return runner, pool
+
+
+def _in_process_pool(
+    config: Config,
+    fingerprint: str,
+    drafter: Drafter,
+    *,
+    has_device_of_its_own: bool = False,
+    reads_much: bool = False,
+) -> InProcessPool:
+    """Raises ConfigurationError when drafts and target differ in their tokens."""
+    draft = config.draft
+    of_draft = Tokenizer(resolve_model_folder(config.draft_model)).fingerprint()
+    if of_draft != fingerprint:
+        raise ConfigurationError(
+            f"the draft {config.draft_model!r} (tokenizer {of_draft}) cannot draft for the target "
+            f"{config.target.model!r} (tokenizer {fingerprint}): choose a draft with the target's tokenizer"
+        )
+    is_shared = draft.in_process_threads == "shared" or (
+        draft.in_process_threads == "auto" and not has_device_of_its_own
+    )
+    if not is_shared and not has_device_of_its_own and resolve_device(config.target.device).type == "cuda":
+        raise ConfigurationError(
+            "draft.in_process_threads own: two threads cannot record graphs on one GPU: set it to shared"
+        )
+    num_threads = draft.threads
+    if num_threads is None and not (is_shared and reads_much):
+        # A thread of its own has to take turns with the target's in the kernels' pool of threads, if it asks for more.
+        num_threads = 1
+    name = "simulated" if draft.drafter == "simulated" else config.draft_model
+    logger.info(
+        "%s (%s) drafts in this process, %s; its KV cache has %d blocks of %d tokens",
+        name,
+        draft.drafter,
+        "in turn with the target" if is_shared else "in a thread of its own",
+        drafter.num_blocks,
+        drafter.block_size,
+    )
+    return InProcessPool(drafter, name, config.speculation, num_threads, has_own_thread=not is_shared)
+
+
+def _speculation(config: Config, pool: LinkPool) -> SpeculationConfig:
+    return without_run_ahead(config.speculation) if pool.drafts_in_turn else config.speculation
+
+
+def _pool(config: Config, fingerprint: str) -> DraftPool:
+    return DraftPool(
+        fingerprint,
+        Place.own(config.placement, os.environ),
+        config.placement.trial_share,
+        Dialer.of(config.tls, "target", config.draft.tls_server_name),
+    )
+
+
+def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
+    """With a copy of the draft, as its worker loads it; None where nothing is drafted."""
+    if config.speculation.num_speculative_tokens == 0:
+        return None
+    draft = load_draft_model(config)
+    draft_size, target_size = draft.model.config.vocab_size, target.model.config.vocab_size
+    if draft_size != target_size:
+        raise ConfigurationError(
+            f"speculation.acceptance rejection needs one vocabulary: the draft's has {draft_size} tokens, the target's "
+            f"{target_size}"
+        )
+    max_model_len = draft.model.config.resolve_max_model_len(config.draft.max_model_len)
+    return RejectionSampler(draft, StepLimits.of(config.draft, max_model_len))
+
+
+def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target:
+    on_v2 = wants_v2_runner()
+    set_environment(config.target, v2_runner=on_v2)  # vLLM reads some of it when it is imported
+    check(V2_TARGET if on_v2 else TARGET)
+    from cluster.targets.vllm.target import VllmTarget  # and only this engine needs it
+
+    return VllmTarget(config, fingerprint)
+
+
+def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> Target:
+    """With as many KV blocks as the model would have in bfloat16. No weights are read."""
+    target = config.target
+    model = ModelConfig.from_folder(resolve_model_folder(target.model))
+    pool: LinkPool
+    if config.drafts_in_process:
+        pool = _in_process_pool(config, fingerprint, make_drafter(config))
+    else:
+        pool = _pool(config, fingerprint)
+    num_blocks = kv_cache_budget(target, torch.device("cpu")) // block_bytes(model, target.block_size, torch.bfloat16)
+    return SimulatedTarget(
+        config.simulation,
+        config.simulation.vocab_size or model.vocab_size,
+        StepLimits.of(target, target.max_model_len or model.max_position_embeddings),
+        BlockManager(num_blocks, target.block_size, enable_prefix_caching=target.enable_prefix_caching),
+        pool,
+        _speculation(config, pool),
+    )
+
+
+_ENGINES: dict[EngineName, Callable[[Config, str, Progress | None], Target]] = {
+    "torch": _torch,
+    "vllm": _vllm,
+    "simulated": _simulated,
+}

@@ -1,0 +1,248 @@
+"""The coordinator beside vLLM's scheduler: the same two calls a step as in our own step loop.
+
+Nothing here may raise into the engine. What goes wrong ends the rounds: the engine goes on without drafts, the metric
+says why, and after a pause the rounds begin anew, with new links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from cluster.config.speculation import SpeculationConfig
+from cluster.coordination.coordinator import Coordinator, StepTiming
+from cluster.coordination.pool import DraftPool
+from cluster.coordination.sequence import Round, SpeculativeSequence
+from cluster.coordination.timeline import Timeline
+from cluster.engine.limits import StepLimits
+from cluster.speculation.demand import DraftDemand
+from cluster.speculation.drafts import Drafts
+from cluster.targets.base import root_of
+from cluster.telemetry.metrics import Reading
+from cluster.vllm.coupling import Coupling
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from cluster.vllm.scheduler import EngineStep
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # after a failure, before the rounds begin anew
+
+_FORGIVEN_SECONDS = 600.0
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _contained(
+    method: Callable[Concatenate[CoordinatedRounds, _P], _T],
+) -> Callable[Concatenate[CoordinatedRounds, _P], _T | None]:
+    """What `method` raises ends the rounds instead; it then returns None."""
+
+    @functools.wraps(method)
+    def call(rounds: CoordinatedRounds, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        try:
+            if not rounds.is_on:
+                return None
+            return method(rounds, *args, **kwargs)
+        except Exception as error:
+            rounds.fail(error)
+            return None
+
+    return call
+
+
+class CoordinatedRounds:
+    """`cluster.vllm.scheduler.Rounds` with a coordinator; for the engine core's thread, but for what says otherwise."""
+
+    def __init__(
+        self,
+        links: Links,
+        config: SpeculationConfig,
+        vocab_size: int,
+        limits: StepLimits,
+        step_times: Sequence[tuple[int, float]] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`step_times`: rows of steps that were tried, and the seconds they took."""
+        self._links = links
+        self._config = config
+        self._vocab_size = vocab_size
+        self._limits = limits
+        self._clock = clock
+        self._sequences: dict[str, SpeculativeSequence] = {}
+        self._failures: Counter[str] = Counter()
+        self._failed_at: list[float] = []  # lately
+        self._begin_anew_at: float | None = None
+        self._step_times = step_times
+        self._coordinator = self._new_coordinator()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are rounds; they begin anew when it is time."""
+        if self._begin_anew_at is None:
+            return True
+        if self._clock() < self._begin_anew_at:
+            return False
+        logger.info("speculation begins anew")
+        self._begin_anew_at = None
+        self._coordinator = self._new_coordinator()
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """Ends the rounds until it is time to begin anew."""
+        now = self._clock()
+        self._failed_at = [at for at in self._failed_at if at > now - _FORGIVEN_SECONDS]
+        pause = _PAUSE_SECONDS[min(len(self._failed_at), len(_PAUSE_SECONDS) - 1)]
+        self._failed_at.append(now)
+        self._failures[type(error).__name__] += 1
+        self._begin_anew_at = now + pause
+        self._sequences.clear()
+        self._links.reset()  # the drafters let go of their sequences
+        logger.error("speculation is off for %.0f s, its coordinator failed", pause, exc_info=error)
+
+    @_contained
+    def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
+        found = self._found(decoding)
+        self._coordinator.plan(list(found.values()), self._known(joining))
+        return {request_id: self._coordinator.depth(sequence) for request_id, sequence in found.items()}
+
+    @_contained
+    def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        found = self._found(decoding)
+        drafts = self._coordinator.collect(list(found.values()))
+        collected: dict[str, Sequence[int]] = {request.request_id: () for request in decoding}
+        return collected | {request_id: drafts[sequence].token_ids for request_id, sequence in found.items()}
+
+    @_contained
+    def scheduled(self, joining: Sequence[Request]) -> None:
+        new = [request for request in joining if request.request_id not in self._sequences]
+        if new:
+            self._coordinator.end((), None, self._known(new))
+
+    @_contained
+    def end(self, step: EngineStep) -> None:
+        rounds = []
+        for committed in step.rounds:
+            sequence = self._sequences.get(committed.request.request_id)
+            if sequence is not None and committed.finish_reason is None:
+                drafts = committed.draft_token_ids  # accepted fillers of the step's rows are not drafts
+                rounds.append(Round(sequence, Drafts(drafts), committed.token_ids[: len(drafts) + 1]))
+        self._coordinator.end(rounds, _timing(step) if step.rounds or step.prompts else None)
+
+    @_contained
+    def close(self, request: Request) -> None:
+        sequence = self._sequences.pop(request.request_id, None)
+        if sequence is not None:
+            self._coordinator.close(sequence)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of these rounds; another one when they begin anew. Any thread."""
+        return self._coordinator.timeline
+
+    def demand(self) -> DraftDemand | None:
+        """As the coordinator's; any thread."""
+        return self._coordinator.demand()
+
+    def readings(self) -> Iterator[Reading]:
+        """Any thread."""
+        yield from self._coordinator.readings()
+        failed = "Times the coordinator failed and speculation was off for a while, by the exception."
+        for name, count in dict(self._failures).items():
+            yield Reading("outrider_coordinator_failures", failed, count, is_counter=True, labels={"exception": name})
+
+    def _new_coordinator(self) -> Coordinator:
+        coordinator = Coordinator(self._links.pool, self._config, self._vocab_size, self._limits, self._clock)
+        coordinator.know_step_times(self._step_times)
+        return coordinator
+
+    def _known(self, requests: Sequence[Request]) -> list[SpeculativeSequence]:
+        return list(self._found(requests).values())
+
+    def _found(self, requests: Sequence[Request]) -> dict[str, SpeculativeSequence]:
+        """The sequences of those of `requests` that say how their tokens are chosen, by request ID."""
+        found = {request.request_id: self._sequence(request) for request in requests}
+        return {request_id: sequence for request_id, sequence in found.items() if sequence is not None}
+
+    def _sequence(self, request: Request) -> SpeculativeSequence | None:
+        """None of a request that does not say how its tokens are chosen."""
+        sequence = self._sequences.get(request.request_id)
+        if sequence is None:
+            params = request.sampling_params
+            coupling = Coupling.of(params.extra_args) if params is not None else None
+            if coupling is None:
+                return None
+            sequence = self._sequences[request.request_id] = SpeculativeSequence(
+                request.all_token_ids,
+                coupling.num_prompt_tokens,
+                coupling.params,
+                coupling.noise_key,
+                coupling.num_speculative_tokens,
+                min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len),
+                root_of(request.cache_salt),
+            )
+        return sequence
+
+
+def _timing(step: EngineStep) -> StepTiming:
+    return StepTiming(
+        step.num_rows,
+        step.seconds,
+        is_pure=not step.prompts,
+        num_prompts=len(step.prompts),
+        num_prompt_tokens=sum(prompt.num_tokens for prompt in step.prompts),
+        left_prompts=step.left_prompts,
+        longest_context=max((prompt.num_before for prompt in step.prompts), default=0),
+    )
+
+
+class Links:
+    """The links of a draft pool, in a thread with an event loop of its own."""
+
+    def __init__(self, new_pool: Callable[[], DraftPool]) -> None:
+        self._new_pool = new_pool
+        self.pool = new_pool()
+        self._endpoints: Sequence[str] = ()
+        self._changed: asyncio.Event
+        self._loop = asyncio.new_event_loop()
+        self._running: asyncio.Task[None] | None = None
+        threading.Thread(target=self._loop.run_forever, name="draft-links", daemon=True).start()
+        self._loop.call_soon_threadsafe(self._run)
+
+    # Any thread.
+
+    def follow(self, endpoints: Sequence[str]) -> None:
+        """From now on the draft workers are those at `endpoints`."""
+        self._loop.call_soon_threadsafe(self._set, endpoints)
+
+    def reset(self) -> None:
+        """Ends all links, and begins with a new pool."""
+        self.pool = self._new_pool()
+        self._loop.call_soon_threadsafe(self._run)
+
+    # The loop's thread.
+
+    def _set(self, endpoints: Sequence[str]) -> None:
+        self._endpoints = endpoints
+        self._changed.set()
+
+    def _run(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        self._changed = asyncio.Event()
+        self._running = self._loop.create_task(self.pool.run(self._lists(self._changed)))
+
+    async def _lists(self, changed: asyncio.Event) -> AsyncIterator[Sequence[str]]:
+        while True:
+            yield self._endpoints
+            await changed.wait()
+            changed.clear()

@@ -1,0 +1,70 @@
+"""A shared token in a file: what programs say to each other, or a scraper to a metrics page.
+
+The first line is the token that is sent; each of the others is accepted too, so that a new token can be given to one
+program after the other. Blank lines and those that begin with # are ignored.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from pathlib import Path
+
+from cluster.errors import ConfigurationError
+from cluster.transport.file_watch import FileWatch
+
+logger = logging.getLogger(__name__)
+
+_MIN_CHARACTERS = 16
+
+
+class TokenFile:
+    """Any thread. A file that has changed is read when it is next asked for; one that is broken leaves the tokens as
+    they were."""
+
+    def __init__(self, path: str, setting: str) -> None:
+        """Raises ConfigurationError naming `setting`."""
+        self._path = path
+        self._setting = setting
+        self._watch = FileWatch([path])
+        self._tokens = _read(path, setting)
+
+    def current(self) -> str:
+        """The one to send."""
+        self._follow()
+        return self._tokens[0].decode()
+
+    def accepts(self, token: bytes) -> bool:
+        """In a time that does not tell how much of it is right."""
+        self._follow()
+        return sum(hmac.compare_digest(token, known) for known in self._tokens) > 0  # compared with all, always
+
+    def _follow(self) -> None:
+        if not self._watch.has_changed():
+            return
+        try:
+            self._tokens = _read(self._path, self._setting)
+            logger.info("%s: the tokens in %s have been read anew", self._setting, self._path)
+        except ConfigurationError as error:
+            logger.warning("%s; the tokens of before stay", error)
+
+
+def _read(path: str, setting: str) -> tuple[bytes, ...]:
+    """Raises ConfigurationError, which never quotes a token."""
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"{setting}: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{setting}: {path} is not ASCII text") from None
+    tokens = [token for line in lines if (token := line.strip()) and not token.startswith("#")]
+    if not tokens:
+        raise ConfigurationError(
+            f"{setting}: {path} has no token: write one into it, such as of `openssl rand -hex 32`"
+        )
+    for token in tokens:
+        if len(token) < _MIN_CHARACTERS or not token.isprintable() or " " in token:
+            raise ConfigurationError(
+                f"{setting}: a token in {path} is not {_MIN_CHARACTERS} printable characters or more without spaces"
+            )
+    return tuple(token.encode() for token in tokens)

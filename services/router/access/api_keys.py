@@ -1,0 +1,119 @@
+"""The keys of clients, in a file that may change while the router runs.
+
+    # name:key, or name:sha256:hex, where the file is not to hold the key itself
+    alice:sk-5f1d...
+    batch:sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+
+A name may have several keys, the old and the new while one replaces the other: they share its limits. Keys are kept
+as their SHA-256 only, and no message quotes one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+from pathlib import Path
+
+from cluster.errors import ConfigurationError
+from cluster.transport.file_watch import FileWatch
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 0.5
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_KEY = re.compile(r"[!-~]{1,512}")
+_SHA256 = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_SHORT_KEY = 16  # characters; a shorter one can be guessed
+
+
+class ApiKeys:
+    def __init__(self, path: str, setting: str) -> None:
+        """Raises ConfigurationError naming `setting`."""
+        self._path = path
+        self._setting = setting
+        self._watch = FileWatch([path], settles=True)
+        try:
+            self._names = _read(path)  # by digest
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{setting}: {_explain(path, error)}") from error
+
+    def name_of(self, key: bytes) -> str | None:
+        """Whose key it is; None: nobody's. How long it takes tells nothing of how much of a key is right.
+
+        What the table is asked for is a digest, of which a caller cannot choose the beginning; what is found is
+        compared whole all the same.
+        """
+        digest = hashlib.sha256(key).digest()
+        for known, name in self._names.get(digest[:8], ()):
+            if hmac.compare_digest(known, digest):
+                return name
+        return None
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for entries in self._names.values() for _, name in entries)
+
+    async def follow(self) -> None:
+        """Reads the file anew when it has changed, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            self.look()
+
+    def look(self) -> None:
+        """A broken file leaves the keys as they are, and is reported once."""
+        if not self._watch.has_changed():
+            return
+        try:
+            names = _read(self._path)
+        except (OSError, ValueError) as error:
+            logger.warning("%s: %s; the keys of before stay", self._setting, _explain(self._path, error))
+            return
+        self._names = names
+        logger.info("%s: %s has been read anew, keys of %d names", self._setting, self._path, len(self.names))
+
+
+def parse_keys(text: str) -> dict[bytes, str]:
+    """Names by the SHA-256 of their keys. Raises ValueError naming the line, and never a key."""
+    names: dict[bytes, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.strip()
+        if not entry or entry.startswith("#"):
+            continue
+        name, _, key = entry.partition(":")
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"line {number}: write name:key or name:sha256:hex, the name of letters, digits and . _ - @"
+            )
+        if key.startswith("sha256:"):
+            found = _SHA256.fullmatch(key)
+            if found is None:
+                raise ValueError(f"line {number}: after sha256: there have to be 64 hexadecimal digits")
+            digest = bytes.fromhex(found[1])
+        elif _KEY.fullmatch(key):
+            digest = hashlib.sha256(key.encode()).digest()
+            if len(key) < _SHORT_KEY:
+                logger.warning("the key of %r has fewer than %d characters: it can be guessed", name, _SHORT_KEY)
+        else:
+            raise ValueError(f"line {number}: a key has 1 to 512 printable characters and no spaces")
+        if names.get(digest, name) != name:
+            raise ValueError(f"line {number}: {name} has the key of {names[digest]}")
+        names[digest] = name
+    if not names:
+        raise ValueError("there is no key in it, so that nobody could call")
+    return names
+
+
+def _read(path: str) -> dict[bytes, list[tuple[bytes, str]]]:
+    table: dict[bytes, list[tuple[bytes, str]]] = {}
+    for digest, name in parse_keys(Path(path).read_text(encoding="utf-8")).items():
+        table.setdefault(digest[:8], []).append((digest, name))
+    return table
+
+
+def _explain(path: str, error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return f"cannot read {path}: {error.strerror}"
+    return f"{path} is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else f"{path}: {error}"

@@ -1,0 +1,240 @@
+"""Who is let in: by default nobody without a key, once there are keys.
+
+| who | comes with | may |
+| --- | --- | --- |
+| client | a key of `router.api_keys_file` | all of the public address, within the limits of its name |
+| operator | a key of `router.admin_keys_file`, or of the file above where that is not set | all of the admin address |
+| scraper | the token in `router.metrics_token_file` | GET /metrics, at both |
+| launcher | a key that it made for itself, of which it told the router the hash | GET /health and /metrics |
+| anybody | nothing | probes: is the router alive, can it serve; the files of the page |
+
+Whoever is refused is told why, before any of the body is read, and leaves a line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.config.router import RouterConfig
+from cluster.config.types import is_loopback
+from cluster.errors import ConfigurationError, OutriderError
+from cluster.transport.token_file import TokenFile
+from services.http_call import LAUNCHER_KEY_SHA256
+from services.router.access.api_keys import ApiKeys
+from services.router.access.caller import Caller, current_key
+from services.router.access.key_limits import KeyLimits
+from services.router.errors import InvalidApiKeyError, error_response, excerpt
+from services.router.http.streaming import NotedSend
+from services.router.metrics import RouterMetrics
+
+audit = logging.getLogger("outrider.audit")
+
+PROBES = frozenset({"/health/live", "/health", "/ping"})
+_METRICS = "/metrics"
+_OF_LAUNCHERS = frozenset({"/health", _METRICS})
+_OPEN = Caller("", "client")
+_SEND_ONE = "send a key as `Authorization: Bearer KEY` or as `x-api-key: KEY`"
+
+
+class Credentials:
+    """Everything that lets somebody in, of one router."""
+
+    def __init__(
+        self,
+        clients: ApiKeys | None = None,
+        operators: ApiKeys | None = None,
+        metrics_token: TokenFile | None = None,
+        launcher_digest: bytes | None = None,
+        *,
+        is_private: bool = False,
+    ) -> None:
+        """`is_private`: only this machine reaches the public address, and so whoever does may run the router too."""
+        self._clients = clients
+        self._own_operators = operators
+        self._open = Caller("", "client", sees_workers=is_private and operators is None)
+        self._operators = operators or clients
+        self._metrics_token = metrics_token
+        self._launcher_digest = launcher_digest
+
+    @classmethod
+    def of(cls, config: RouterConfig, environment: Mapping[str, str]) -> Credentials:
+        """Raises ConfigurationError when a file is missing or broken."""
+        clients, operators, token = config.api_keys_file, config.admin_keys_file, config.metrics_token_file
+        digest = environment.get(LAUNCHER_KEY_SHA256)
+        try:
+            launcher_digest = None if digest is None else bytes.fromhex(digest)
+        except ValueError as error:
+            raise ConfigurationError(f"{LAUNCHER_KEY_SHA256} in the environment is not hexadecimal") from error
+        return cls(
+            None if clients is None else ApiKeys(clients, "router.api_keys_file"),
+            None if operators is None else ApiKeys(operators, "router.admin_keys_file"),
+            None if token is None else TokenFile(token, "router.metrics_token_file"),
+            launcher_digest,
+            is_private=is_loopback(config.host),
+        )
+
+    async def follow(self) -> None:
+        """Reads files of keys that have changed, until cancelled."""
+        files = {keys for keys in (self._clients, self._operators) if keys is not None}
+        await asyncio.gather(*(keys.follow() for keys in files))
+
+    def public(self, key: bytes | None, path: str) -> Caller | None:
+        """Who calls the public address with `key`; None: nobody who may call `path`."""
+        if self._clients is None:
+            return self._open if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
+        if key is None:
+            return None
+        if (name := self._clients.name_of(key)) is not None:
+            is_operator = self._own_operators is not None and self._own_operators.name_of(key) is not None
+            return Caller(name, "client", sees_workers=is_operator)
+        return self._scraper(key, path) or self._launcher(key, path)
+
+    def admin(self, key: bytes | None, path: str) -> Caller | None:
+        """Likewise the admin address."""
+        if self._operators is None:
+            return _OPEN if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
+        if key is None:
+            return None
+        if (name := self._operators.name_of(key)) is not None:
+            return Caller(name, "operator")
+        return self._scraper(key, path)
+
+    def _scraper(self, key: bytes | None, path: str) -> Caller | None:
+        if key is None or path != _METRICS or self._metrics_token is None:
+            return None
+        return Caller("metrics", "scraper") if self._metrics_token.accepts(key) else None
+
+    def _launcher(self, key: bytes, path: str) -> Caller | None:
+        if self._launcher_digest is None or path not in _OF_LAUNCHERS:
+            return None
+        is_known = hmac.compare_digest(hashlib.sha256(key).digest(), self._launcher_digest)
+        return Caller("launcher", "launcher", sees_workers=True) if is_known else None
+
+
+class Gate:
+    """At the public address."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        credentials: Credentials,
+        limits: KeyLimits,
+        metrics: RouterMetrics,
+        open_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        """`open_paths`: those that nobody needs a key for, beside probes."""
+        self._app = app
+        self._credentials = credentials
+        self._limits = limits
+        self._metrics = metrics
+        self._open_paths = PROBES | open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        try:
+            key = bearer_of(scope)
+            caller = self._credentials.public(key, path)
+        except InvalidApiKeyError as error:
+            # Without configured keys the header is not read.
+            key, caller, refusal = None, self._credentials.public(None, path), error
+        else:
+            refusal = InvalidApiKeyError(_reason(key))
+        scope.setdefault("state", {})["caller"] = caller
+        scope["state"]["ask_again"] = partial(self._credentials.public, key, path)
+        if caller is None and path not in self._open_paths:
+            self._metrics.keys.count_request("", refusal.http_status)
+            await refuse(refusal, scope, receive, send)
+        elif caller is None or caller.role != "client" or not caller.name:
+            await self._app(scope, receive, send)
+        else:
+            await self._answer(caller.name, scope, receive, send)
+
+    async def _answer(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        noted = NotedSend(send)
+        current_key.set(name)  # each request has a task of its own, and so a context
+        try:
+            with self._limits.entered(name):
+                await self._app(scope, receive, noted)
+        except OutriderError as error:  # of the limits: all others are answered inside
+            await refuse(error, scope, receive, noted, name)
+        finally:
+            self._metrics.keys.count_request(name, scope["state"].get("outcome", noted.status or 500))
+
+
+class AdminGate:
+    """At the admin address, where every call leaves a line."""
+
+    def __init__(self, app: ASGIApp, *, credentials: Credentials) -> None:
+        self._app = app
+        self._credentials = credentials
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = bearer_of(scope)
+            caller = self._credentials.admin(key, scope["path"])
+        except InvalidApiKeyError as error:
+            await refuse(error, scope, receive, send)
+            return
+        if caller is None:
+            await refuse(InvalidApiKeyError(_reason(key)), scope, receive, send)
+            return
+        scope.setdefault("state", {})["caller"] = caller
+        noted = NotedSend(send)
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            if caller.role != "scraper":  # which calls all the time, and changes nothing
+                audit.info("audit: answered %d: %s", noted.status or 500, describe_call(scope, caller.name))
+
+
+def bearer_of(scope: Scope) -> bytes | None:
+    """Returns the key in the headers; None: there is none.
+
+    Raises InvalidApiKeyError for a header that cannot be understood, and for two keys.
+    """
+    bearers, others = (
+        [value for name, value in scope["headers"] if name == header] for header in (b"authorization", b"x-api-key")
+    )
+    keys = [value.strip() for value in others]
+    for value in bearers:
+        scheme, _, key = value.partition(b" ")
+        if len(bearers) > 1 or scheme.lower() != b"bearer":
+            raise InvalidApiKeyError(f"the Authorization header cannot be understood: {_SEND_ONE}")
+        keys.append(key.strip())
+    given = {key for key in keys if key}  # clients send a header without a value if their key is set to nothing
+    if len(others) > 1 or len(given) > 1:
+        raise InvalidApiKeyError(f"the headers have more than one key: {_SEND_ONE}")
+    return bytes(given.pop()) if given else None
+
+
+async def refuse(error: OutriderError, scope: Scope, receive: Receive, send: Send, name: str = "") -> None:
+    """Answers with `error` and leaves a line. What the caller could choose the text of is quoted in it."""
+    audit.warning("audit: refused %d: %s: %s", error.http_status, describe_call(scope, name), error.message)
+    headers = {"www-authenticate": "Bearer"} if error.http_status == 401 else {}
+    await error_response(error, headers)(scope, receive, send)
+
+
+def describe_call(scope: Scope, name: str) -> str:
+    client = scope.get("client")
+    who = excerpt(client[0]) if client else "unknown"
+    return f"{scope['method'][:16]} {excerpt(scope['path'])} from {who}, key {name or 'none'!r}"
+
+
+def _reason(key: bytes | None) -> str:
+    if not key:
+        return f"there is no API key: {_SEND_ONE}"
+    return f"the API key is not one that may do this: {_SEND_ONE} that the operator of this server gave you"

@@ -1,0 +1,217 @@
+"""What the answers of both endpoints have in common: pieces of text, usage, and the frame of every JSON object."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cluster.errors import OutriderError
+from cluster.logprobs import TokenLogprobs, joined
+from services.router.errors import envelope
+from services.router.http.streaming import DONE, event
+from services.router.output.accepted_drafts import AnswerRound
+from services.router.output.logprobs import LogprobsFormat
+from services.router.output.source import Said
+from services.router.output.speculation_stats import SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What an answer tells of the prompt of a choice."""
+
+    token_ids: Sequence[int]
+    logprobs: TokenLogprobs | None  # from the second token on
+
+
+@dataclass(slots=True)  # not frozen: made for every chunk, that takes twice the time
+class Piece:
+    """A part of one choice, or all of it. `text` may be empty: tokens can end inside a character."""
+
+    text: str  # of a completion, or of a chat whose answers are all content
+    token_ids: Sequence[int]
+    finish_reason: str | None  # "stop" or "length" on the last piece
+    speculation: SpeculationStats | None = None  # of the whole choice, on the last piece
+    stop_reason: int | str | None = None  # on the last piece: the stop token or string that the request named
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
+    prompt: Prompt | None = None  # on the first piece with tokens, where it was asked for
+    rounds: Sequence[AnswerRound] = ()  # of `token_ids`, where they were asked for
+    num_cached_tokens: int = 0  # of the prompt, found in the target's prefix cache; on the first piece with tokens
+    said: Sequence[Said] = ()  # of a chat whose answers have reasoning or calls, in place of `text`
+    num_reasoning_tokens: int = 0  # of the whole choice, on the last piece
+
+
+def merged(pieces: Sequence[Piece]) -> Piece:
+    """All `pieces` of a choice as one."""
+    logprobs = pieces[0].logprobs
+    for piece in pieces[1:]:
+        logprobs = joined(logprobs, piece.logprobs)
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token_id for piece in pieces for token_id in piece.token_ids],
+        finish_reason=pieces[-1].finish_reason,
+        speculation=pieces[-1].speculation,
+        stop_reason=pieces[-1].stop_reason,
+        logprobs=logprobs,
+        prompt=next((piece.prompt for piece in pieces if piece.prompt is not None), None),
+        rounds=[answer_round for piece in pieces for answer_round in piece.rounds],
+        num_cached_tokens=sum(piece.num_cached_tokens for piece in pieces),
+        said=[said for piece in pieces for said in piece.said],
+        num_reasoning_tokens=pieces[-1].num_reasoning_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompts, found in the targets' prefix caches
+    reasoning_tokens: int  # of the answers; the tokens of the reasoning's text
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+
+@dataclass(frozen=True)
+class Reply(abc.ABC):
+    """Writes one answer, as a body or as the events of a stream, in the form of one API."""
+
+    id_prefix: ClassVar[str]
+
+    id: str
+    created: int
+    model: str
+    seed: int
+    system_fingerprint: str  # of the targets: model, weights, engine and numerics
+    has_token_ids: bool = False  # choices carry the token IDs of their text
+    has_rounds: bool = False  # choices say which step added which token
+    has_speculation_stats: bool = False  # choices say, at their end, what speculation did
+    include_usage: bool = False  # the usage of a streamed answer comes at its end and is null until then
+    continuous_usage: bool = False  # but for this: that of its choice so far is in every chunk
+    logprobs: LogprobsFormat | None = None  # choices have the log-probabilities of their tokens
+    has_echo: bool = False  # where choices begin with their prompts, its tokens' too
+    num_logprobs: int = 0
+    num_prompt_logprobs: int | None = None  # they are told of by themselves, as vLLM does it
+
+    @abc.abstractmethod
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    @abc.abstractmethod
+    def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more.
+
+        `usage` is that of the choice with the piece, where it is to be in every chunk (`continuous_usage`).
+        """
+
+    @abc.abstractmethod
+    def event(self, value: Mapping[str, Any]) -> bytes:
+        """One of `chunks`, as it is sent."""
+
+    @abc.abstractmethod
+    def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
+        """What a streamed answer is ended with; `speculation` of its only choice, if it has one."""
+
+    @abc.abstractmethod
+    def failure(self, error: OutriderError) -> bytes:
+        """What a streamed answer that has begun is broken off with."""
+
+
+@dataclass(frozen=True)
+class ChoicesReply(Reply):
+    """Writes an answer as OpenAI's list of choices."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        objects = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        speculation = choices[0].speculation if len(choices) == 1 else None
+        frame = self._frame(self.whole_object, objects) | self._of_prompts(choices)
+        return frame | {"usage": usage.to_json()} | _metrics(speculation)
+
+    def _of_prompts(self, choices: Sequence[Piece]) -> dict[str, Any]:
+        """What an answer says of its prompts beside its choices."""
+        return {}
+
+    def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
+        for choice in self._deltas(index, piece, is_first=is_first):
+            chunk = self._frame(self.chunk_object, [choice])
+            if self.include_usage:
+                chunk["usage"] = None if usage is None else usage.to_json()
+            yield chunk
+
+    def event(self, value: Mapping[str, Any]) -> bytes:
+        return event(value)
+
+    def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
+        if self.include_usage:
+            yield event(self.usage_chunk(usage, speculation))
+        yield DONE
+
+    def failure(self, error: OutriderError) -> bytes:
+        return event(envelope(error))
+
+    def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:
+        """The last object of a streamed answer whose usage was asked for; `speculation` of its only choice, if it has
+        one."""
+        return self._frame(self.chunk_object, []) | {"usage": usage.to_json()} | _metrics(speculation)
+
+    @abc.abstractmethod
+    def _choice(self, index: int, choice: Piece) -> dict[str, Any]: ...
+
+    @abc.abstractmethod
+    def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]: ...
+
+    def _prompt_logprobs(self, choice: Piece) -> list[dict[str, Any] | None] | None:
+        """Of the prompt of `choice`, in vLLM's form; None where they were not asked for."""
+        prompt = choice.prompt
+        if self.num_prompt_logprobs is None or self.logprobs is None or prompt is None or prompt.logprobs is None:
+            return None
+        scores = prompt.logprobs.part(0, len(prompt.logprobs), self.num_prompt_logprobs)
+        return self.logprobs.prompt(prompt.token_ids, scores)
+
+    def _stop(self, choice: Piece) -> dict[str, Any]:
+        """As vLLM has it: why a choice ended, where a stop token or string did it that the request named."""
+        return {} if choice.stop_reason is None else {"stop_reason": choice.stop_reason}
+
+    def _with_extras(
+        self,
+        choice: dict[str, Any],
+        token_ids: Sequence[int],
+        speculation: SpeculationStats | None,
+        rounds: Sequence[AnswerRound],
+    ) -> dict[str, Any]:
+        """`choice` with what the client asked for beyond OpenAI's fields."""
+        if self.has_token_ids:
+            choice["token_ids"] = list(token_ids)
+        if self.has_rounds:
+            choice["rounds"] = [answer_round.to_json() for answer_round in rounds]
+        if self.has_speculation_stats and speculation is not None:
+            choice["speculation"] = speculation.to_json()
+        return choice
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "seed": self.seed,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
+
+def _metrics(speculation: SpeculationStats | None) -> dict[str, Any]:
+    """vLLM's field of that name, which its load generators read: of an answer of one choice that had drafts."""
+    if speculation is None or not speculation.num_drafts:
+        return {}
+    return {"metrics": {"speculative_decoding": speculation.to_vllm()}}

@@ -1,0 +1,237 @@
+"""A chat's messages: checked, and in the form in which chat templates take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.errors import InvalidRequestError
+from services.router.chat.tools import INPUT_PARAMETER
+from services.router.errors import excerpt, warn_of, warn_of_unknown
+from services.router.http.json_values import TooManyValuesError, parse_json
+
+# What a client may call a role, and what chat templates call it.
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",  # OpenAI's name for the result of a `function_call`
+}
+# Roles whose content may be null, absent or []: answers that consist of other fields, and tools that return nothing.
+_MAY_BE_EMPTY = frozenset({"assistant", "tool", "function"})
+# Fields of an answer, so of messages of the role assistant alone.
+_ANSWER_FIELDS = ("tool_calls", "function_call", "refusal", "audio")
+_FIELDS = frozenset(
+    {"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "annotations", *_ANSWER_FIELDS}
+)
+
+MAX_MESSAGES = 4096  # or items of a response's input
+MAX_PARTS = 1024  # of a message's content
+MAX_TOOL_CALLS = 1024  # of a message
+
+Message = dict[str, Any]
+Part = dict[str, str]  # {"type": "text", "text": ...}
+
+
+def to_messages(value: object) -> list[Message]:
+    """A request's `messages`, checked, as templates take them. Raises ValueError or InvalidRequestError.
+
+    Every field that an answer of ours, OpenAI's or vLLM's can have is taken. What chat templates have no place for
+    becomes text or is left out, and the log has one warning that lists these places.
+    """
+    if not isinstance(value, list):
+        raise ValueError("should be a list")
+    if not value:
+        raise ValueError("is empty")
+    check_number(value, "messages", MAX_MESSAGES)
+    unknown = {
+        name
+        for message in value
+        if isinstance(message, dict)
+        for name in message.keys() - _FIELDS
+        if message[name] is not None
+    }
+    warn_of_unknown(unknown, "fields of messages:")
+    history = _History()
+    messages = [history.message(message, f"messages[{index}]") for index, message in enumerate(value)]
+    warn_of(history.adjusted, "shown as text or left out, as chat templates have no place for them:")
+    return messages
+
+
+def text_of(content: str | list[Part]) -> str:
+    """The text of a message; of several parts, one under the other, as vLLM has it."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def parts_of(content: str | list[Part]) -> list[Part]:
+    """Returns the parts of a message; text is a single part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class _History:
+    """Converts the messages of one request."""
+
+    def __init__(self) -> None:
+        self.adjusted: list[str] = []  # the places of what became text or was left out
+
+    def message(self, value: object, where: str) -> Message:
+        if not isinstance(value, dict):
+            raise refusal(f"{where} should be an object", value)
+        role = value.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise refusal(f"{where}.role should be one of {', '.join(_ROLES)}", role)
+        message: Message = {"role": _ROLES[role], "content": self._content(value.get("content"), role, where)}
+        for field in ("name", "tool_call_id"):
+            text = _optional_text(value, field, where)
+            if text is not None:
+                message[field] = text
+        if "tool_call_id" in message and role != "tool":
+            raise refusal(f"{where}.tool_call_id belongs into a message of the role tool", message["tool_call_id"])
+        reasoning = _optional_text(value, "reasoning_content", where)
+        if reasoning is None:
+            reasoning = _optional_text(value, "reasoning", where)
+        if role == "assistant":
+            if reasoning is not None:
+                message["reasoning_content"] = message["reasoning"] = reasoning  # templates use either name
+            self._add_answer(message, value, where)
+            return message
+        for field in _ANSWER_FIELDS:
+            if value.get(field) not in (None, []):
+                raise refusal(f"{where}.{field} belongs into a message of the role assistant", value[field])
+        return message
+
+    def _content(self, value: object, role: str, where: str) -> str | list[Part]:
+        where = f"{where}.content"
+        if isinstance(value, str):
+            return value
+        if value in (None, []) and role in _MAY_BE_EMPTY:
+            return ""  # not None, which templates would render
+        if not isinstance(value, list) or not value:
+            raise refusal(f"{where} should be a string or a list of text parts", value)
+        check_number(value, where, MAX_PARTS)
+        return [self._part(part, role, f"{where}[{index}]") for index, part in enumerate(value)]
+
+    def _part(self, part: object, role: str, where: str) -> Part:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not (kind == "text" or (kind == "refusal" and role == "assistant")):
+            raise refusal(f'{where} should be a part of the type "text": no other is supported yet', part)
+        if not isinstance(part.get(kind), str):
+            raise refusal(f"{where}.{kind} should be a string", part.get(kind))
+        if kind == "refusal":
+            self.adjusted.append(where)
+        return {"type": "text", "text": part[kind]}
+
+    def _add_answer(self, message: Message, value: Mapping[str, Any], where: str) -> None:
+        """Adds the fields that only answers have to `message`."""
+        calls = self._tool_calls(value.get("tool_calls"), where)
+        function = value.get("function_call")
+        if function is not None:
+            calls.append(self._function_call(function, f"{where}.function_call"))
+        if calls:
+            message["tool_calls"] = calls
+        refused = _optional_text(value, "refusal", where)
+        if refused:
+            self.adjusted.append(f"{where}.refusal")
+        audio = value.get("audio")
+        if not isinstance(audio, dict | None):
+            raise refusal(f"{where}.audio should be an object", audio)
+        if audio is not None:
+            self.adjusted.append(f"{where}.audio")
+        transcript = _optional_text(audio or {}, "transcript", f"{where}.audio")
+        for text in filter(None, (refused, transcript)):
+            message["content"] = _with_text(message["content"], text)
+
+    def _tool_calls(self, value: object, where: str) -> list[dict[str, Any]]:
+        where = f"{where}.tool_calls"
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise refusal(f"{where} should be a list", value)
+        check_number(value, where, MAX_TOOL_CALLS)
+        return [self._tool_call(call, f"{where}[{index}]") for index, call in enumerate(value)]
+
+    def _tool_call(self, value: object, where: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise refusal(f"{where} should be an object", value)
+        match value.get("type"):
+            case None | "function":
+                call = self._function_call(value.get("function"), f"{where}.function")
+            case "custom":
+                call = _custom_call(value.get("custom"), f"{where}.custom")
+            case kind:
+                raise refusal(f'{where}.type should be "function" or "custom"', kind)
+        call_id = _optional_text(value, "id", where)
+        return call if call_id is None else {"id": call_id} | call
+
+    def _function_call(self, function: object, where: str) -> dict[str, Any]:
+        if not isinstance(function, dict):
+            raise refusal(f"{where} should be an object", function)
+        arguments = self._arguments(function.get("arguments"), f"{where}.arguments")
+        return _call(_name(function, where), arguments)
+
+    def _arguments(self, value: object, where: str) -> dict[str, Any]:
+        """Converts arguments, a string of JSON in the API, to the object that each template writes in its own way.
+
+        A model can write other JSON, or be cut off: such arguments become the text of an object's only field.
+        """
+        if isinstance(value, dict):
+            return value
+        if value is None or value == "":
+            return {}
+        if not isinstance(value, str):
+            raise refusal(f"{where} should be a string", value)
+        try:
+            arguments = parse_json(value.encode())
+        except TooManyValuesError as error:
+            raise refusal(f"{where} is too large: {error}", value) from error
+        except ValueError:
+            arguments = value
+        if isinstance(arguments, dict):
+            return arguments
+        if arguments is None:
+            return {}
+        self.adjusted.append(where)
+        return {"arguments": value}
+
+
+def _custom_call(custom: object, where: str) -> dict[str, Any]:
+    """Converts the call of a custom tool, which is a function with one string parameter for chat templates."""
+    if not isinstance(custom, dict):
+        raise refusal(f"{where} should be an object", custom)
+    return _call(_name(custom, where), {INPUT_PARAMETER: _optional_text(custom, "input", where) or ""})
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _name(called: Mapping[str, Any], where: str) -> str:
+    name = called.get("name")
+    if not isinstance(name, str) or not name:
+        raise refusal(f"{where}.name should be a string", name)
+    return name
+
+
+def _with_text(content: str | list[Part], text: str) -> str | list[Part]:
+    """Returns `content` with `text` as its last part."""
+    if not content:
+        return text
+    return [*parts_of(content), *parts_of(text)]
+
+
+def _optional_text(value: Mapping[str, Any], field: str, where: str) -> str | None:
+    text = value.get(field)
+    if text is not None and not isinstance(text, str):
+        raise refusal(f"{where}.{field} should be a string", text)
+    return text
+
+
+def check_number(values: list[Any], where: str, most: int) -> None:
+    if len(values) > most:
+        raise refusal(f"{where} should have at most {most} entries, and has {len(values)}", values)
+
+
+def refusal(reason: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{reason} (got {excerpt(value)})", param="messages")

@@ -1,0 +1,128 @@
+"""From a conversation to the token IDs of its prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster.errors import InvalidRequestError
+from cluster.tokenization import Tokenizer
+from services.router.chat.messages import Message, text_of
+from services.router.chat.special_tokens import SpecialTokenGuard, unescape
+from services.router.chat.template import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+_ANSWER = "an answer"  # rendered to find the token that the template writes after an answer
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template is given."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the prompt ends within the last message
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template's own
+
+
+def check_continuation(*, continues: bool, begins: bool) -> None:
+    """Raises InvalidRequestError where the last message is to be gone on with and another one to be begun."""
+    if continues and begins:
+        raise InvalidRequestError(
+            "continue_final_message goes on with the last message: set add_generation_prompt to false",
+            param="continue_final_message",
+        )
+
+
+class ChatPrompts:
+    """Writes conversations as the model was trained to read them."""
+
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._guard = SpecialTokenGuard(tokenizer.special_tokens)
+        self.turn_end_ids = _turn_end_ids(template, tokenizer.special_tokens)
+        self._warned_of_tools = False
+
+    def encode(self, conversation: Conversation, *, add_special_tokens: bool = False) -> list[int]:
+        """The token IDs. Raises InvalidRequestError where there is no template or it refuses the messages.
+
+        Only the template writes special tokens: what `conversation` spells of them is text.
+        """
+        template = self._template and self._template.of_request(has_tools=bool(conversation.tools))
+        if template is None:
+            raise InvalidRequestError(
+                "messages need a chat template and this model has none; send a prompt to /v1/completions",
+                param="messages",
+            )
+        if conversation.tools and not template.traits.knows_tools and not self._warned_of_tools:
+            self._warned_of_tools = True
+            logger.warning("the model's chat template has no place for tools: the model is not told of any")
+        (messages, tools, variables), stand_ins = self._guard.disguise(
+            (conversation.messages, conversation.tools, conversation.variables), avoid=template.source
+        )
+        if not stand_ins:
+            return self._tokenizer.encode(render(template, conversation), add_special_tokens=add_special_tokens)
+        text = render(template, replace(conversation, messages=messages, tools=tools, variables=variables), stand_ins)
+        return self._tokenizer.encode_partly_literal(text, stand_ins, add_special_tokens=add_special_tokens)
+
+
+def _turn_end_ids(template: ChatTemplate | None, special_tokens: Mapping[str, int]) -> frozenset[int]:
+    """Returns the special token that `template` writes after an answer, if it writes one.
+
+    The end tokens of a model's configuration may be those of the model that it was tuned from.
+    """
+    if template is None:
+        return frozenset()
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = render(template, Conversation(turns, add_generation_prompt=False))
+    except InvalidRequestError:
+        return frozenset()
+    rest = text.rpartition(_ANSWER)[2].lstrip() if _ANSWER in text else ""
+    ends = [token for token in special_tokens if rest.startswith(token)]
+    return frozenset([special_tokens[max(ends, key=len)]]) if ends else frozenset()
+
+
+def render(template: ChatTemplate, conversation: Conversation, stand_ins: Collection[str] = ()) -> str:
+    """The text of a prompt. Raises InvalidRequestError when `template` refuses the messages."""
+    messages = [_with_content_for(template, message) for message in conversation.messages]
+    text = template.render(
+        messages,
+        tools=conversation.tools,
+        add_generation_prompt=conversation.add_generation_prompt,
+        more=conversation.variables,
+    )
+    text = unescape(text, stand_ins)
+    return _cut_after(text, _last_text(messages[-1]["content"])) if conversation.continue_final_message else text
+
+
+def _with_content_for(template: ChatTemplate, message: Message) -> Message:
+    """`message` with its content in a form that `template` takes."""
+    content = message["content"]
+    if isinstance(content, list) and not template.traits.takes_parts:
+        return message | {"content": text_of(content)}
+    if isinstance(content, str) and not template.traits.takes_text:
+        return message | {"content": [{"type": "text", "text": content}] if content else []}
+    return message
+
+
+def _last_text(content: str | list[dict[str, str]]) -> str:
+    if isinstance(content, str):
+        return content
+    return content[-1]["text"] if content else ""
+
+
+def _cut_after(text: str, content: str) -> str:
+    """`text` without what a template wrote after the last message's `content`, from which it may have cut blanks."""
+    for written in (content, content.rstrip(), content.strip()):
+        start = text.rfind(written) if written else -1
+        if start >= 0:
+            return text[: start + len(written)]
+    raise InvalidRequestError(
+        "continue_final_message: the chat template does not write the last message as it is", param="messages"
+    )

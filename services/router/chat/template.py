@@ -1,0 +1,196 @@
+"""The chat template of a model folder: from messages to the text that the model was trained on.
+
+Templates are programs of the model's author. They run in a sandbox, in the surroundings that Hugging Face
+renders them in.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.parser
+import jinja2.sandbox
+from jinja2 import nodes
+
+from cluster.errors import ConfigurationError, InvalidRequestError
+
+_DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names of templates, as transformers has them
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    takes_parts: bool  # it goes through the parts of a content that is a list
+    takes_text: bool  # it takes a content that is a string
+    knows_tools: bool
+
+    @classmethod
+    def of(cls, template: nodes.Template) -> TemplateTraits:
+        takes_parts = _goes_through_contents(template)
+        asks_for_text = any(test.name == "string" for test in template.find_all(nodes.Test))
+        return cls(
+            takes_parts=takes_parts,
+            takes_text=asks_for_text or not takes_parts,
+            knows_tools=any(name.name == "tools" for name in template.find_all(nodes.Name)),
+        )
+
+
+class ChatTemplate:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, with_tools: ChatTemplate | None = None
+    ) -> None:
+        """Raises ConfigurationError when `source` is not a template.
+
+        `special_tokens`: `bos_token` and so on; `with_tools`: the template for requests with tools, if that is another.
+        """
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self.traits = TemplateTraits.of(environment.parse(source))
+        except jinja2.TemplateError as error:
+            raise ConfigurationError(f"the model's chat template is broken: {error}") from error
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._with_tools = with_tools or self
+
+    def of_request(self, *, has_tools: bool) -> ChatTemplate:
+        """Returns the template for a request."""
+        return self._with_tools if has_tools else self
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate | None:
+        """Returns the template of a model folder; None if it has none.
+
+        It is in `chat_template.jinja`, or else in `tokenizer_config.json`, which may have another for tools.
+        """
+        config = _tokenizer_config(folder)
+        tokens, sources = _special_tokens(config), _templates_in(config)
+        for name, path in ((_DEFAULT, "chat_template.jinja"), (_FOR_TOOLS, "additional_chat_templates/tool_use.jinja")):
+            file = folder / path
+            if file.is_file():
+                sources[name] = file.read_text(encoding="utf-8")
+        with_tools = cls(sources[_FOR_TOOLS], tokens) if _FOR_TOOLS in sources else None
+        return cls(sources[_DEFAULT], tokens, with_tools) if _DEFAULT in sources else with_tools
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt; `more` are variables of the template's own.
+
+        Raises InvalidRequestError when the template refuses the messages or cannot take them.
+        """
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **(more or {}),
+            "messages": messages,
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables)
+        except Exception as error:  # whatever a program can raise about messages it wasn't written for
+            raise InvalidRequestError(
+                f"messages do not fit the model's chat template: {error or type(error).__name__}", param="messages"
+            ) from error
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _templates_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the templates by their names."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {_DEFAULT: template} if isinstance(template, str) else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and so on; a token is written as a string or as an object with its content."""
+    tokens = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+class _GenerationBlocks(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for trainers; here it is only its contents."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlocks, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's filter it escapes no character for HTML: a model reads it, not a browser."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _goes_through_contents(template: nodes.Template) -> bool:
+    """Whether there is a loop over `message.content`, or over a variable that holds it."""
+    names = {"content"}  # what macros call their argument
+    for assignment in template.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
+            names.add(assignment.target.name)
+    return any(_is_content(loop.iter, names) for loop in template.find_all(nodes.For))
+
+
+def _is_content(node: nodes.Node, names: set[str]) -> bool:
+    match node:
+        case nodes.Getattr(attr="content") | nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+        case nodes.Name(name=name):
+            return name in names
+        case nodes.Filter(node=nodes.Node() as inner) | nodes.Getitem(node=inner, arg=nodes.Slice()):
+            return _is_content(inner, names)
+    return False

@@ -1,0 +1,173 @@
+"""The tools of a request: their definitions, which of them are to be called, and the grammar that sees to it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cluster.constraints import Grammar
+from cluster.errors import InvalidRequestError
+from services.router.api.structured import enforceable_schema, schema_text
+from services.router.errors import excerpt
+
+MAX_TOOLS = 128
+MAX_DESCRIPTION_CHARACTERS = 65_536
+MAX_SCHEMA_CHARACTERS = 65_536
+MAX_SCHEMA_DEPTH = 32
+
+INPUT_PARAMETER = "input"
+"""The only parameter, a string, of the function that represents a custom tool for the model."""
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+Schema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Schema  # a JSON schema of an object; {}: any
+    definition: Mapping[str, Any]  # as templates take it
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    mode: Literal["auto", "none", "required", "named"]
+    name: str = ""  # of the function, if it is named
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode in ("required", "named")
+
+
+def to_tools(value: object) -> tuple[Tool, ...]:
+    """A request's `tools`, checked. Raises ValueError or InvalidRequestError."""
+    if not isinstance(value, list):
+        raise ValueError("should be a list")
+    if len(value) > MAX_TOOLS:
+        raise ValueError(f"should have at most {MAX_TOOLS} tools, and has {len(value)}")
+    tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(value))
+    names: set[str] = set()
+    for tool in tools:
+        if tool.name in names:
+            raise _refusal("tools should have names that differ", tool.name)
+        names.add(tool.name)
+    return tools
+
+
+def _tool(value: object, where: str) -> Tool:
+    if not isinstance(value, dict):
+        raise _refusal(f"{where} should be an object", value)
+    if value.get("type") != "function":
+        raise _refusal(f'{where}.type should be "function": no other kind of tool is supported', value.get("type"))
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise _refusal(f"{where}.function should be an object", function)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _refusal(f"{where}.function.name should be 1 to 64 letters, digits, _, - or .", name)
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise _refusal(f"{where}.function.description should be a string", description)
+    if description is not None and len(description) > MAX_DESCRIPTION_CHARACTERS:
+        raise _refusal(
+            f"{where}.function.description should have at most {MAX_DESCRIPTION_CHARACTERS} characters", description
+        )
+    if not isinstance(function.get("strict"), bool | None):
+        raise _refusal(f"{where}.function.strict should be true or false", function["strict"])
+    parameters = function.get("parameters")
+    if parameters is not None:
+        _check_schema(parameters, f"{where}.function.parameters")
+    shown = {field: item for field, item in function.items() if field != "strict" and item is not None}
+    return Tool(name, parameters or {}, {"type": "function", "function": shown})
+
+
+def _check_schema(schema: object, where: str) -> None:
+    """Limits the size and depth of a schema. `tool_grammar` checks whether it can be enforced."""
+    if not isinstance(schema, dict):
+        raise _refusal(f"{where} should be a JSON schema, which is an object", schema)
+    if schema.get("type", "object") != "object":
+        raise _refusal(f'{where}.type should be "object": arguments are given by name', schema["type"])
+    if _depth(schema) > MAX_SCHEMA_DEPTH:
+        raise _refusal(f"{where} should be nested at most {MAX_SCHEMA_DEPTH} deep", schema)
+    length = len(json.dumps(schema))
+    if length > MAX_SCHEMA_CHARACTERS:
+        raise _refusal(f"{where} should have at most {MAX_SCHEMA_CHARACTERS} characters, and has {length}", schema)
+
+
+def _depth(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(_depth, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(_depth, value), default=0)
+    return 0
+
+
+def to_tool_choice(value: object) -> ToolChoice:
+    """A request's `tool_choice`, checked. Raises ValueError."""
+    match value:
+        case "auto" | "none" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice("named", name)
+    raise ValueError('should be "auto", "none", "required" or {"type": "function", "function": {"name": ...}}')
+
+
+def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequestError where `choice` has no tool to choose."""
+    if choice.is_forced and not tools:
+        raise InvalidRequestError(f"tool_choice={excerpt(choice.mode)} needs tools", param="tool_choice")
+    if choice.mode == "named" and choice.name not in {tool.name for tool in tools}:
+        raise InvalidRequestError(
+            f"tool_choice names the function {excerpt(choice.name)}, which is not among the tools",
+            param="tool_choice",
+        )
+
+
+def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -> Grammar | None:
+    """What the whole answer has to be where a call is demanded.
+
+    Of a named function it is the arguments; else a list of {"name": ..., "parameters": ...}, of one call unless they
+    may be `parallel`. Raises InvalidRequestError if the parameters of a tool that may be called cannot be enforced.
+    """
+    indices = {tool.name: index for index, tool in enumerate(tools)}
+    if choice.mode == "named":
+        index = indices[choice.name]
+        return Grammar("json_schema", schema_text(_parameters(tools[index], index)))
+    if choice.mode != "required":
+        return None
+    definitions: dict[str, Schema] = {}
+    calls = [_call_schema(tool, index, definitions) for index, tool in enumerate(tools)]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not parallel:
+        schema["maxItems"] = 1
+    if definitions:
+        schema["$defs"] = definitions
+    return Grammar("json_schema", schema_text(schema))
+
+
+def _parameters(tool: Tool, index: int) -> dict[str, Any]:
+    """Returns the enforceable schema of the arguments of `tool`, with definitions named differently for each tool."""
+    name = f"tools[{index}].function.parameters"
+    return enforceable_schema({"type": "object", **tool.parameters}, name, prefix=f"tool{index}-")
+
+
+def _call_schema(tool: Tool, index: int, definitions: dict[str, Schema]) -> Schema:
+    """Returns the schema of a call of `tool`; adds what it refers to to `definitions`."""
+    parameters = _parameters(tool, index)
+    definitions.update(parameters.pop("$defs", {}))
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _refusal(reason: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{reason} (got {excerpt(value)})", param="tools")

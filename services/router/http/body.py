@@ -1,0 +1,130 @@
+"""From the bytes of an HTTP body to a JSON object, within limits that hold while reading."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope
+
+from cluster.errors import InvalidRequestError, OverloadedError
+from services.router.errors import PayloadTooLargeError, RequestTimeoutError, UnsupportedMediaTypeError
+from services.router.http.content_encoding import coding_of, decode
+from services.router.http.json_values import parse_json
+
+_MAX_ADMIN_BYTES = 65_536  # of an operator's call
+_ADMIN_TIMEOUT_S = 10.0
+_FREE_BYTES = 65_536  # of each body; the number of connections bounds them
+
+
+class BodyRoom:
+    """Bytes of the bodies of all requests at once, beyond the first of each."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[BodyShare]:
+        """A share, while a request lives."""
+        share = BodyShare(self)
+        try:
+            yield share
+        finally:
+            self._num_bytes -= share.num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Raises OverloadedError where there is no room for `num_bytes` more."""
+        if self._num_bytes + num_bytes > self._max_bytes:
+            raise OverloadedError(
+                f"the bodies of the requests in flight have all of the {self._max_bytes} bytes that they may; retry "
+                "later"
+            )
+        self._num_bytes += num_bytes
+
+
+class BodyShare:
+    """What one body has of a room."""
+
+    def __init__(self, room: BodyRoom) -> None:
+        self.num_bytes = 0
+        self._room = room
+
+    def grow_to(self, length: int) -> None:
+        """For a body of so many bytes. Raises OverloadedError."""
+        more = length - _FREE_BYTES - self.num_bytes
+        if more > 0:
+            self._room.take(more)
+            self.num_bytes += more
+
+
+async def read_body(
+    scope: Scope, receive: Receive, max_bytes: int, timeout_s: float | None = None, share: BodyShare | None = None
+) -> bytes:
+    """Returns a request's body, decompressed, within a limit, a deadline and its `share` of what all may have.
+
+    Raises PayloadTooLargeError, UnsupportedMediaTypeError, InvalidRequestError if it cannot be decompressed,
+    RequestTimeoutError, OverloadedError, or ClientDisconnect.
+    """
+    headers = Headers(scope=scope)
+    coding = coding_of(",".join(headers.getlist("content-encoding")))
+    body = await _read(receive, headers, max_bytes, timeout_s, share)
+    if coding is not None:
+        body = await decode(body, coding, max_bytes)
+        if share is not None:
+            share.grow_to(len(body))
+    return body
+
+
+async def _read(
+    receive: Receive, headers: Headers, max_bytes: int, timeout_s: float | None, share: BodyShare | None
+) -> bytes:
+    too_large = PayloadTooLargeError(f"the body is over the limit of {max_bytes} bytes")
+    announced = headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                chunk = message.get("body", b"")
+                if len(body) + len(chunk) > max_bytes:
+                    raise too_large
+                if share is not None:
+                    share.grow_to(len(body) + len(chunk))
+                if not message.get("more_body", False):
+                    return bytes(body + chunk) if body else chunk
+                body += chunk
+    except TimeoutError as error:
+        raise RequestTimeoutError(f"the body did not come within {timeout_s:g} s") from error
+
+
+async def read_json_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:
+    """The body of `request`, which has to be said to be JSON; `timeout_s`: where it has not been read before."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaTypeError("send the body as Content-Type: application/json")
+    return await read_body(request.scope, request.receive, max_bytes, timeout_s)
+
+
+def to_json_object(body: bytes) -> dict[str, Any]:
+    """The object that `body` is. Raises InvalidRequestError."""
+    try:
+        value = parse_json(body)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return value
+
+
+async def read_admin_call(request: Request) -> dict[str, Any]:
+    """The JSON object in the body of an operator's `request`."""
+    return to_json_object(await read_json_body(request, _MAX_ADMIN_BYTES, _ADMIN_TIMEOUT_S))

@@ -1,0 +1,59 @@
+"""The router's certificate, which may be renewed while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+
+from cluster.config.router import RouterConfig
+from cluster.errors import ConfigurationError
+from cluster.transport.certificates import load_certificate
+from cluster.transport.file_watch import FileWatch
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S = 1.0
+_SETTING = "router.tls_certificate_file"
+
+
+class HttpsCertificate:
+    """What all listeners of the router show. New connections have the files of now; older ones keep theirs."""
+
+    def __init__(self, certificate: str, key: str) -> None:
+        """Raises ConfigurationError when the files cannot be used."""
+        self._files = certificate, key
+        self._watch = FileWatch(self._files, settles=True)
+        self.context = _new_context()
+        load_certificate(self.context, *self._files, _SETTING)
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> HttpsCertificate | None:
+        """None: the router speaks HTTP. Raises ConfigurationError."""
+        if config.tls_certificate_file is None or config.tls_key_file is None:
+            return None
+        return cls(config.tls_certificate_file, config.tls_key_file)
+
+    async def follow(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            self.look()
+
+    def look(self) -> None:
+        if not self._watch.has_changed():
+            return
+        try:
+            load_certificate(
+                _new_context(), *self._files, _SETTING
+            )  # a failure would leave half of it in the one in use
+            load_certificate(self.context, *self._files, _SETTING)
+            logger.info("%s has been read anew", self._files[0])
+        except ConfigurationError as error:
+            logger.warning("%s; the certificate of before stays", error)
+
+
+def _new_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context

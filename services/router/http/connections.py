@@ -1,0 +1,112 @@
+"""How many connections a server has, of each address and of all, and how long each may take."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import resource
+from collections import Counter
+from dataclasses import dataclass
+
+from cluster.config.router import RouterConfig
+from services.router.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+_OTHER_FILES = 256  # that a router has open: channels to targets, its log, ...
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds."""
+
+    header: float = 10.0
+    body: float = 60.0
+    idle: float = 5.0
+    write: float = 30.0
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> Timeouts:
+        return cls(
+            config.header_timeout_seconds,
+            config.body_timeout_seconds,
+            config.idle_timeout_seconds,
+            config.write_timeout_seconds,
+        )
+
+
+class Connections:
+    """Counts those of one server, within its limits."""
+
+    def __init__(
+        self, metrics: RouterMetrics, *, limit: int, limit_per_address: int, timeouts: Timeouts | None = None
+    ) -> None:
+        self.timeouts = timeouts or Timeouts()
+        self._metrics = metrics
+        self._limit = limit
+        self._limit_per_address = limit_per_address
+        self._num_of: Counter[str] = Counter()
+        self._num_open = 0
+
+    @classmethod
+    def of(cls, config: RouterConfig, metrics: RouterMetrics) -> Connections:
+        limit = config.max_connections
+        per_address = config.max_connections_per_address or max(1, limit // 2)
+        return cls(metrics, limit=limit, limit_per_address=per_address, timeouts=Timeouts.of(config))
+
+    def enter(self, host: str) -> bool:
+        """Whether there is room for one from `host`; then it is counted until it leaves."""
+        key = _network(host)
+        if self._num_open >= self._limit:
+            self.count_closed("full")
+            return False
+        if self._num_of[key] >= self._limit_per_address:
+            self.count_closed("address_full")
+            return False
+        self._num_open += 1
+        self._num_of[key] += 1
+        self._metrics.connections.inc()
+        return True
+
+    def leave(self, host: str) -> None:
+        key = _network(host)
+        self._num_open -= 1
+        self._num_of[key] -= 1
+        if not self._num_of[key]:
+            del self._num_of[key]
+        self._metrics.connections.dec()
+
+    def count_closed(self, reason: str) -> None:
+        """A connection is closed for what its client did."""
+        self._metrics.count_closed_connection(reason)
+
+
+def _network(host: str) -> str:
+    """Whom a share is of: an IPv4 address, or the /64 that a client with IPv6 has for itself."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return address.exploded[:19]
+
+
+def allow_open_files(num_connections: int) -> None:
+    """Raises the process's limit of open files to what so many connections need, as far as it may."""
+    needed = num_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        logger.warning(
+            "router.max_connections=%d needs %d open files and the limit is %d: lower it, or raise the limit "
+            "(ulimit -n)",
+            num_connections,
+            needed,
+            allowed,
+        )

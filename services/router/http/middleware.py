@@ -1,0 +1,144 @@
+"""What surrounds every request: its ID, and whether it is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.config.router import RouterConfig
+from cluster.errors import OutriderError, OverloadedError, UnavailableError
+from services.router.anthropic.envelope import is_anthropic
+from services.router.errors import CLIENT_CLOSED_REQUEST, error_response
+from services.router.http.body import BodyRoom, read_body
+from services.router.http.streaming import NotedSend, error_event, note_outcome
+from services.router.metrics import RouterMetrics
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class RequestIds:
+    """Gives every answer an `x-request-id`: the one that the client sent, if it is printable.
+
+    Answers of Anthropic's API have it as `request-id`, too.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+        names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
+
+        def send_with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own, for every chunk
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name in names:
+                    headers[name] = request_id
+            return send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def request_id_of(scope: Mapping[str, Any]) -> str:
+    """The ID of the request of `scope`."""
+    request_id: str = scope["state"]["request_id"]
+    return request_id
+
+
+class Admission:
+    """Counts the requests to `paths` whose bodies are whole, and refuses those beyond `limit`, before any work is done.
+
+    While there are as many, new ones are refused before their bodies, too.
+    """
+
+    def __init__(self, app: ASGIApp, *, paths: frozenset[str], config: RouterConfig, metrics: RouterMetrics) -> None:
+        self._app = app
+        self._paths = paths
+        self._limit = config.max_waiting_requests
+        self._max_body_bytes = config.max_body_bytes
+        self._body_timeout_s = config.body_timeout_seconds
+        self._room = BodyRoom(config.max_bodies_bytes)
+        self._metrics = metrics
+        self._num_in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        with self._room.entered() as share:
+            try:
+                self._check_room()
+                body = await read_body(scope, receive, self._max_body_bytes, self._body_timeout_s, share)
+                self._check_room()
+            except OutriderError as error:
+                await self._refuse(error, scope, receive, send)
+            except asyncio.CancelledError:
+                await self._refuse(_shutting_down(), scope, receive, send)
+            except ClientDisconnect:
+                note_outcome(scope, CLIENT_CLOSED_REQUEST)
+                self._metrics.count_request(CLIENT_CLOSED_REQUEST)
+            else:
+                await self._admit(_decompressed(scope), _replayed(body, receive), send)
+
+    def _check_room(self) -> None:
+        if self._num_in_flight >= self._limit:
+            raise OverloadedError(f"{self._limit} requests are in flight already; retry later")
+
+    async def _refuse(self, error: OutriderError, scope: Scope, receive: Receive, send: Send) -> None:
+        self._metrics.count_request(error.http_status)
+        await error_response(error)(scope, receive, send)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        noted = NotedSend(send)
+        self._num_in_flight += 1
+        self._metrics.requests_running.inc()
+        try:
+            await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            error = _shutting_down()
+            note_outcome(scope, error.http_status)
+            if noted.status is not None:
+                await send({"type": "http.response.body", "body": error_event(scope, error), "more_body": False})
+            else:
+                await error_response(error)(scope, receive, send)
+        finally:
+            self._num_in_flight -= 1
+            self._metrics.requests_running.dec()
+            self._metrics.count_request(scope.get("state", {}).get("outcome", noted.status or 500))
+
+
+def _shutting_down() -> UnavailableError:
+    """For what the server cancels, which has drained for as long as it may."""
+    return UnavailableError("the router is shutting down; ask again, with the same seed for the same answer")
+
+
+def _decompressed(scope: Scope) -> Scope:
+    """Returns the scope of a request whose body has been read and decompressed."""
+    headers = [(name, value) for name, value in scope["headers"] if name != b"content-encoding"]
+    return scope if len(headers) == len(scope["headers"]) else {**scope, "headers": headers}
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """As `receive` was before all of `body` had been read."""
+    is_read = False
+
+    async def replay() -> Message:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay

@@ -1,0 +1,61 @@
+"""The HTTP server of a router: uvicorn's, with bounds for its connections."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.router.http.certificate import HttpsCertificate
+from services.router.http.connections import Connections
+from services.router.http.protocol import BoundedHttpProtocol
+from services.router.http.tls_listener import TlsListener
+
+_SEND_BUFFER_BYTES = 262_144
+
+
+class HttpServer(uvicorn.Server):
+    """Counts its connections in `connections`; `more`: uvicorn's settings."""
+
+    def __init__(
+        self, app: ASGIApp, connections: Connections, https: HttpsCertificate | None = None, **more: Any
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=cast(Any, functools.partial(BoundedHttpProtocol, connections)),
+                ws="none",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=cast(int, connections.timeouts.idle),  # any number of seconds
+                **more,
+            )
+        )
+        self._connections = connections
+        self._https = https
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or []:
+            # Of its connections: else the kernel takes megabytes of an answer before it shows that a client does not
+            # read.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        if self._https is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        for listener in sockets or []:
+            server: Any = TlsListener(listener, self._https.context, self._connections, self._new_protocol)
+            self.servers.append(server)
+
+    def _new_protocol(self, host: str) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(
+            self._connections,
+            counted_as=host,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )

@@ -1,0 +1,75 @@
+"""Accepts clients of HTTPS, whose handshakes are counted and in time like all that follows."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+
+from services.router.http.connections import Connections
+from services.router.http.protocol import BoundedHttpProtocol
+
+_PAUSE_S = 0.1  # where no connection can be accepted, as there are too many open files
+
+
+class TlsListener:
+    """In place of asyncio's own server, which shows a connection after its handshake, and waits a minute for that."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        connections: Connections,
+        new_protocol: Callable[[str], BoundedHttpProtocol],
+    ) -> None:
+        """`new_protocol`: for a client at that host, which has been counted."""
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._context = context
+        self._connections = connections
+        self._new_protocol = new_protocol
+        self._handshakes: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._accepting = self._loop.create_task(self._accept())
+
+    def close(self) -> None:
+        self._accepting.cancel()
+        for task in self._handshakes:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                client, address = await self._loop.sock_accept(self._listener)
+            except OSError:
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            host = address[0]
+            if self._connections.enter(host):
+                task = self._loop.create_task(self._shake_hands(client, host))
+                self._handshakes.add(task)
+                task.add_done_callback(self._handshakes.discard)
+            else:
+                client.close()
+
+    async def _shake_hands(self, client: socket.socket, host: str) -> None:
+        protocol = self._new_protocol(host)
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: protocol,
+                client,
+                ssl=self._context,
+                ssl_handshake_timeout=self._connections.timeouts.header,
+            )
+        except OSError:
+            self._connections.count_closed("handshake")
+            protocol.leave()
+            client.close()
+        except asyncio.CancelledError:
+            protocol.leave()
+            client.close()
+            raise

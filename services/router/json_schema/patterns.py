@@ -1,0 +1,198 @@
+"""Rewrites regular expressions of schemas into ones that xgrammar follows exactly.
+
+An expression has to match the whole string, even without `^` and `$`. Characters that JSON escapes (quotes,
+backslashes, control characters) are excluded, as grammars write strings without escapes. Classes of characters such as
+`\\d` mean their ASCII characters, a subset of what validators of any dialect accept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import abc
+from dataclasses import dataclass
+from functools import lru_cache
+from re import _constants as ops  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+from services.router.json_schema.expressions import (
+    NOTHING,
+    PLAIN,
+    Alternatives,
+    Class,
+    Concatenation,
+    Node,
+    Ranges,
+    Repeat,
+    complement,
+    count,
+    intersection,
+    ranges,
+    simplified,
+    texts_of,
+    widths,
+    with_one_of,
+    written,
+)
+
+MAX_REPEATS = 10_000
+_MAX_CHARACTERS = 4096
+_MAX_CHARACTERS_WITH_LOOK_AHEAD = 40  # the rewritten expression grows with their square
+
+Items = abc.Sequence[Any]  # as the parser has them
+# xgrammar 0.2.8 compiles expressions in ASCII to automata, and some automata accept too much: `a(cb{1,3})?` accepts
+# "ab". It compiles expressions with any other character, even if repeated zero times, to rules.
+_AS_RULES = "(?:\u00e9{0})"
+_UNBOUNDED = int(ops.MAXREPEAT)
+_ASCII = ((0, 0x7F),)
+
+
+class PatternError(ValueError):
+    """An expression that cannot be rewritten, with the reason."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A rewritten expression."""
+
+    node: Node
+    text: str
+    shortest: int
+    longest: int | None  # None: unbounded
+    repeated: str = ""  # the class of characters, if the expression is a single one, repeated
+
+    def texts(self) -> tuple[str, ...] | None:
+        """Returns all texts, if there are at most 64."""
+        return texts_of(self.node)
+
+
+_CATEGORIES: dict[Any, Ranges] = {
+    ops.CATEGORY_DIGIT: ranges((48, 57)),
+    ops.CATEGORY_WORD: ranges((48, 57), (65, 90), (95, 95), (97, 122)),
+    ops.CATEGORY_SPACE: ranges((9, 13), (28, 32)),
+}
+_NEGATED: dict[Any, Any] = {
+    ops.CATEGORY_NOT_DIGIT: ops.CATEGORY_DIGIT,
+    ops.CATEGORY_NOT_WORD: ops.CATEGORY_WORD,
+    ops.CATEGORY_NOT_SPACE: ops.CATEGORY_SPACE,
+}
+
+
+@lru_cache(maxsize=256)
+def rewrite(pattern: str) -> Pattern:
+    """Returns `pattern` in the form that grammars follow. Raises PatternError."""
+    if len(pattern) > (_MAX_CHARACTERS_WITH_LOOK_AHEAD if "(?!" in pattern else _MAX_CHARACTERS):
+        raise PatternError("is too long")
+    try:
+        parsed = parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError, ValueError) as error:
+        raise PatternError(f"is not a regular expression that can be read ({error})"[:160]) from error
+    if parsed.state.flags & ~re.UNICODE:
+        raise PatternError("has flags, which cannot be enforced")
+    node = simplified(_sequence(list(parsed), is_first=True, is_last=True))
+    if node == NOTHING:
+        raise PatternError("has no text that a JSON string can spell without escapes")
+    shortest, longest = widths(node)
+    repeated = ""
+    if isinstance(node, Repeat) and isinstance(node.inner, Class):
+        repeated = written(node.inner)
+    return Pattern(node, f"^{_AS_RULES}{written(node)}$", shortest, longest, repeated)
+
+
+def repeated(characters: str, shortest: int, longest: int | None) -> str:
+    """Returns the expression of `shortest` to `longest` of `characters`, a class as it is written."""
+    return f"^{_AS_RULES}{characters}{count(shortest, longest)}$"
+
+
+def any_characters() -> str:
+    """Returns the class of all characters that strings may have."""
+    return written(Class(PLAIN))
+
+
+def _sequence(items: Items, *, is_first: bool, is_last: bool) -> Node:
+    """Returns the sequence of `items`.
+
+    `is_first`, `is_last`: nothing comes before it, or after it, in the whole expression: anchors have no effect there.
+    """
+    items = list(items)
+    while is_first and items and items[0] == (ops.AT, ops.AT_BEGINNING):
+        items.pop(0)
+    while is_last and items and items[-1] == (ops.AT, ops.AT_END):
+        items.pop()
+    if is_first and items and items[0][0] is ops.ASSERT_NOT:
+        return _except(items[0][1], _sequence(items[1:], is_first=False, is_last=is_last))
+    last = len(items) - 1
+    parts = [
+        _node(op, value, is_first=is_first and index == 0, is_last=is_last and index == last)
+        for index, (op, value) in enumerate(items)
+    ]
+    return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
+
+
+def _node(op: Any, value: Any, *, is_first: bool, is_last: bool) -> Node:
+    match op:
+        case ops.LITERAL:
+            return Class(ranges((value, value)))
+        case ops.NOT_LITERAL:
+            return Class(complement(ranges((value, value))))
+        case ops.ANY:
+            return Class(PLAIN)
+        case ops.IN:
+            return Class(_class(value))
+        case ops.BRANCH:
+            return Alternatives(tuple(_sequence(option, is_first=is_first, is_last=is_last) for option in value[1]))
+        case ops.SUBPATTERN if not value[1] and not value[2]:
+            return _sequence(value[3], is_first=is_first, is_last=is_last)
+        case ops.MAX_REPEAT | ops.MIN_REPEAT:
+            least, most, inner = value
+            bounds = (least, None if most == _UNBOUNDED else most)
+            if max(bounds[0], bounds[1] or 0) > MAX_REPEATS:
+                raise PatternError(f"has a repetition of more than {MAX_REPEATS}")
+            return Repeat(_sequence(inner, is_first=False, is_last=False), *bounds)
+    raise PatternError(f"has {_NAMES.get(op, str(op).lower())}, which cannot be enforced")
+
+
+_NAMES = {
+    ops.ASSERT: "a look-ahead or look-behind",
+    ops.ASSERT_NOT: "a negative look-ahead or look-behind",
+    ops.AT: "an anchor or word boundary within it",
+    ops.GROUPREF: "a reference to a group",
+}
+
+
+def _class(items: Items) -> Ranges:
+    is_negated = bool(items) and items[0][0] is ops.NEGATE
+    found: Ranges = ()
+    for op, value in items[1:] if is_negated else items:
+        match op:
+            case ops.LITERAL:
+                part = ranges((value, value))
+            case ops.RANGE:
+                part = ranges(value)
+            case ops.CATEGORY if value in _CATEGORIES:
+                # What the dialects don't agree on must not be in the class: it is all beyond ASCII.
+                part = ranges(*_CATEGORIES[value], (0x80, 0x10FFFF)) if is_negated else _CATEGORIES[value]
+            case ops.CATEGORY if value in _NEGATED:
+                beyond = () if not is_negated else ((0x80, 0x10FFFF),)
+                part = ranges(*intersection(_ASCII, complement(_CATEGORIES[_NEGATED[value]])), *beyond)
+            case _:
+                raise PatternError("has a class of characters that cannot be enforced")
+        found = ranges(*found, *part)
+    return complement(found) if is_negated else found
+
+
+def _except(assertion: Any, node: Node) -> Node:
+    """Returns `node` without the texts that `(?!...)` before it forbids: those that consist of certain characters.
+
+    pydantic's Decimal has such a look-ahead, `(?!^[-+.]*$)`.
+    """
+    direction, items = assertion
+    items = [item for item in items if item[0] is not ops.AT]
+    if direction == 1 and len(items) == 1 and items[0][0] is ops.MAX_REPEAT:
+        least, most, inner = items[0][1]
+        ends = assertion[1][-1] == (ops.AT, ops.AT_END)
+        if (least, most, len(inner)) == (0, _UNBOUNDED, 1) and ends:
+            characters = _node(*inner[0], is_first=False, is_last=False)
+            if isinstance(characters, Class):
+                return with_one_of(complement(characters.allowed), node)
+    raise PatternError("has a negative look-ahead, which cannot be enforced: say what the text is instead")

@@ -1,0 +1,54 @@
+"""Resolves the references within a schema, and bounds the work of comparing its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from services.router.json_schema.errors import SchemaError
+
+MAX_STEPS = 50_000
+
+
+class References:
+    """Looks up what `$ref`s refer to within one schema."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._num_steps = 0
+
+    def look_up(self, reference: Any, path: str) -> Any:
+        """Returns what the `$ref` at `path` refers to. Raises SchemaError."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            got = f"(got {str(reference)[:80]!r})"
+            raise SchemaError(path, f"should be # or begin with #/: it can only refer to a place in this schema {got}")
+        found = self._root
+        for part in reference.split("/")[1:]:
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isdecimal() and len(key) < 6 and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, Mapping) and key in found:
+                found = found[key]
+            else:
+                raise SchemaError(path, f"refers to {reference[:80]!r}, which is not in the schema")
+        return found
+
+    def resolve(self, schema: Any) -> Any:
+        """Returns `schema`, or what it refers to if it is a reference; {} if the references form a cycle."""
+        seen = set()
+        self.spend()
+        while isinstance(schema, Mapping) and "$ref" in schema:
+            reference = str(schema["$ref"])
+            if reference in seen:
+                return {}
+            seen.add(reference)
+            schema = self.look_up(schema["$ref"], "")
+            self.spend()
+        return schema
+
+    def spend(self, num_steps: int = 1) -> None:
+        """Raises SchemaError if comparing the parts of the schema has taken too many steps."""
+        self._num_steps += num_steps
+        if self._num_steps > MAX_STEPS:
+            raise SchemaError("", "takes too long to check: make it simpler")

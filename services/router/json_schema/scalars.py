@@ -1,0 +1,149 @@
+"""Translates the keywords of a schema that are about strings and numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from services.router.json_schema.errors import SchemaError, at
+from services.router.json_schema.formats import PATTERNS, SHORT_PATTERNS, UNCHECKED
+from services.router.json_schema.patterns import MAX_REPEATS, Pattern, PatternError, any_characters, repeated, rewrite
+
+_MAX_NUMBER = 2**53  # beyond it neighbouring integers are the same number to many readers of JSON
+_SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals
+
+
+def string(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Returns the schema of the strings that `schema` allows. Raises SchemaError."""
+    shortest = count(schema, "minLength", path) or 0
+    longest = count(schema, "maxLength", path)
+    if longest is not None and longest < shortest:
+        raise SchemaError(at(path, "maxLength"), "is less than minLength: no string is allowed")
+    pattern = _pattern(schema, path, longest)
+    if pattern is None:
+        if not shortest and longest is None:
+            return {"type": "string"}
+        for keyword in ("minLength", "maxLength"):
+            if schema.get(keyword, 0) > MAX_REPEATS:
+                raise SchemaError(at(path, keyword), f"should be at most {MAX_REPEATS}")
+        return {"type": "string", "pattern": repeated(any_characters(), shortest, longest)}
+    text = pattern.text
+    if shortest > pattern.shortest or (longest is not None and (pattern.longest is None or longest < pattern.longest)):
+        text = _limited(pattern, shortest, longest, schema, path)
+    return {"type": "string", "pattern": text}
+
+
+def _pattern(schema: Mapping[str, Any], path: str, longest: int | None) -> Pattern | None:
+    """Returns what `pattern` or `format` asks for; None if that is nothing."""
+    name = schema.get("format")
+    if name is not None and not isinstance(name, str):
+        raise SchemaError(at(path, "format"), "should be a string")
+    if name in UNCHECKED:
+        name = None
+    if name is not None and name not in PATTERNS:
+        raise SchemaError(at(path, "format"), f"is {name[:40]!r}, which cannot be enforced: use a pattern")
+    if "pattern" not in schema:
+        return (
+            None if name is None else (PATTERNS[name] if longest is None else SHORT_PATTERNS.get(name, PATTERNS[name]))
+        )
+    if name is not None:
+        raise SchemaError(at(path, "pattern"), "cannot be enforced together with a format: leave one out")
+    if not isinstance(schema["pattern"], str):
+        raise SchemaError(at(path, "pattern"), "should be a string")
+    try:
+        return rewrite(schema["pattern"])
+    except PatternError as error:
+        raise SchemaError(at(path, "pattern"), str(error)) from error
+
+
+def text_of(schema: Mapping[str, Any], path: str) -> Pattern | None:
+    """Returns the expression of the strings that `schema` allows; None if all are. Raises SchemaError."""
+    expression = string(schema, path).get("pattern")
+    try:
+        return None if expression is None else rewrite(expression)
+    except PatternError as error:
+        raise SchemaError(path, str(error)) from error
+
+
+def _limited(pattern: Pattern, shortest: int, longest: int | None, schema: Mapping[str, Any], path: str) -> str:
+    """Returns the expression of those texts of `pattern` that have `shortest` to `longest` characters."""
+    shortest = max(shortest, pattern.shortest)
+    if pattern.longest is not None:
+        longest = pattern.longest if longest is None else min(longest, pattern.longest)
+    fits = longest is None or shortest <= longest
+    if pattern.repeated and fits and max(shortest, longest or 0) <= MAX_REPEATS:
+        return repeated(pattern.repeated, shortest, longest)
+    keyword = "minLength" if schema.get("minLength", 0) > pattern.shortest else "maxLength"
+    what = "format" if "pattern" not in schema else "pattern"
+    raise SchemaError(at(path, keyword), f"cannot be enforced together with this {what}: say the length in a pattern")
+
+
+def integer(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Returns the schema of the integers that `schema` allows. Raises SchemaError."""
+    _check_number(schema, path)
+    low, high = -math.inf, math.inf
+    for keyword, value in _bounds(schema, path):
+        match keyword:
+            case "minimum":
+                low = max(low, math.ceil(value))
+            case "exclusiveMinimum":
+                low = max(low, math.floor(value) + 1)
+            case "maximum":
+                high = min(high, math.floor(value))
+            case "exclusiveMaximum":
+                high = min(high, math.ceil(value) - 1)
+    if low > high:
+        raise SchemaError(at(path, _lower_bound(schema)), "leaves no integer up to the maximum")
+    bounds = {"minimum": low, "maximum": high}
+    return {"type": "integer", **{name: bound for name, bound in bounds.items() if math.isfinite(bound)}}
+
+
+def number(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Returns the schema of the numbers that `schema` allows. Raises SchemaError."""
+    _check_number(schema, path)
+    bounds = dict(_bounds(schema, path))
+    low = max(bounds.get("minimum", -math.inf), bounds.get("exclusiveMinimum", -math.inf))
+    high = min(bounds.get("maximum", math.inf), bounds.get("exclusiveMaximum", math.inf))
+    if low > high:
+        raise SchemaError(at(path, _lower_bound(schema)), "leaves no number up to the maximum")
+    if low == high and low not in (bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum")):
+        return {"const": low}
+    if high - low < _SMALLEST_RANGE:
+        raise SchemaError(
+            at(path, _lower_bound(schema)), f"leaves a range smaller than {_SMALLEST_RANGE:g}, which cannot be enforced"
+        )
+    return {"type": "number", **bounds}
+
+
+def _lower_bound(schema: Mapping[str, Any]) -> str:
+    return "exclusiveMinimum" if "exclusiveMinimum" in schema else "minimum"
+
+
+def _check_number(schema: Mapping[str, Any], path: str) -> None:
+    name = schema.get("format")
+    if name is not None and not (isinstance(name, str) and name in UNCHECKED | PATTERNS.keys()):
+        raise SchemaError(at(path, "format"), f"is {str(name)[:40]!r}, which cannot be enforced")
+    if "multipleOf" in schema:
+        raise SchemaError(at(path, "multipleOf"), "cannot be enforced: leave it out, or list the values in an enum")
+
+
+def _bounds(schema: Mapping[str, Any], path: str) -> list[tuple[str, float]]:
+    found = []
+    for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        if keyword in schema:
+            value = schema[keyword]
+            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _MAX_NUMBER:
+                raise SchemaError(at(path, keyword), "should be a number from -2^53 to 2^53")
+            found.append((keyword, value))
+    return found
+
+
+def count(schema: Mapping[str, Any], keyword: str, path: str) -> int | None:
+    """Returns the value of a keyword that counts something; None if `schema` does not have it."""
+    value = schema.get(keyword)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if keyword in schema and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise SchemaError(at(path, keyword), "should be an integer of at least 0")
+    return value

@@ -1,0 +1,72 @@
+"""What the router answers to whoever runs it, at an address of its own (`router.admin_listen`)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from services.router.access.caller import name_of_caller
+from services.router.access.gate import AdminGate, Credentials
+from services.router.api.request import invalid_request
+from services.router.errors import error_handlers
+from services.router.http.body import read_admin_call
+from services.router.metrics import RouterMetrics
+from services.router.operators.adapters import AdapterCalls
+from services.router.operators.health import Health
+from services.router.operators.switch import SpeculationSwitch
+
+
+class _Change(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    percentage: Annotated[float, Field(ge=0, le=100)]
+    reason: Annotated[str, Field(max_length=500)] = ""
+
+
+def create_admin_app(
+    switch: SpeculationSwitch,
+    metrics: RouterMetrics,
+    credentials: Credentials | None = None,
+    adapters: AdapterCalls | None = None,
+    health: Health | None = None,
+) -> Starlette:
+    """`/admin/speculation`, the calls of `adapters`, `/health` and `/metrics`.
+
+    `credentials`: who may call; None: everybody.
+    """
+
+    def state() -> Response:
+        return JSONResponse({"percentage": switch.percentage})
+
+    async def show(_: Request) -> Response:
+        return state()
+
+    async def change(request: Request) -> Response:
+        try:
+            asked = _Change.model_validate(await read_admin_call(request))
+        except ValidationError as error:
+            raise invalid_request(error) from error
+        switch.set(abs(asked.percentage), caller=name_of_caller(request.scope), reason=asked.reason)
+        return state()
+
+    async def metrics_page(_: Request) -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(
+        routes=[
+            Route("/admin/speculation", show, methods=["GET"]),
+            Route("/admin/speculation", change, methods=["PUT"]),
+            *(adapters.routes() if adapters is not None else ()),
+            *([Route("/health", health.admin, methods=["GET"])] if health is not None else []),
+            Route("/metrics", metrics_page, methods=["GET"]),
+        ],
+        middleware=[Middleware(AdminGate, credentials=credentials or Credentials())],
+        exception_handlers=error_handlers(),
+    )

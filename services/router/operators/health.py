@@ -1,0 +1,71 @@
+"""Whether the router can answer, and what it knows of its targets. Where they are is shown to operators alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.router.access.caller import caller_of
+from services.router.targets.replicas import Replica, ReplicaPool
+
+
+class Health:
+    """`GET /health` at both of the router's addresses."""
+
+    def __init__(self, pool: ReplicaPool, model_id: str) -> None:
+        self._pool = pool
+        self._model_id = model_id
+
+    async def public(self, request: Request) -> Response:
+        """A caller without a key, which is a probe, learns no more than whether it can answer."""
+        caller = caller_of(request.scope)
+        if caller is None:
+            return self._answer({})
+        return self._answer(self._targets(with_places=caller.sees_workers))
+
+    async def admin(self, _: Request) -> Response:
+        return self._answer(self._targets(with_places=True))
+
+    def _answer(self, more: dict[str, Any]) -> Response:
+        pool = self._pool
+        status, code = ("ok", 200) if pool.usable else ("unavailable", 503)
+        headers = {} if pool.usable else {"retry-after": str(pool.retry_after)}
+        return JSONResponse({"status": status} | more, status_code=code, headers=headers)
+
+    def _targets(self, *, with_places: bool) -> dict[str, Any]:
+        replicas = self._pool.replicas
+        targets = [_describe(replica) if with_places else _outline(_describe(replica)) for replica in replicas]
+        body = {"model": self._model_id, "targets": targets}
+        if not self._pool.usable and with_places:
+            body["reason"] = "; ".join(f"target {replica.address}: {replica.problem}" for replica in replicas)
+        elif not self._pool.usable:
+            counts = Counter(replica.status for replica in replicas)
+            body["reason"] = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no targets"
+        return body
+
+
+def _describe(replica: Replica) -> dict[str, Any]:
+    """A replica's entry."""
+    entry: dict[str, Any] = {"address": replica.address, "status": replica.status, "problem": replica.problem}
+    description = replica.description
+    if description is not None:
+        entry |= {
+            "advertised_address": description.advertised_address or None,
+            "wire_version": description.wire_version,
+            "model": description.model.name,
+            "adapters": sorted(description.adapters),
+            "num_draft_links": description.num_draft_links,
+            "num_draft_links_configured": description.num_draft_links_configured,
+            "running": description.load.num_running,
+            "waiting": description.load.num_waiting,
+        }
+    return entry
+
+
+def _outline(entry: dict[str, Any]) -> dict[str, Any]:
+    """`entry` without where the target is, which words about its problem may tell too."""
+    outline = {name: value for name, value in entry.items() if name not in ("address", "advertised_address")}
+    return outline | {"problem": None if entry["problem"] is None else entry["status"]}

@@ -1,0 +1,42 @@
+"""The lever of whoever is on call: speculation for all requests, for none, or for a share of them.
+
+It changes no token of an answer (but with `acceptance: rejection`, where drafts have a say). A request is decided on
+when it comes; those that run end as they began.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+from services.router.metrics import RouterMetrics
+
+audit = logging.getLogger("outrider.audit")
+
+
+class SpeculationSwitch:
+    def __init__(self, percentage: float, metrics: RouterMetrics) -> None:
+        """`percentage` of requests are speculated for, until it is set."""
+        self.percentage = percentage
+        self._metrics = metrics
+        metrics.speculation_percentage.set(percentage)
+
+    def draw(self) -> bool:
+        """Whether the request that has just come may be speculated for.
+
+        At random: clients that ask in turns would otherwise have all of one kind on one side.
+        """
+        return 100 * random.random() < self.percentage
+
+    def set(self, percentage: float, *, caller: str, reason: str) -> None:
+        """`percentage` is 0 to 100. Counts, and leaves an audit line."""
+        audit.warning(
+            "audit: speculation for %g %% of requests, was %g %%; set by %s, reason: %r",
+            percentage,
+            self.percentage,
+            caller,
+            reason,
+        )
+        self.percentage = percentage
+        self._metrics.speculation_percentage.set(percentage)
+        self._metrics.speculation_switched.inc()

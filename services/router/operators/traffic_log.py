@@ -1,0 +1,81 @@
+"""Prompts that were asked, kept for `outrider distill` where an operator wants that.
+
+A line for each prompt, with its token IDs and nothing of who asked; from these its text can be read. Off by default.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Iterable, Sequence
+
+from cluster.config.router import RouterConfig
+from cluster.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+_OWNER_ONLY = 0o600
+_FULL = "it is full: see router.traffic_log_max_bytes"
+
+
+class TrafficLog:
+    """Appends to a file, up to a size, after which nothing more is kept.
+
+    Several routers may have the same file: each looks at its size before each line, so that it has at most one line of
+    each of them more than it may.
+    """
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        """Raises ConfigurationError when the file cannot be written."""
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWNER_ONLY)
+            os.fchmod(self._file, _OWNER_ONLY)  # one that was there may be open to others
+        except OSError as error:
+            raise ConfigurationError(f"router.traffic_log_file {path} cannot be written: {error.strerror}") from error
+        self._path = path
+        self._max_bytes = max_bytes
+        self._is_open = True
+        if self._has_room(1):
+            logger.warning("prompts are kept in %s, for whoever can read it", path)
+        else:
+            self._end(_FULL)
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> TrafficLog | None:
+        return None if config.traffic_log_file is None else cls(config.traffic_log_file, config.traffic_log_max_bytes)
+
+    def add(self, prompts: Iterable[Sequence[int]]) -> None:
+        """A disk that is full, or gone, ends the log, and no request."""
+        if not self._is_open:
+            return
+        for prompt in prompts:
+            line = json.dumps({"prompt_token_ids": list(prompt)}, separators=(",", ":")).encode() + b"\n"
+            try:
+                if not self._has_room(len(line)):
+                    self._end(_FULL)
+                    return
+                self._append(line)
+            except OSError as error:
+                self._end(str(error.strerror))
+                return
+
+    def _append(self, line: bytes) -> None:
+        """Of a line that the disk takes a part of, nothing is left, for the next to begin a line. Raises OSError."""
+        num_written = os.write(self._file, line)
+        if num_written < len(line):
+            end = os.lseek(self._file, 0, os.SEEK_CUR)
+            if os.fstat(self._file).st_size == end:  # else another router has written after it
+                os.ftruncate(self._file, end - num_written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return os.fstat(self._file).st_size + num_bytes <= self._max_bytes
+
+    def _end(self, why: str) -> None:
+        self._is_open = False
+        logger.warning("no more prompts are kept in %s: %s", self._path, why)
+
+    def close(self) -> None:
+        os.close(self._file)

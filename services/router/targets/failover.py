@@ -1,0 +1,107 @@
+"""Runs a sequence to its end wherever it can run: what one worker leaves unfinished, another goes on with.
+
+A worker that takes it over gets the prompt with all tokens so far, the seed and the choice. As noise depends on seed
+and position alone, and penalties on the tokens, the answer goes on as it would have; the client sees a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+
+from cluster.errors import InternalError, OverloadedError, UnavailableError
+from cluster.telemetry.tracing import NO_SPAN, Span
+from cluster.wire.replies import UNFINISHED, CallReply
+from services.router.errors import ModelNotFoundError
+from services.router.targets.replicas import AdapterRef, Replica, ReplicaLostError, ReplicaPool
+from services.router.targets.wire_requests import ChoiceRequest
+from services.router.tracing import CallSpan
+
+logger = logging.getLogger(__name__)
+
+_MAX_DEATHS = 2  # of workers in a row that had it and yielded no token of it: it may be what they died of
+_MAX_MOVES = 32
+_FULL_PAUSE_S = 0.5
+
+
+async def run_anywhere(
+    pool: ReplicaPool,
+    request: ChoiceRequest,
+    max_pause_seconds: float,
+    count_move: Callable[[str], None],
+    span: Span = NO_SPAN,
+    is_patient: Callable[[], bool] = lambda: False,
+) -> AsyncGenerator[CallReply, None]:
+    """Yields the replies to `request` up to one with a finish reason. Closing it frees the sequence.
+
+    `span` is that of the HTTP request: each call on a worker is one below it.
+
+    Waits up to `max_pause_seconds` for a worker that can go on: once there are tokens, one that answers alike. Tells
+    `count_move` why the last one could not. Where the queues of all are full it waits likewise if there are tokens, or
+    `is_patient`.
+    Raises OutriderError: UnavailableError when there is no worker in that time, OverloadedError where their queues are
+    full, InternalError for a request whose workers die before they yield a token of it.
+    """
+    await pool.wait_out_change()
+    request_id, adapter = request.template.request_id, AdapterRef.of(request.template)
+    replica = pool.choose(adapter=adapter)
+    traits, token_ids, num_deaths, num_scored = replica.traits, list[int](), 0, 0
+    full, num_moves, last_answer_at = set[Replica](), 0, time.monotonic()
+    while num_moves < _MAX_MOVES:
+        num_tokens_before, num_rescored = len(token_ids), 0
+        try:
+            continued = request.to_wire(token_ids)
+            with CallSpan(span, replica, continued) as call:
+                replies = replica.generate(continued)
+                del continued  # it may be large, and nobody needs it here while it runs
+                async with contextlib.aclosing(replies):
+                    async for reply in replies:
+                        if reply.prompt_logprobs is not None:  # the next worker begins them anew
+                            scores, start = reply.prompt_logprobs, max(0, num_scored - num_rescored)
+                            num_rescored += len(scores)
+                            reply.prompt_logprobs = scores.part(start, len(scores))
+                            num_scored = max(num_scored, num_rescored)
+                        if reply.token_ids:
+                            token_ids += reply.token_ids
+                            num_deaths, last_answer_at = 0, time.monotonic()
+                            full.clear()
+                        if reply.finish_reason != UNFINISHED:
+                            call.note(reply)
+                        yield reply
+                        if reply.finish_reason != UNFINISHED:
+                            return
+        except OverloadedError as error:
+            full.add(replica)
+            another = pool.find(traits if token_ids else None, adapter, full)
+            if another is not None:
+                replica = another
+                continue
+            if not (token_ids or is_patient()) or time.monotonic() > last_answer_at + max_pause_seconds:
+                raise OverloadedError("the targets' queues are full; retry later") from error
+            full.clear()
+            await asyncio.sleep(_FULL_PAUSE_S)
+            replica = await pool.wait_for(traits if token_ids else None, max_pause_seconds, adapter)
+        except ReplicaLostError as error:
+            num_moves += 1
+            if len(token_ids) == num_tokens_before:
+                num_deaths += error.reason in ("lost", "stuck") and error.was_reached
+            if num_deaths == _MAX_DEATHS:
+                logger.error("request %s: %d workers in a row were lost with it", request_id, num_deaths)
+                raise InternalError(
+                    f"{num_deaths} workers in a row were lost with this request before they yielded a token of it; no "
+                    "third one is tried"
+                ) from error
+            logger.warning("request %s is moved: its target is %s", request_id, error.reason)
+            count_move(error.reason)
+            if error.reason == "unloaded" and adapter is not None:
+                replica.forget(adapter)
+                if not pool.knows(adapter.name):
+                    raise ModelNotFoundError(
+                        f"the adapter {adapter.name!r} has been unloaded", param="model"
+                    ) from error
+            replica = await pool.wait_for(traits if token_ids else None, max_pause_seconds, adapter)
+            traits = traits if token_ids else replica.traits
+    raise UnavailableError(f"the request was moved {_MAX_MOVES} times without an end; retry")

@@ -1,0 +1,350 @@
+"""One replica of the target: whether it can answer, calling it, and what becomes of its calls when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Literal, NamedTuple
+
+import grpc
+
+from cluster.errors import (
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OutriderError,
+    OverloadedError,
+    UnavailableError,
+    from_status,
+)
+from cluster.transport.dialing import PLAIN, Dialer
+from cluster.wire.replies import CallReply
+from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
+from services.router.targets.call_stream import CallStream
+from services.router.targets.traits import Traits
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.5
+POLL_TIMEOUT_S = 1.5  # two in a row, with the intervals: a worker that is connected and silent is given up within 4 s
+_SILENT_POLLS = 2
+_ADAPTER_TIMEOUT_S = 300.0
+_MAX_MESSAGE_BYTES = 16 * 2**20
+
+_CHANNEL_OPTIONS = [
+    # Descriptions cross every half second, so a ping is sent only when the other side has gone silent. What notices
+    # that a ping is not answered is the last option, which is a minute by default.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 2000),
+    # By default a worker that was away for minutes would be tried again only minutes after its return.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # A message has what all of a stream's sequences were given since the last one: it is not cut by its size.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+ReplicaStatus = Literal["up", "down", "draining", "stuck", "refused"]
+"""refused: it answers, and is not used because of what it is."""
+
+LossReason = Literal["lost", "draining", "stuck", "unloaded"]
+_TOLD_OF_LOSS: dict[LossReason, str] = {
+    "lost": "the target worker was lost; retry",
+    "draining": "the target worker is shutting down; retry",
+    "stuck": "the target worker's engine stands still; retry",
+    "unloaded": "the target worker has unloaded the adapter; retry",
+}
+_IS_DRAINING = "is draining"
+_PATIENT_POLLS = 120  # a minute or so
+
+
+class AdapterRef(NamedTuple):
+    """A LoRA adapter that a request is for."""
+
+    name: str
+    fingerprint: str  # of its contents
+
+    @classmethod
+    def of(cls, request: target_pb2.GenerateRequest) -> AdapterRef | None:
+        return cls(request.adapter, request.adapter_fingerprint) if request.adapter else None
+
+
+class ReplicaLostError(UnavailableError):
+    """A replica took a call and will not finish it; another can, from the tokens so far.
+
+    lost: its stream broke, it was restarted, or it is silent although it is connected;
+    draining: it refused or gave up the call, or ended the stream in good order, as it is about to end;
+    stuck: it says that its engine makes no step;
+    unloaded: it refused the call, as it does not hold the adapter that it is for any more.
+    """
+
+    def __init__(self, reason: LossReason, *, was_reached: bool = True) -> None:
+        """`was_reached`: the call may have got there."""
+        super().__init__(_TOLD_OF_LOSS[reason])
+        self.reason = reason
+        self.was_reached = was_reached
+
+    def __copy__(self) -> ReplicaLostError:  # by default a copy is made from the message
+        return ReplicaLostError(self.reason, was_reached=self.was_reached)
+
+
+class Replica:
+    """One target worker as the router sees it. Make it inside a running event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        tokenizer_fingerprint: str,
+        object_to: Callable[[Replica], str | None] = lambda replica: None,
+        notify: Callable[[], None] = lambda: None,
+        dialer: Dialer = PLAIN,
+    ) -> None:
+        """`object_to`: what speaks against using it beside the others; `notify`: called when its problem changes, or
+        its silence ends; `dialer`: makes the channel."""
+        self.address = address
+        self.description: target_pb2.TargetDescription | None = None
+        self.traits: Traits = ()  # as it last said; (): unknown
+        self.adapters: dict[str, str] | None = None  # as it last said: fingerprints by name; None: it never did
+        self.status: ReplicaStatus = "down"
+        self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
+        self.is_next = True  # it was not asked yet, or nothing but what the others are, or were, speaks against it
+        self.num_in_flight = 0
+        self._num_others = 0  # sequences there at the last poll that were not ours
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._object_to = object_to
+        self._notify = notify
+        self._dialer = dialer
+        self._dialer_version = dialer.version
+        self._channel = dialer.channel(address, _CHANNEL_OPTIONS)
+        self._stub = target_pb2_grpc.TargetStub(self._channel)
+        self._calls: CallStream | None = None
+        self._calls_epoch: int | None = None  # of the worker that the stream was opened to; None: not known yet
+        self._polls = itertools.count()
+        self._newest_answered = -1
+        self._num_silent_polls = 0
+        self._has_answered = False  # ever
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_closed = False
+
+    def has(self, adapter: AdapterRef | None) -> bool:
+        """Whether it can answer with `adapter`; with None, without any."""
+        return adapter is None or (self.adapters or {}).get(adapter.name) == adapter.fingerprint
+
+    def forget(self, adapter: AdapterRef) -> None:
+        """It says that it does not hold `adapter`; so it is until the next poll."""
+        if self.adapters is not None and self.has(adapter):
+            del self.adapters[adapter.name]
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:
+        """Has it load one from `path` on its disk; returns the fingerprint. Raises OutriderError."""
+        asked = target_pb2.LoadAdapterRequest(name=name, path=path, replace=replace)
+        with self._admin_errors():
+            reply: target_pb2.LoadAdapterReply = await self._stub.LoadAdapter(asked, timeout=_ADAPTER_TIMEOUT_S)
+        return reply.fingerprint
+
+    async def unload_adapter(self, name: str) -> int:
+        """Has it unload one; returns how many requests end with it still. Raises OutriderError."""
+        asked = target_pb2.UnloadAdapterRequest(name=name)
+        with self._admin_errors():
+            reply: target_pb2.UnloadAdapterReply = await self._stub.UnloadAdapter(asked, timeout=_ADAPTER_TIMEOUT_S)
+        return reply.num_running
+
+    async def observe(self, request: target_pb2.ObserveRequest) -> target_pb2.Observation | None:
+        """What it is doing; None: it does not answer now, or is of a version that does not say."""
+        try:
+            observation: target_pb2.Observation = await self._stub.Observe(request, timeout=POLL_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return None
+        return observation
+
+    @contextlib.contextmanager
+    def _admin_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise UnavailableError("its version is an older one, which has no adapters") from error
+            raise from_status(error.code().value[0], error.details() or error.code().name) from error
+
+    @property
+    def load(self) -> int:
+        """Sequences there now: ours, and those it reported beside them."""
+        return self.num_in_flight + self._num_others
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last poll was not answered in time: others are chosen before it, even while it is up."""
+        return self._num_silent_polls > 0
+
+    async def poll(self) -> None:
+        """Asks for the description and decides from it whether requests may be sent here, and whether to give it up."""
+        number = next(self._polls)
+        await self._follow_certificates()
+        failure: grpc.aio.AioRpcError | None = None
+        description: target_pb2.TargetDescription | None = None
+        try:
+            description = await self._stub.Describe(types_pb2.DescribeRequest(), timeout=POLL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            failure = error
+        if number < self._newest_answered:
+            return  # a later poll has been answered
+        self._newest_answered = number
+        if description is not None:
+            was_silent, self._num_silent_polls = self.is_silent, 0
+            self.description, self._has_answered = description, True
+            self._consider(description)
+            if was_silent:
+                self._notify()
+            return
+        assert failure is not None
+        self._count_silence(failure.code())
+        if self.problem is None and 0 < self._num_silent_polls < _SILENT_POLLS:
+            # A moment's work may have held it up, and it may be the only one.
+            logger.info("target %s does not answer: others are chosen before it", self.address)
+            return
+        self.description = None
+        refusal = self._dialer.explain(failure)
+        self._become("down", f"does not answer ({failure.code().name})" + (f": {refusal}" if refusal else ""))
+        if number == _PATIENT_POLLS and not self._has_answered:
+            logger.warning("target %s has never answered: is it at this address?", self.address)
+
+    async def _follow_certificates(self) -> None:
+        """With new ones, a new channel, once nothing runs on the old: a connection that works goes on working."""
+        version = self._dialer.version
+        if version == self._dialer_version or self.status != "down" or self.num_in_flight:
+            return
+        old, self._channel = self._channel, self._dialer.channel(self.address, _CHANNEL_OPTIONS)
+        self._stub = target_pb2_grpc.TargetStub(self._channel)
+        self._dialer_version = version
+        await old.close()
+
+    async def poll_forever(self) -> None:
+        while True:
+            try:
+                await self.poll()
+            except Exception:  # whatever it is, a replica that nobody asks would keep its last status for ever
+                logger.exception("target %s could not be asked", self.address)
+                self._become("down", "could not be asked; see the router's log")
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
+        """Streams the replies to `request`, up to one with a finish reason. Closing the iterator frees the sequence.
+
+        What has not been taken yet is merged: at most one reply waits. Raises OutriderError; ReplicaLostError where
+        another replica can go on.
+        """
+        if self._is_closed:  # it was removed after it had been chosen
+            raise ReplicaLostError("draining")
+        if self._calls is None or self._calls.has_ended:
+            epoch = self._calls_epoch = None if self.description is None else self.description.epoch
+            self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._explain_end, epoch)
+        call = self._calls.start(request)
+        del request  # it may be large, and has its copy on the way
+        self.num_in_flight += 1
+        self._is_idle.clear()
+        try:
+            while not call.has_ended:
+                yield await call.take()
+        finally:
+            self.num_in_flight -= 1
+            if self.num_in_flight == 0:
+                self._is_idle.set()
+            call.cancel()
+
+    async def wait_idle(self) -> None:
+        """Waits until no call of ours is there."""
+        await self._is_idle.wait()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._calls is not None:
+            await self._calls.close()
+        await self._channel.close()
+
+    def _count_silence(self, failure: grpc.StatusCode) -> None:
+        """A worker that is gone ends its stream by itself; one that hangs may be connected for ever."""
+        if failure is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._num_silent_polls = 0
+            return
+        self._num_silent_polls += 1
+        if self._num_silent_polls >= _SILENT_POLLS:
+            self._give_up("lost")
+
+    def _consider(self, description: target_pb2.TargetDescription) -> None:
+        if self._calls_epoch not in (None, description.epoch):
+            # Another worker answers at this address: what holds the old stream open holds no sequence of ours.
+            self._give_up("lost")
+        self._calls_epoch = description.epoch
+        if description.is_stuck:
+            self._give_up("stuck")
+        load = description.load
+        self._num_others = max(0, load.num_running + load.num_waiting - self.num_in_flight)
+        self.traits = tuple(sorted(description.traits.items()))
+        self.adapters = dict(description.adapters)
+        fingerprint = description.model.tokenizer_fingerprint
+        if fingerprint != self._tokenizer_fingerprint:
+            self._become(
+                "refused",
+                f"its tokenizer has the fingerprint {fingerprint[:64] or 'none'}, the router's has "
+                f"{self._tokenizer_fingerprint}: start both with the same model",
+            )
+        elif description.is_stuck:
+            self._become("stuck", "its engine stands still")
+        elif description.is_draining:
+            self._become("draining", _IS_DRAINING)
+        elif objection := self._object_to(self):
+            self._become("refused", objection)
+            self.is_next = True
+        else:
+            self._become("up", None)
+
+    def _give_up(self, reason: LossReason) -> None:
+        """Ends all calls that run here, and frees their sequences if anybody is left who listens."""
+        if self._calls is not None and not self._calls.has_ended:
+            logger.warning("target %s: its %d calls are given up: %s", self.address, self.num_in_flight, reason)
+            self._calls.fail(ReplicaLostError(reason))
+
+    def _explain_end(self, why: str | None) -> ReplicaLostError:
+        """The error of calls whose stream has ended. The other replicas are chosen until it has answered a poll."""
+        if why is None:  # which a worker does that drains, once nothing runs on the stream
+            self._become("draining", _IS_DRAINING)
+            return ReplicaLostError("draining")
+        logger.warning("target %s: its stream has ended: %s", self.address, why)
+        self._become("down", "was lost")
+        return ReplicaLostError("lost", was_reached=self._calls is not None and self._calls.has_begun)
+
+    def _translate(self, error: OutriderError) -> OutriderError:
+        """What the client is told. Only a message about the request is passed on; others may hold secrets."""
+        if isinstance(error, InvalidRequestError):
+            return error
+        logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)
+        if isinstance(error, NotFoundError):
+            return ReplicaLostError("unloaded", was_reached=False)
+        if isinstance(error, OverloadedError):
+            return OverloadedError("the target's queue is full; retry later")
+        if isinstance(error, UnavailableError):
+            self._become("draining", _IS_DRAINING)
+            return ReplicaLostError("draining")
+        return InternalError("the target worker failed")
+
+    def _become(self, status: ReplicaStatus, problem: str | None) -> None:
+        self.status, self.is_next = status, False
+        if problem == self.problem:
+            return
+        if problem is None:
+            logger.info("target %s is up", self.address)
+        elif status == "down" and not self._has_answered:  # it may be loading its model, which is no news
+            logger.info("target %s is awaited: it %s", self.address, problem)
+        else:
+            logger.warning("target %s is not used: %s", self.address, problem)
+        self.problem = problem
+        self._notify()

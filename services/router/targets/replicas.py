@@ -1,0 +1,237 @@
+"""The replicas of the target that can answer now, wherever they come and go, and which of them is least loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import grpc
+
+from cluster.errors import UnavailableError
+from cluster.transport.dialing import PLAIN, Dialer
+from services.router.targets.replica import AdapterRef, LossReason, Replica, ReplicaLostError
+from services.router.targets.retry_after import RetryAfter
+from services.router.targets.traits import PATIENCE_S, Reference, Traits
+
+__all__ = ["AdapterRef", "Limits", "LossReason", "Replica", "ReplicaLostError", "ReplicaPool", "Traits"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_LIST_TIMEOUT_S = 5.0
+_CHANGE_TIMEOUT_S = PATIENCE_S + 2.0
+_NO_TARGET = "no target worker can answer now; see /health"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What every usable replica can serve, so that it doesn't matter which one a sequence goes to."""
+
+    vocab_size: int
+    max_model_len: int
+    max_speculative_tokens: int
+    wire_version: int
+    eos_token_ids: frozenset[int] = frozenset()
+    fingerprint: str = ""  # of everything that an answer depends on, except the request
+
+
+class ReplicaPool:
+    """The replicas at `endpoints`, polled in the background while the pool is entered.
+
+    Each item of `endpoints` is the whole list of addresses as it is from then on. A replica that is no longer listed
+    gets no new calls and is let go of after its last one.
+    """
+
+    def __init__(
+        self,
+        endpoints: AsyncIterator[Sequence[str]],
+        tokenizer_fingerprint: str,
+        *,
+        allow_different: bool = False,
+        dialer: Dialer = PLAIN,
+    ) -> None:
+        """`allow_different`: replicas whose answers may differ are used together; `dialer`: makes their channels."""
+        self.replicas: tuple[Replica, ...] = ()
+        self._endpoints = endpoints
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._reference = None if allow_different else Reference()
+        self._dialer = dialer
+        self._polls: dict[Replica, asyncio.Task[None]] = {}  # those that are leaving too
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()  # replaced whenever it is set
+        self._absences = RetryAfter(time.monotonic())
+
+    async def __aenter__(self) -> ReplicaPool:
+        has_begun = asyncio.Event()
+        self._tasks.add(asyncio.create_task(self._follow(has_begun)))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(has_begun.wait(), _FIRST_LIST_TIMEOUT_S)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        tasks = [*self._tasks, *self._polls.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for replica in self._polls:
+            with contextlib.suppress(grpc.aio.BaseError):
+                await replica.close()
+
+    @property
+    def usable(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.problem is None]
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a client who finds nobody may ask again."""
+        return self._absences.retry_after
+
+    def limits(self) -> Limits:
+        """Raises UnavailableError when no replica can answer."""
+        descriptions = [replica.description for replica in self.usable if replica.description is not None]
+        if not descriptions:
+            raise self.nobody()
+        return Limits(
+            vocab_size=min(description.model.vocab_size for description in descriptions),
+            max_model_len=min(description.model.max_model_len for description in descriptions),
+            max_speculative_tokens=min(description.max_speculative_tokens for description in descriptions),
+            wire_version=min(description.wire_version for description in descriptions),
+            eos_token_ids=frozenset(descriptions[0].eos_token_ids),
+            fingerprint=_fingerprint(tuple(sorted(descriptions[0].traits.items()))),
+        )
+
+    def adapters(self) -> dict[str, AdapterRef]:
+        """Those that can be answered with now. Where replicas hold others of one name, the one that most of them do."""
+        held = Counter(AdapterRef(*item) for replica in self.usable for item in (replica.adapters or {}).items())
+        return {adapter.name: adapter for adapter, _ in sorted(held.items(), key=lambda item: (item[1], item[0]))}
+
+    def knows(self, adapter: str) -> bool:
+        """Whether a listed replica held one of that name when it last answered, or may hold it for all we know."""
+        is_unknown = not self.usable and any(replica.adapters is None for replica in self.replicas)
+        return is_unknown or any(adapter in (replica.adapters or {}) for replica in self.replicas)
+
+    def choose(self, like: Traits | None = None, adapter: AdapterRef | None = None) -> Replica:
+        """The least loaded replica that has `adapter`, a silent one only where all are; with `like`, of those with
+        these traits, which answer alike.
+
+        Where different targets are allowed and none like it is usable, any. Raises UnavailableError.
+        """
+        replica = self.find(like, adapter) or self._least_loaded(self.usable, like, adapter)
+        if replica is None:
+            raise self.nobody()
+        return replica
+
+    def find(
+        self, like: Traits | None, adapter: AdapterRef | None = None, avoided: Collection[Replica] = ()
+    ) -> Replica | None:
+        """What `choose` returns, of those that are neither silent nor `avoided`."""
+        answering = [replica for replica in self.usable if not replica.is_silent and replica not in avoided]
+        return self._least_loaded(answering, like, adapter)
+
+    def _least_loaded(
+        self, replicas: Sequence[Replica], like: Traits | None, adapter: AdapterRef | None
+    ) -> Replica | None:
+        usable = [replica for replica in replicas if replica.has(adapter)]
+        alike = [replica for replica in usable if like in (None, replica.traits)]
+        candidates = alike if self._reference is not None else alike or usable
+        return min(candidates, key=lambda replica: replica.load, default=None)
+
+    async def wait_for(
+        self,
+        like: Traits | None,
+        timeout: float,  # noqa: ASYNC109
+        adapter: AdapterRef | None = None,
+    ) -> Replica:
+        """What `find` returns as soon as there is one: what was just moved is not risked at a silent replica. Raises
+        UnavailableError after `timeout` seconds without."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while (replica := self.find(like, adapter)) is None:
+                    await self._changed.wait()
+                return replica
+        raise self.nobody()
+
+    async def wait_out_change(self) -> None:
+        """Returns when a replica can be used, or it is not worth waiting for one.
+
+        It is where one was not asked yet, or is refused for what others were that have gone: it will soon be used.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CHANGE_TIMEOUT_S):
+                while not self.usable and any(replica.is_next for replica in self.replicas):
+                    await self._changed.wait()
+
+    async def _follow(self, has_begun: asyncio.Event) -> None:
+        """Follows the endpoints until cancelled, or until they end: then the last list stays."""
+        try:
+            async for addresses in self._endpoints:
+                added = self._update(addresses)
+                if not has_begun.is_set():  # the router begins when it knows what its targets say
+                    await asyncio.gather(*(replica.poll() for replica in added))
+                    has_begun.set()
+                for replica in added:
+                    self._polls[replica] = asyncio.create_task(replica.poll_forever())
+        except Exception:
+            logger.exception("the targets' addresses are not followed any more")
+
+    def _update(self, addresses: Sequence[str]) -> list[Replica]:
+        """Makes `replicas` those at `addresses`; returns the new ones."""
+        present = {replica.address: replica for replica in self.replicas}
+        added = {
+            address: Replica(address, self._tokenizer_fingerprint, self._object_to, self._notify, self._dialer)
+            for address in addresses
+            if address not in present
+        }
+        self.replicas = tuple((present | added)[address] for address in addresses)
+        for address in present.keys() - set(addresses):
+            logger.info("target %s is no longer listed", address)
+            leaving = asyncio.create_task(self._let_go(present[address]))
+            self._tasks.add(leaving)
+            leaving.add_done_callback(self._tasks.discard)
+        self._notify()
+        return list(added.values())
+
+    async def _let_go(self, replica: Replica) -> None:
+        """Polled to the end: should it be lost, its calls must hear of it."""
+        await replica.wait_idle()
+        self._polls.pop(replica).cancel()
+        await replica.close()
+
+    def _object_to(self, replica: Replica) -> str | None:
+        if self._reference is None:
+            return None
+        others = [other for other in self.replicas if other is not replica]
+        return self._reference.objection(
+            replica.traits,
+            usable=[other.traits for other in others if other.problem is None],
+            listed=[other.traits for other in others],
+        )
+
+    def nobody(self) -> UnavailableError:
+        """What a request is answered that nobody can serve now."""
+        error = UnavailableError(_NO_TARGET)
+        error.retry_after = self.retry_after
+        return error
+
+    def _notify(self) -> None:
+        self._absences.note(is_anybody_there=bool(self.usable), now=time.monotonic())
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+@functools.lru_cache(maxsize=16)
+def _fingerprint(traits: tuple[tuple[str, str], ...]) -> str:
+    return f"fp_{hashlib.sha256(json.dumps(traits).encode()).hexdigest()[:12]}"

@@ -1,0 +1,209 @@
+"""Builds what is asked of targets from a checked request, within the limits of the model that they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.constraints import Grammar
+from cluster.errors import InvalidRequestError, UnavailableError
+from cluster.tokenization import Tokenizer
+from protos.speculation.v1 import target_pb2, types_pb2
+from services.router.api.request import ApiRequest
+from services.router.errors import ContextLengthError, excerpt
+from services.router.targets.replicas import AdapterRef, Limits
+
+_VERSION_OF_CONSTRAINTS = 5  # of the wire
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRequest:
+    """What to ask of targets for one choice. The message is made when it is sent: choices share all of this."""
+
+    template: target_pb2.GenerateRequest  # without what follows
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    choice_index: int
+
+    @property
+    def num_tokens(self) -> int:
+        """That a target has to hold of it, of whatever kind."""
+        return len(self.prompt_token_ids) + len(self.template.constraints.allowed_token_ids)
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        has_some = self.template.HasField("num_prompt_logprobs")
+        return self.template.num_prompt_logprobs if has_some else None
+
+    @property
+    def may_speculate(self) -> bool:
+        return not self.template.HasField("num_speculative_tokens") or self.template.num_speculative_tokens > 0
+
+    def to_wire(self, token_ids: Sequence[int] = ()) -> target_pb2.GenerateRequest:
+        """The message to a target, where `token_ids` have been generated on another."""
+        message = target_pb2.GenerateRequest(
+            prompt_token_ids=self.prompt_token_ids,
+            max_tokens=self.max_tokens,
+            choice_index=self.choice_index,
+            num_generated_tokens=len(token_ids),
+        )
+        message.MergeFrom(self.template)
+        if token_ids:
+            message.prompt_token_ids.extend(token_ids)
+            message.ClearField("num_prompt_logprobs")  # they came before the tokens
+        return message
+
+
+def build_choice_requests(
+    request: ApiRequest,
+    *,
+    request_id: str,
+    prompts: Sequence[Sequence[int]],
+    seed: int,
+    limits: Limits,
+    tokenizer: Tokenizer,
+    grammar: Grammar | None,
+    turn_end_ids: frozenset[int] = frozenset(),
+    adapter: AdapterRef | None = None,
+    may_speculate: bool = True,
+) -> list[ChoiceRequest]:
+    """What to ask of targets with `limits`: for each of `prompts` (token IDs), each of its `request.n` choices.
+
+    `turn_end_ids` also end an answer. Each choice has noise of its own: choice j of prompt i
+    has the index `i * request.n + j`, as in the answer.
+    Raises InvalidRequestError naming the field when the request is beyond those limits.
+    """
+    template = target_pb2.GenerateRequest(
+        request_id=request_id,
+        sampling=_sampling(request, limits.vocab_size),
+        seed=seed,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=[
+            *_checked(request.stop_token_ids, limits.vocab_size, "stop_token_ids"),
+            *sorted(turn_end_ids - limits.eos_token_ids),
+        ],
+        constraints=_constraints(request, grammar, tokenizer, limits.vocab_size),
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        cache_salt=request.cache_salt or "",
+        priority=request.priority,
+        adapter=adapter.name if adapter is not None else "",
+        adapter_fingerprint=adapter.fingerprint if adapter is not None else "",
+    )
+    _check_version(template, limits.wire_version)
+    if request.num_speculative_tokens is not None:
+        most = limits.max_speculative_tokens
+        if request.num_speculative_tokens > most:
+            raise InvalidRequestError(
+                f"num_speculative_tokens should be at most {most} (got {excerpt(request.num_speculative_tokens)})",
+                param="num_speculative_tokens",
+            )
+        template.num_speculative_tokens = request.num_speculative_tokens
+    if not may_speculate:
+        template.num_speculative_tokens = 0
+    choices: list[ChoiceRequest] = []
+    for prompt_token_ids in prompts:
+        check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
+        max_tokens = _max_tokens(request, len(prompt_token_ids), limits.max_model_len)
+        max_tokens = max(1, max_tokens)  # where it is 0 the one is dropped
+        indices = range(len(choices), len(choices) + request.n)
+        choices += [ChoiceRequest(template, prompt_token_ids, max_tokens, index) for index in indices]
+    return choices
+
+
+def _checked(token_ids: Sequence[int], vocab_size: int, param: str) -> Sequence[int]:
+    """`token_ids`. Raises InvalidRequestError unless all are in the vocabulary; there may be a million."""
+    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+        _check_token_id(token_id, vocab_size, param)
+    return token_ids
+
+
+def _constraints(
+    request: ApiRequest, grammar: Grammar | None, tokenizer: Tokenizer, vocab_size: int
+) -> target_pb2.Constraints | None:
+    """None where there are none, which is what a worker of a version before has."""
+    constraints = target_pb2.Constraints(
+        allowed_token_ids=_checked(request.allowed_token_ids or (), vocab_size, "allowed_token_ids"),
+        bad_words=[target_pb2.TokenIds(token_ids=word) for word in bad_words(request.bad_words, tokenizer)],
+        min_tokens=request.min_tokens,
+        grammar=None if grammar is None else target_pb2.Grammar(**{grammar.form: grammar.text}),
+    )
+    return constraints if constraints.ByteSize() else None
+
+
+def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """The tokens of each of `words` at the beginning of a text, and after a space where they are others, as in vLLM."""
+    found: list[list[int]] = []
+    for word in words:
+        for spelled in (word.lstrip() or word, " " + word.lstrip()):
+            token_ids = tokenizer.encode(spelled, add_special_tokens=False)
+            if token_ids and token_ids not in found:
+                found.append(token_ids)
+    return found
+
+
+def _check_version(request: target_pb2.GenerateRequest, version: int) -> None:
+    """A worker of a version before would pass over what it doesn't know, and answer something else."""
+    if version >= _VERSION_OF_CONSTRAINTS:
+        return
+    for field in ("constraints", "num_logprobs", "num_prompt_logprobs"):
+        if request.HasField(field):
+            raise UnavailableError(f"targets of an older version do not know {field} yet; retry later")
+    if request.stop_token_ids or request.cache_salt:
+        raise UnavailableError("targets of an older version do not know stop_token_ids or cache_salt yet; retry later")
+
+
+def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises InvalidRequestError unless there are tokens, and all are in the vocabulary."""
+    if not prompt_token_ids:
+        raise InvalidRequestError(f"{param} has no tokens", param=param)
+    _checked(prompt_token_ids, vocab_size, param)
+
+
+def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens a choice may have. Raises ContextLengthError when there is no room for them."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. {request.prompt_field} has "
+            f"{num_prompt_tokens}, which leaves none for an answer.",
+            param=request.prompt_field,
+            num_prompt_tokens=num_prompt_tokens,
+            max_model_len=max_model_len,
+        )
+    field, max_tokens = request.token_limit
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt_tokens + max_tokens} tokens: {num_prompt_tokens} in {request.prompt_field} and "
+            f"{field}={excerpt(max_tokens)} for the answer.",
+            param=field,
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            max_model_len=max_model_len,
+        )
+    return max_tokens
+
+
+def _check_token_id(token_id: int, vocab_size: int, param: str) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequestError(
+            f"{param} has the token ID {excerpt(token_id)}; this model's are 0 to {vocab_size - 1}",
+            param=param,
+        )
+
+
+def _sampling(request: ApiRequest, vocab_size: int) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(
+        temperature=request.temperature,
+        top_k=min(request.top_k, vocab_size),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias_token_ids=_checked(list(request.logit_bias), vocab_size, "logit_bias"),
+        logit_bias_values=request.logit_bias.values(),
+    )

@@ -1,0 +1,93 @@
+"""What every stage is given, and what stages share: how a model is fitted, and on which batches."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from services.training.batches import (
+    BatchSource,
+    MixedBatches,
+    SampledRows,
+    StreamWindows,
+    evaluation_batches,
+    to_device,
+)
+from services.training.models import DRAFT_SHAPE, TARGET_SHAPE, ModelShape, count_parameters
+from services.training.options import TrainingOptions
+from services.training.runtime import Runtime
+from services.training.trainer import LossFunction, ModelT, Recipe, Schedule, Trainer
+from services.training.workspace import Workspace, read_array, write_json
+
+
+@dataclass(frozen=True)
+class Context:
+    options: TrainingOptions
+    workspace: Workspace
+    runtime: Runtime
+    target_shape: ModelShape = TARGET_SHAPE
+    draft_shape: ModelShape = DRAFT_SHAPE
+
+    def stream(self, split: str) -> Tensor:
+        """Load one token stream onto the device."""
+        return to_device(read_array(self.workspace.stream(split)), self.runtime.device)
+
+
+def fit(
+    context: Context,
+    name: str,
+    model: ModelT,
+    loss_function: LossFunction[ModelT],
+    recipe: Recipe,
+    batches: BatchSource,
+    save: Callable[[ModelT, Path], None],
+) -> None:
+    """Train the model called ``name``, save it, and write down what it took."""
+    options, workspace = context.options, context.workspace
+    trainer = Trainer(
+        name,
+        model,
+        loss_function,
+        batches,
+        evaluation_batches(
+            context.stream("held_out"),
+            recipe.batch_size,
+            recipe.sequence_length,
+            options.evaluation_tokens,
+        ),
+        recipe,
+        Schedule(options.evaluate_every, options.checkpoint_minutes),
+        context.runtime,
+        workspace.training(name),
+        workspace.log,
+    )
+    if options.resume:
+        trainer.resume()
+    outcome = trainer.train()
+    save(model, workspace.model(name))
+    write_json(
+        workspace.training_facts(name),
+        {
+            "parameters": count_parameters(model),
+            "recipe": asdict(recipe),
+            "outcome": asdict(outcome),
+            "device": context.runtime.device_name,
+            "torch": torch.__version__,
+        },
+    )
+
+
+def corpus_windows(context: Context, recipe: Recipe) -> StreamWindows:
+    return StreamWindows(context.stream("train"), recipe.batch_size, recipe.sequence_length, recipe.seed)
+
+
+def mixed_batches(context: Context, recipe: Recipe, first_mixed_step: int) -> BatchSource:
+    """Windows of the corpus, and from ``first_mixed_step`` on also samples of the target."""
+    windows, fraction = corpus_windows(context, recipe), context.options.on_policy_fraction
+    if fraction == 0:
+        return windows
+    rows = to_device(read_array(context.workspace.samples), context.runtime.device)
+    samples = SampledRows(rows, recipe.tokens_per_step, recipe.seed)
+    return MixedBatches(windows, samples, fraction, first_mixed_step, recipe.seed)

@@ -1,0 +1,79 @@
+"""The stages that make an EAGLE head for a target that is there already."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from cluster.errors import ConfigurationError
+from cluster.model_folder import resolve_model_folder
+from services.training.card import head_card
+from services.training.context import Context, fit, mixed_batches
+from services.training.eagle import build_head, eagle_loss, load_head, save_head
+from services.training.evaluate import measure_head_acceptance
+from services.training.models import load_model
+from services.training.streams import write_streams
+from services.training.tokenizer import load_tokenizer, save_tokenizer
+from services.training.trainer import Recipe
+from services.training.workspace import write_json
+
+# How often the head is fed with its own output in training; it drafts as deep as one likes.
+_DRAFT_STEPS = 2
+# Two thirds of the bundled target's own: the file stays under 4 MB.
+_INTERMEDIATE_SIZE = 1024
+_MAX_VOCABULARY = 2**16  # of the streams
+
+
+def adopt_target(context: Context) -> None:
+    """Take a trained target and its tokenizer into the workspace, as if they had been made there."""
+    workspace, name = context.workspace, context.options.target
+    try:
+        folder = resolve_model_folder(name)
+    except ConfigurationError as error:
+        raise ValueError(str(error)) from error
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > _MAX_VOCABULARY:
+        raise ValueError(f"the tokenizer of {name} has {len(tokenizer)} tokens; at most {_MAX_VOCABULARY} work here")
+    save_tokenizer(tokenizer, workspace.tokenizer)
+    target = workspace.model("target")
+    target.mkdir(parents=True, exist_ok=True)
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(folder / file, target / file)
+    write_streams(workspace)
+
+
+def train_head(context: Context) -> None:
+    options, workspace = context.options, context.workspace
+    recipe = Recipe(
+        steps=options.eagle_tokens // options.eagle_tokens_per_step,
+        batch_size=options.eagle_batch_size,
+        sequence_length=options.sequence_length,
+        learning_rate=options.eagle_learning_rate,
+        seed=options.seed + 4,
+    )
+    target = load_model(workspace.model("target"), context.runtime.device, context.runtime.inference_dtype)
+    head = build_head(target.config, min(_INTERMEDIATE_SIZE, target.config.intermediate_size), recipe.seed)
+    loss = eagle_loss(target, _DRAFT_STEPS)
+    fit(context, "eagle", head, loss, recipe, mixed_batches(context, recipe, first_mixed_step=0), save_head)
+
+
+def evaluate_head(context: Context) -> None:
+    options, workspace = context.options, context.workspace
+    device = context.runtime.device
+    acceptance = measure_head_acceptance(
+        load_model(workspace.model("target"), device),
+        load_head(workspace.model("eagle"), device),
+        context.stream("held_out"),
+        options.acceptance_prompts,
+        options.seed + 3,
+    )
+    write_json(workspace.head_evaluation, asdict(acceptance))
+
+
+def export_head(context: Context) -> None:
+    """Write the head's folder. It has no tokenizer: vLLM takes the target's."""
+    workspace = context.workspace
+    directory = workspace.export("eagle")
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in sorted(workspace.model("eagle").iterdir()):
+        shutil.copyfile(file, directory / file.name)
+    Path(directory / "README.md").write_text(head_card(workspace), encoding="utf-8")

@@ -1,0 +1,180 @@
+"""How good the models are: held-out loss of the pair, and the acceptance of a draft or head on the target's own text.
+
+All of them run in float32, so that the figures don't depend on the device.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from services.training.batches import random_numbers
+from services.training.eagle import EagleHead, draft_steps
+from services.training.generation import choose, continue_prompts, gumbel_noise
+from services.training.trainer import next_token_loss
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+PROMPT_LENGTHS = (64, 128, 256)
+NEW_TOKENS = 128
+NUM_SPECULATIVE_TOKENS = 4
+HEAD_SPECULATIVE_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    nats_per_token: float
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The draft against the target at one temperature, with the same noise on both sides.
+
+    ``acceptance_rate`` is the share of all positions of the target's text where the draft, given the
+    same prefix, proposes the target's choice. ``acceptance_length`` counts tokens committed per round
+    of a chain of ``num_speculative_tokens``, bonus token included.
+    """
+
+    temperature: float
+    acceptance_rate: float
+    acceptance_length: float
+    num_speculative_tokens: int
+    num_prompts: int
+    num_tokens: int
+
+
+@torch.inference_mode()
+def held_out_loss(model: LlamaForCausalLM, batches: Iterable[Tensor], tokens_per_byte: float) -> HeldOutLoss:
+    """Return the cross entropy over windows of held-out text."""
+    losses = torch.stack([next_token_loss(model, windows) for windows in batches])
+    nats = losses.mean().item()
+    return HeldOutLoss(nats, nats / math.log(2) * tokens_per_byte)
+
+
+def measure_acceptance(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    held_out_stream: Tensor,
+    num_prompts: int,
+    temperature: float,
+    seed: int,
+    prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
+    num_new_tokens: int = NEW_TOKENS,
+) -> Acceptance:
+    """Let the target continue held-out prompts, then ask the draft at every position."""
+    matches = torch.cat(
+        [
+            _matches(target, draft, prompts, num_new_tokens, temperature, (seed, prompts.shape[1]))
+            for prompts in _prompts(held_out_stream, num_prompts, prompt_lengths, seed)
+        ]
+    )
+    return Acceptance(
+        temperature=temperature,
+        acceptance_rate=matches.float().mean().item(),
+        acceptance_length=acceptance_length(matches.tolist(), NUM_SPECULATIVE_TOKENS),
+        num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
+        num_prompts=len(matches),
+        num_tokens=matches.numel(),
+    )
+
+
+def acceptance_length(matches: list[list[bool]], num_speculative_tokens: int) -> float:
+    """Walk complete rounds along each row and return the mean number of tokens committed per round."""
+    drafts = [
+        [row[start : start + num_speculative_tokens] for start in range(len(row) - num_speculative_tokens)]
+        for row in matches
+    ]
+    return mean_committed([[(*drafted, False).index(False) for drafted in row] for row in drafts])
+
+
+@torch.inference_mode()
+def measure_head_acceptance(
+    target: LlamaForCausalLM,
+    head: EagleHead,
+    held_out_stream: Tensor,
+    num_prompts: int,
+    seed: int,
+    prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS,
+    num_new_tokens: int = NEW_TOKENS,
+) -> Acceptance:
+    """As `measure_acceptance`, at temperature 0, with an EAGLE head that is fed with its own output."""
+    num_drafts = HEAD_SPECULATIVE_TOKENS
+    num_matches: list[Tensor] = []
+    for prompts in _prompts(held_out_stream, num_prompts, prompt_lengths, seed):
+        greedy = torch.zeros(len(prompts), device=prompts.device)
+        tokens = continue_prompts(target, prompts, num_new_tokens, greedy, _no_noise)
+        hidden_states = target.model(input_ids=tokens, use_cache=False).last_hidden_state
+        steps = draft_steps(head, target.model.embed_tokens(tokens), hidden_states, num_drafts)
+        # A round begins at the last position that the target has computed: one before the newest token.
+        rounds = slice(prompts.shape[1] - 1, tokens.shape[1] - num_drafts - 1)
+        drafts = torch.stack([target.lm_head(states[:, rounds]).argmax(dim=-1) for states in steps], dim=-1)
+        truth = tokens[:, prompts.shape[1] + 1 :].unfold(1, num_drafts, 1)
+        num_matches.append((drafts == truth).long().cumprod(dim=-1).sum(dim=-1))
+    accepted = torch.cat(num_matches)
+    return Acceptance(
+        temperature=0.0,
+        acceptance_rate=(accepted > 0).float().mean().item(),
+        acceptance_length=mean_committed(accepted.tolist()),
+        num_speculative_tokens=num_drafts,
+        num_prompts=len(accepted),
+        num_tokens=accepted.numel(),
+    )
+
+
+def mean_committed(num_accepted: list[list[int]]) -> float:
+    """Walk rounds along each row, whose entries say how many drafts of a round that begins there are accepted."""
+    num_rounds = num_committed = 0
+    for row in num_accepted:
+        position = 0
+        while position < len(row):
+            num_committed += row[position] + 1
+            position += row[position] + 1
+            num_rounds += 1
+    return num_committed / num_rounds
+
+
+def _prompts(stream: Tensor, num_prompts: int, prompt_lengths: tuple[int, ...], seed: int) -> list[Tensor]:
+    """Draw prompts from the stream, evenly over the lengths: a list of [rows, prompt_length]."""
+    if len(stream) <= max(prompt_lengths):
+        raise ValueError(f"{len(stream)} held-out tokens are too few for the prompts")
+    num_rows = math.ceil(num_prompts / len(prompt_lengths))
+    prompts = []
+    for length in prompt_lengths:
+        starts = random_numbers(seed, length).integers(len(stream) - length, size=num_rows)
+        positions = torch.from_numpy(starts)[:, None] + torch.arange(length)
+        prompts.append(stream[positions.to(stream.device)].long())
+    return prompts
+
+
+@torch.inference_mode()
+def _matches(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    prompts: Tensor,
+    num_new_tokens: int,
+    temperature: float,
+    key: tuple[int, ...],
+) -> Tensor:
+    """Return [rows, num_new_tokens]: does the draft's proposal equal the target's choice?"""
+    num_rows, prompt_length = prompts.shape
+    shape = (num_rows, target.config.vocab_size)
+    temperatures = torch.full((num_rows,), temperature, device=prompts.device)
+
+    def noise(index: int) -> Tensor:
+        # Drawn on the CPU, whose generator gives the same numbers beside every device.
+        return gumbel_noise(shape, torch.device("cpu"), *key, index).to(prompts.device)
+
+    tokens = continue_prompts(target, prompts, num_new_tokens, temperatures, noise)
+    draft_logits = draft(input_ids=tokens[:, :-1], use_cache=False).logits[:, prompt_length - 1 :]
+    matches = [
+        choose(draft_logits[:, index], temperatures, noise(index)) == tokens[:, prompt_length + index]
+        for index in range(num_new_tokens)
+    ]
+    return torch.stack(matches, dim=1)
+
+
+def _no_noise(_: int) -> Tensor:
+    return torch.zeros(())

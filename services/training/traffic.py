@@ -1,0 +1,115 @@
+"""Logged prompts with the target's answers to them: what a draft is distilled on, for the traffic that it will see."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import OutriderError
+
+TEMPERATURES = (0.0, 0.7, 1.0)  # answers in turn: a draft is asked for all of them
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """A prompt and what the target said to it with one seed; it may be nothing."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    temperature: float
+    seed: int
+
+    @property
+    def all_token_ids(self) -> tuple[int, ...]:
+        return self.prompt_token_ids + self.token_ids
+
+
+def read_prompts(
+    file: Path, encode: Callable[[str], Sequence[int]], render: Callable[[Any], Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """The prompts of a JSON-lines file, each once: those that a router has logged (`prompt_token_ids`), texts
+    (`prompt`, which `encode` makes tokens of) and conversations (`messages`, which `render` does).
+
+    Raises ValueError with the number of a line that is none of them; but a last one without an end was cut off.
+    """
+    prompts: dict[tuple[int, ...], None] = {}
+    lines = file.read_text(encoding="utf-8-sig").split("\n")  # a text may have other ends
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or (number == len(lines) > 1 and not _is_json(line)):
+            continue
+        try:
+            entry = json.loads(line)
+            if "prompt_token_ids" in entry:
+                token_ids = [int(token_id) for token_id in entry["prompt_token_ids"]]
+            elif "messages" in entry:
+                token_ids = list(render(entry["messages"]))
+            else:
+                token_ids = list(encode(entry["prompt"]))
+        except OutriderError as error:  # a conversation that the model's template does not take
+            raise ValueError(f"{file}, line {number}: {error}") from error
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{file}, line {number}: it has no prompt_token_ids, prompt or messages that can be used ({error!r})"
+            ) from error
+        if token_ids:
+            prompts[tuple(token_ids)] = None
+    if not prompts:
+        raise ValueError(f"{file} has no prompts")
+    return list(prompts)
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def is_held_out(prompt_token_ids: Sequence[int], one_in: int) -> bool:
+    """Decided by the prompt alone, so that every run agrees."""
+    digest = hashlib.sha256(repr(tuple(prompt_token_ids)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % one_in == 0
+
+
+class AnswersFile:
+    """Answers as JSON lines, each written as it comes, after a line that says how they were `asked`: what a run that
+    failed has had is there for the next. For the owner alone.
+
+    Answers to other prompts, of another target or of another length, are other answers: a file that was asked
+    otherwise is begun anew.
+    """
+
+    def __init__(self, file: Path, asked: Mapping[str, Any]) -> None:
+        self._file = file
+        self.answers = read_answers(file, asked) if file.exists() else []
+        part = file.with_suffix(".part")
+        part.touch(mode=0o600)
+        part.chmod(0o600)
+        lines = [json.dumps(dict(asked)), *map(_line, self.answers)]  # without one that was cut off
+        part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        part.replace(file)
+
+    def add(self, answer: RecordedAnswer) -> None:
+        self.answers.append(answer)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(f"{_line(answer)}\n")
+
+
+def _line(answer: RecordedAnswer) -> str:
+    return json.dumps(asdict(answer))
+
+
+def read_answers(file: Path, asked: Mapping[str, Any] | None = None) -> list[RecordedAnswer]:
+    """As `AnswersFile` wrote them; none, where they were asked otherwise than `asked`, if that is given."""
+    head, *lines = file.read_text(encoding="utf-8").split("\n")
+    if asked is not None and head != json.dumps(dict(asked)):
+        return []
+    # A last line without an end was cut off.
+    entries = map(json.loads, lines[:-1])
+    return [
+        RecordedAnswer(tuple(one["prompt_token_ids"]), tuple(one["token_ids"]), one["temperature"], one["seed"])
+        for one in entries
+    ]

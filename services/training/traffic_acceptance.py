@@ -1,0 +1,108 @@
+"""How often a draft proposes what its target has said, on held-out answers, with the noise that drew them."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from cluster.speculation.noise import NoiseKey, gumbel_noise
+from services.training.evaluate import NUM_SPECULATIVE_TOKENS, mean_committed
+from services.training.parallel import mask_rows, parallel_states
+from services.training.teaching import Lesson
+from services.training.traffic_draft import answer_logits
+
+NUM_POSITIONS = 8  # of a proposal, whose acceptance is measured
+
+
+@dataclass(frozen=True)
+class TrafficAcceptance:
+    """Acceptance at one temperature.
+
+    `length`: tokens committed in a round of `NUM_SPECULATIVE_TOKENS` drafts, including the bonus token; 1 if no answer
+    is as long. `by_position`: for each position of a proposal the share of drafts that are accepted, of those whose
+    predecessors are; empty if no answer has `NUM_POSITIONS` tokens.
+    """
+
+    temperature: float
+    rate: float  # of first drafts
+    length: float
+    num_tokens: int
+    by_position: tuple[float, ...] = ()
+
+
+@torch.inference_mode()
+def measure_traffic_acceptance(
+    model: LlamaForCausalLM,
+    lessons: Sequence[Lesson],
+    did_one: Callable[[], object] = lambda: None,
+    *,
+    is_parallel: bool = False,
+) -> list[TrafficAcceptance]:
+    """Compares what the draft proposes after each place of the answers, given all before it, with the target's choices.
+
+    `is_parallel`: all drafts of a proposal are made in one step, from mask tokens.
+    """
+    matches: dict[float, list[Tensor]] = {}
+    for lesson in lessons:
+        own = _parallel_matches(model, lesson) if is_parallel else _matches(model, lesson)
+        matches.setdefault(lesson.answer.temperature, []).append(own)
+        did_one()
+    return [_acceptance(temperature, rows) for temperature, rows in sorted(matches.items())]
+
+
+def _acceptance(temperature: float, answers: Sequence[Tensor]) -> TrafficAcceptance:
+    """`answers`: matches, [places, NUM_POSITIONS] each."""
+    first = torch.cat([matches[:, 0] for matches in answers])
+    rounds = [
+        matches[:-NUM_SPECULATIVE_TOKENS, :NUM_SPECULATIVE_TOKENS].long().cumprod(dim=-1).sum(dim=-1).tolist()
+        for matches in answers
+        if len(matches) > NUM_SPECULATIVE_TOKENS
+    ]
+    whole = torch.cat([matches[: max(0, len(matches) + 1 - NUM_POSITIONS)] for matches in answers])
+    survivors = [len(whole), *whole.long().cumprod(dim=-1).sum(dim=0).tolist()]
+    return TrafficAcceptance(
+        temperature,
+        rate=int(first.sum()) / max(1, len(first)),
+        length=mean_committed(rounds) if rounds else 1.0,
+        num_tokens=len(first),
+        by_position=tuple(
+            after / max(1, before) for before, after in itertools.pairwise(survivors if len(whole) else ())
+        ),
+    )
+
+
+def _matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
+    """Returns which drafts match the target's choices, bool [places, NUM_POSITIONS].
+
+    Each place of the answer has a proposal, and each draft of it follows the target's own tokens. False beyond the end.
+    """
+    own = choices(answer_logits(model, [lesson]), lesson, range(len(lesson.answer.token_ids)))
+    padded = torch.nn.functional.pad(own == torch.tensor(lesson.answer.token_ids), (0, NUM_POSITIONS - 1))
+    return padded.unfold(0, NUM_POSITIONS, 1)
+
+
+def _parallel_matches(model: LlamaForCausalLM, lesson: Lesson) -> Tensor:
+    """Returns the same for proposals that are made in one step."""
+    token_ids = lesson.answer.token_ids
+    masks = mask_rows(len(token_ids), NUM_POSITIONS - 1)
+    (states,) = parallel_states(model, [lesson], [masks], model.config.pard_token)
+    labels = [*range(len(token_ids)), *masks.labels]
+    own = choices(model.lm_head(states), lesson, labels)
+    matches = torch.zeros(len(token_ids), NUM_POSITIONS, dtype=torch.bool)
+    places = torch.tensor([*range(len(token_ids)), *masks.places])
+    offsets = torch.tensor([*(0 for _ in token_ids), *masks.offsets])
+    matches[places, offsets] = own == torch.tensor([token_ids[label] for label in labels])
+    return matches
+
+
+def choices(logits: Tensor, lesson: Lesson, places: Sequence[int]) -> Tensor:
+    """The best tokens under the noise that drew those at `places` of the answer; `logits` has a row for each."""
+    answer, scores = lesson.answer, logits.float()
+    if answer.temperature > 0:
+        key, first = NoiseKey.derive(answer.seed, 0), len(answer.prompt_token_ids)
+        draws = [(key, first + place) for place in places]
+        scores = scores / answer.temperature + torch.from_numpy(gumbel_noise(draws, scores.shape[-1]))
+    return scores.argmax(dim=-1)
