@@ -1,14 +1,14 @@
-"""Which draft worker drafts for which sequence: the one that is worth most to it, with as little moving as can be.
+"""Assigns sequences to draft workers: the most valuable one for each sequence, with few moves.
 
-What a worker is worth (`worth.py`) is the tokens a second that its drafts would give: by how far it is and how fast,
-and by how often its model's drafts are accepted. Before anything is measured its place says how far it is.
+The value of a worker (`link_value.py`) is the tokens per second that its drafts would give, by its round trip, its
+speed and its model's acceptance. Before anything is measured its place gives the round trip.
 
-What is never tried is never known, so some sequences go elsewhere: one to a worker that nothing was measured of, and a
-set share to draft models other than the best.
+Some sequences are assigned elsewhere to measure the others: one to each unmeasured worker, and a configured share to
+the draft models that are not the best.
 
-A worker that stops answering is *ejected*: its sequences go to others, and it gets none until a pause is over that
-doubles each time. At most half of the workers are out at once, and never the only one: a slow proposal is worth more
-than none. One that answers, but is worth less than another would be, hands a part of its sequences over.
+A worker that stops answering is *ejected*: its sequences move, and it gets none during a pause that doubles each time.
+At most half of the workers are ejected at once, and never the only one: slow proposals are better than none. A worker
+that answers, but whose value is less than another one would have, hands over some of its sequences.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _SETTLE_SECONDS = 5.0  # a sequence that was moved stays so long
 class LinkBalancer:
     """`active` are the links that are up."""
 
-    def __init__(self, max_batch: int, draft_timeout_seconds: float, worth: LinkValue, trial_share: float) -> None:
+    def __init__(self, max_batch: int, draft_timeout_seconds: float, link_value: LinkValue, trial_share: float) -> None:
         self.active: dict[Link, ActiveLink] = {}
         self.num_ejections = 0
         self.num_moves = 0
         self.num_trials = 0
-        self._worth = worth
+        self._link_value = link_value
         self._trial_share = trial_share
         self._timeout = draft_timeout_seconds
         self._silent_seconds = _SILENT_TIMEOUTS * draft_timeout_seconds
-        self._max_batch, self._max_depth = max_batch, worth.max_depth
+        self._max_batch, self._max_depth = max_batch, link_value.max_depth
         self._balance_at = 0.0
         self._settled_at: dict[SpeculativeSequence, float] = {}
         self._going: dict[SpeculativeSequence, ActiveLink] = {}  # that leave their links for those
@@ -60,7 +60,7 @@ class LinkBalancer:
         links = self._usable(list(self.active.values()), now)
         if len(links) < 2:
             return links[0] if links else None
-        return max(links, key=lambda link: self._worth_of(link, temperature, 1))
+        return max(links, key=lambda link: self._link_value_of(link, temperature, 1))
 
     def choose(self, sequence: SpeculativeSequence, num_tokens: int, now: float) -> ActiveLink | None:
         """Where `sequence`, of `num_tokens` tokens, should be opened; None while no link that is up has room for it."""
@@ -71,9 +71,9 @@ class LinkBalancer:
             return candidates[0] if candidates else None
         if going_to in candidates:
             return going_to
-        worths = {link: self._worth_of(link, sequence.params.temperature, 1) for link in candidates}
-        best = max(candidates, key=worths.__getitem__)
-        alike = [link for link in candidates if _ALIKE * worths[link] >= worths[best]]
+        values = {link: self._link_value_of(link, sequence.params.temperature, 1) for link in candidates}
+        best = max(candidates, key=values.__getitem__)
+        alike = [link for link in candidates if _ALIKE * values[link] >= values[best]]
         self._num_choices += 1
         self._trials_due += self._trial_share
         tried = self._to_try(candidates, alike)
@@ -162,28 +162,28 @@ class LinkBalancer:
         if not loaded or len(usable) < 2:
             return []
         temperature = next(iter(loaded[0].sequences.values())).params.temperature
-        worths = {link: self._worth_of(link, temperature) for link in loaded}
-        worst = min(loaded, key=worths.__getitem__)
+        values = {link: self._link_value_of(link, temperature) for link in loaded}
+        worst = min(loaded, key=values.__getitem__)
         number = -(-len(worst.sequences) // 2)
         best = max(
             (link for link in usable if link is not worst and (link.costs.is_known or link.is_guessed)),
-            key=lambda link: self._worth_of(link, temperature, number),
+            key=lambda link: self._link_value_of(link, temperature, number),
             default=None,
         )
-        if best is not None and self._worth_of(best, temperature, number) >= _WORSE * worths[worst]:
+        if best is not None and self._link_value_of(best, temperature, number) >= _WORSE * values[worst]:
             # One that nothing was measured of has to show first that it is as good as its place lets one expect.
             return self._send(worst, best, number if best.costs.is_known else 1, now)
-        return self._trial(usable, worths, now)
+        return self._trial(usable, values, now)
 
     def _trial(
-        self, usable: Sequence[ActiveLink], worths: dict[ActiveLink, float], now: float
+        self, usable: Sequence[ActiveLink], values: dict[ActiveLink, float], now: float
     ) -> list[SpeculativeSequence]:
         """Where sequences are long none are chosen for, and one has to move for a trial."""
         num_sequences = sum(len(link.sequences) for link in usable)
         if not self._num_choices:
             self._trials_due += self._trial_share * num_sequences * _BALANCE_SECONDS / _SETTLE_SECONDS
         self._num_choices = 0
-        best = max(worths, key=worths.__getitem__)
+        best = max(values, key=values.__getitem__)
         if num_sequences < 2:
             return []
         tried = self._to_try(usable, [best])
@@ -197,8 +197,8 @@ class LinkBalancer:
         self.num_moves += len(movable[:number])
         return movable[:number]
 
-    def _worth_of(self, link: ActiveLink, temperature: float, num_more: int = 0) -> float:
-        return self._worth.of(link, self.active.values(), temperature, num_more)
+    def _link_value_of(self, link: ActiveLink, temperature: float, num_more: int = 0) -> float:
+        return self._link_value.of(link, self.active.values(), temperature, num_more)
 
     @staticmethod
     def _usable(links: list[ActiveLink], now: float) -> list[ActiveLink]:

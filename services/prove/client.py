@@ -18,7 +18,7 @@ _MAX_ANSWER_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """One answer, times in seconds. Without streaming both times are those of the whole answer."""
 
     num_tokens: int
@@ -42,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RequestBurst:
-    answers: Sequence[Answer]
+    answers: Sequence[TimedAnswer]
     seconds: float
 
     @property
@@ -82,7 +82,7 @@ def ask_all(
     """
     ask = _streamed if is_streamed else _whole
 
-    def answer(body: dict[str, Any], arrival: float) -> Answer:
+    def answer(body: dict[str, Any], arrival: float) -> TimedAnswer:
         time.sleep(max(0.0, started_at + arrival - time.perf_counter()))
         return ask(url, path, body, context)
 
@@ -95,7 +95,7 @@ def ask_all(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _streamed(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext | None) -> Answer:
+def _streamed(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext | None) -> TimedAnswer:
     asked_at = time.perf_counter()
     times: list[float] = []
     token_ids: list[int] = []
@@ -109,15 +109,15 @@ def _streamed(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext
             if own != []:  # where IDs are asked for, a piece without any is no token
                 times.append(time.perf_counter() - asked_at)
     gaps = tuple(after - before for before, after in itertools.pairwise(times))
-    return Answer(num_tokens, times[0], times[-1], gaps, tuple(token_ids))
+    return TimedAnswer(num_tokens, times[0], times[-1], gaps, tuple(token_ids))
 
 
-def _whole(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext | None) -> Answer:
+def _whole(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext | None) -> TimedAnswer:
     asked_at = time.perf_counter()
     reply = call(url, "POST", path, body, seconds=_ANSWER_SECONDS, context=context, max_bytes=_MAX_ANSWER_BYTES)
     seconds = time.perf_counter() - asked_at
     token_ids = tuple(_token_ids(reply["choices"]))
-    return Answer(reply["usage"]["completion_tokens"], seconds, seconds, token_ids=token_ids)
+    return TimedAnswer(reply["usage"]["completion_tokens"], seconds, seconds, token_ids=token_ids)
 
 
 def _token_ids(choices: Sequence[dict[str, Any]]) -> Iterator[int]:

@@ -6,9 +6,7 @@ POST /v1/completions
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
 
@@ -86,7 +84,7 @@ def span_of(scope: Scope) -> Span:
 
 
 class AnswerTrace:
-    """What the span of a request is told of its answer. Nothing of it is done for a span that is not recorded."""
+    """Sets the attributes of a request's span that describe its answer, if the span is recorded."""
 
     def __init__(self, span: Span, arrived_at: float) -> None:
         """`arrived_at`: when the request came (time.perf_counter)."""
@@ -100,23 +98,20 @@ class AnswerTrace:
         if self.span.is_recorded:
             self.span.set(_request_attributes(request, model, request_id, seed, num_prompt_tokens))
 
-    def follow(self, index: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
-        """The `pieces` of the choice `index`."""
-        return self._followed(index, pieces) if self.span.is_recorded else pieces
+    def note(self, index: int, piece: Piece) -> None:
+        """The choice `index` has a new piece."""
+        if not self.span.is_recorded:
+            return
+        self._num_tokens += len(piece.token_ids)
+        if piece.token_ids and not self._has_tokens:
+            self._has_tokens = True
+            self.span.set({"gen_ai.latency.time_to_first_token": time.perf_counter() - self._arrived_at})
+        if piece.finish_reason is not None:
+            self._finish_reasons[index] = piece.finish_reason
 
-    async def _followed(self, index: int, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
-        try:
-            async with contextlib.aclosing(pieces):
-                async for piece in pieces:
-                    self._num_tokens += len(piece.token_ids)
-                    if piece.token_ids and not self._has_tokens:
-                        self._has_tokens = True
-                        seconds = time.perf_counter() - self._arrived_at
-                        self.span.set({"gen_ai.latency.time_to_first_token": seconds})
-                    if piece.finish_reason is not None:
-                        self._finish_reasons[index] = piece.finish_reason
-                    yield piece
-        finally:
+    def end(self) -> None:
+        """A choice has ended or was given up; the last one's call counts."""
+        if self.span.is_recorded:
             reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
             self.span.set(
                 {

@@ -1,22 +1,23 @@
-"""What both endpoints do: check, tokenise, generate every choice, answer whole or as a stream."""
+"""The base of all endpoints that generate: read the request, tokenise, start the choices, answer."""
 
 from __future__ import annotations
 
 import abc
-import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from cluster.constraints import Grammar
 from cluster.tokenization import Tokenizer
-from services.router.access.access_log import RequestRecord, record_of
-from services.router.api.reply import Piece, Reply, Usage, merged
+from services.router.api.answer import Answer
+from services.router.api.observer import AnswerObserver, ChoiceObserver
+from services.router.api.reply import Reply
 from services.router.api.request import ApiRequest, parse_request
 from services.router.errors import ModelNotFoundError, excerpt
 from services.router.http.body import read_json_body, to_json_object
@@ -26,15 +27,14 @@ from services.router.http.streaming import EventStream, until_disconnected
 from services.router.metrics import RouterMetrics
 from services.router.operators.switch import SpeculationSwitch
 from services.router.operators.traffic_log import TrafficLog
-from services.router.output.generation import TextFormat, generate, interleave
+from services.router.output.generation import generate, interleave
 from services.router.output.logprobs import LogprobsFormat
 from services.router.output.message import Reader
-from services.router.output.speculation_stats import SpeculationStats
+from services.router.output.writer import ChoiceWriter, TextFormat
 from services.router.page.feed import Feed
 from services.router.targets.prompt_budget import PromptBudget, StartWindow
-from services.router.targets.replicas import AdapterRef, ReplicaPool
-from services.router.targets.wire_requests import build_choice_requests, check_prompt
-from services.router.tracing import AnswerTrace, span_of
+from services.router.targets.replicas import AdapterRef, Limits, ReplicaPool
+from services.router.targets.wire_requests import ChoiceRequest, build_choice_requests, check_prompt
 
 R = TypeVar("R", bound=ApiRequest)
 
@@ -78,25 +78,9 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """An answer on its way."""
-
-    reply: Reply
-    pieces: AsyncGenerator[tuple[int, Piece], None]
-    num_choices: int
-    prompt_lens: Sequence[int]  # of each prompt; its choices share it
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(self.prompt_lens)
-
-    def prompt_len(self, index: int) -> int:
-        """Of the prompt that choice `index` has."""
-        return self.prompt_lens[index * len(self.prompt_lens) // self.num_choices]
-
-    def num_cached_tokens(self, index: int, choice: Piece) -> int:
-        """Returns the cached tokens of the prompt of `choice`; choices that share a prompt report them on the first."""
-        return choice.num_cached_tokens if index * len(self.prompt_lens) % self.num_choices == 0 else 0
+class _Prompts:
+    token_ids: list[list[int]]
+    echoes: list[str]  # what the text of each prompt's choices begins with; "" without `echo`
 
 
 class ApiEndpoint(abc.ABC, Generic[R]):
@@ -135,60 +119,83 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         return frozenset()
 
     async def create(self, http_request: Request) -> Response:
-        """The answer to `http_request`. Raises OutriderError when there is none; then nothing is left running."""
-        scope = http_request.scope
-        record, trace = record_of(scope), AnswerTrace(span_of(scope), time.perf_counter())
-        body = await read_json_body(http_request, self._serving.max_body_bytes)
-        request = await run_in_thread_if_large(
-            len(body), lambda: self._parse(self._serving.with_defaults(to_json_object(body)))
-        )
-        if request.model not in (None, self._serving.model_id):  # what adapters there are, only targets know
-            await self._serving.pool.wait_out_change()
-        adapter = self._serving.check_model(request.model)
-        prompts = await run_in_thread_if_large(len(body), lambda: self._encode(request))
-        self._serving.budget.take(scope, sum(map(len, prompts)), request.prompt_field)
-        await self._serving.pool.wait_out_change()
-        limits = self._serving.pool.limits()
-        prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
-        echoes = await run_in_thread_if_large(len(body), lambda: self._echoes(request, prompts, limits.vocab_size))
-        answer = self._start(request, prompts, echoes, request_id_of(scope), record, trace, adapter)
+        """Answers `http_request`. Raises OutriderError; then nothing is left running."""
+        observer = AnswerObserver(http_request.scope, self._serving.metrics, self._serving.feed)
+        request, adapter, num_bytes = await self._read(http_request)
+        prompts = await self._tokenize(http_request.scope, request, num_bytes)
+        answer = self._start(request, prompts, adapter, request_id_of(http_request.scope), observer)
         headers = {"x-outrider-seed": str(answer.reply.seed)}
         if request.stream:
-            return EventStream(_events(answer), headers, answer.reply.failure)
-        whole = await until_disconnected(http_request.receive, _whole(answer))
-        return JSONResponse(whole, headers=headers)
+            return EventStream(answer.events(), headers, answer.reply.failure)
+        return JSONResponse(await until_disconnected(http_request.receive, answer.whole()), headers=headers)
+
+    async def _read(self, http_request: Request) -> tuple[R, AdapterRef | None, int]:
+        """Returns the checked request, the adapter that it names, and the size of its body in bytes."""
+        serving = self._serving
+        body = await read_json_body(http_request, serving.max_body_bytes)
+        request = await run_in_thread_if_large(
+            len(body), lambda: self._parse(serving.with_defaults(to_json_object(body)))
+        )
+        if request.model not in (None, serving.model_id):  # only targets know the adapters
+            await serving.pool.wait_out_change()
+        return request, serving.check_model(request.model), len(body)
+
+    async def _tokenize(self, scope: Scope, request: R, num_bytes: int) -> _Prompts:
+        """Returns the prompts of `request`, which fit the router's budget of prompt tokens and are cut as it asks."""
+        serving = self._serving
+        prompts = await run_in_thread_if_large(num_bytes, lambda: self._encode(request))
+        serving.budget.take(scope, sum(map(len, prompts)), request.prompt_field)
+        await serving.pool.wait_out_change()
+        limits = serving.pool.limits()
+        prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
+        echoes = await run_in_thread_if_large(num_bytes, lambda: self._echoes(request, prompts, limits.vocab_size))
+        return _Prompts(prompts, echoes)
 
     def _echoes(self, request: R, prompts: list[list[int]], vocab_size: int) -> list[str]:
-        """What the choices begin with, of each prompt. Raises InvalidRequestError for tokens that spell nothing."""
+        """Returns the text that the choices of each prompt begin with. Raises InvalidRequestError for bad tokens."""
         if not request.has_echo:
-            return []
+            return [""] * len(prompts)
         for prompt in prompts:
             check_prompt(prompt, vocab_size, request.prompt_field)
         decode = self._serving.tokenizer.decode
         return [decode(prompt, skip_special_tokens=request.skip_special_tokens) for prompt in prompts]
 
     def _start(
-        self,
-        request: R,
-        prompts: list[list[int]],
-        echoes: list[str],
-        request_id: str,
-        record: RequestRecord,
-        trace: AnswerTrace,
-        adapter: AdapterRef | None = None,
-    ) -> _Answer:
+        self, request: R, prompts: _Prompts, adapter: AdapterRef | None, request_id: str, observer: AnswerObserver
+    ) -> Answer:
+        """Starts the choices of `request`. Raises InvalidRequestError if it is beyond the targets' limits."""
+        limits = self._serving.pool.limits()
+        reader = self._reader(request, prompts.token_ids[0])
+        reply = self._new_reply(request, reader, request_id, adapter, limits.fingerprint)
+        choices = self._choice_requests(request, reader, reply, prompts.token_ids, adapter, limits)
+        if self._serving.traffic is not None:
+            self._serving.traffic.add(prompts.token_ids)
+        prompt_lens = [len(prompt) for prompt in prompts.token_ids]
+        observer.begin(request, reply, self._serving.model_id, adapter, prompt_lens)
+        form, window = self._text_format(request, reader, limits), StartWindow()
+        sequences = [
+            generate(
+                self._serving.pool,
+                choice,
+                ChoiceWriter(form, prompts.echoes[index // request.n]),
+                ChoiceObserver(observer, choice, counts_prompt=index % request.n == 0),
+                window,
+                self._serving.max_pause_seconds,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return Answer(reply, interleave(sequences), len(sequences), prompt_lens)
+
+    def _new_reply(
+        self, request: R, reader: Reader | None, request_id: str, adapter: AdapterRef | None, fingerprint: str
+    ) -> Reply:
         serving = self._serving
-        model = serving.model_id if adapter is None else adapter.name
-        if adapter is not None:
-            serving.metrics.count_adapter(adapter.name)
-        limits = serving.pool.limits()
-        reader = self._reader(request, prompts[0])
-        reply = self._reply(
+        return self._reply(
             request,
             reader,
             id=f"{self.reply_type.id_prefix}{request.request_id or request_id}",
             created=int(time.time()),
-            model=model,
+            model=serving.model_id if adapter is None else adapter.name,
             seed=draw_seed() if request.seed is None else request.seed,
             has_token_ids=request.return_token_ids,
             has_rounds=request.return_rounds,
@@ -199,27 +206,36 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             has_echo=request.has_echo,
             num_logprobs=request.num_logprobs or 0,
             num_prompt_logprobs=request.prompt_logprobs,
-            system_fingerprint=limits.fingerprint,
+            system_fingerprint=fingerprint,
         )
-        turn_end_ids = self._turn_end_ids(request)
-        choice_requests = build_choice_requests(
+
+    def _choice_requests(
+        self,
+        request: R,
+        reader: Reader | None,
+        reply: Reply,
+        prompts: list[list[int]],
+        adapter: AdapterRef | None,
+        limits: Limits,
+    ) -> list[ChoiceRequest]:
+        return build_choice_requests(
             request,
             request_id=reply.id,
             prompts=prompts,
             seed=reply.seed,
             limits=limits,
-            tokenizer=serving.tokenizer,
+            tokenizer=self._serving.tokenizer,
             grammar=self._grammar(request, reader),
-            turn_end_ids=turn_end_ids,
+            turn_end_ids=self._turn_end_ids(request),
             adapter=adapter,
-            may_speculate=serving.switch.draw(),
+            may_speculate=self._serving.switch.draw(),
         )
-        if serving.traffic is not None:
-            serving.traffic.add(prompts)
+
+    def _text_format(self, request: R, reader: Reader | None, limits: Limits) -> TextFormat:
         stop_token_ids = frozenset(request.stop_token_ids)
-        end_token_ids = stop_token_ids | turn_end_ids | limits.eos_token_ids
-        text_format = TextFormat(
-            serving.tokenizer,
+        end_token_ids = stop_token_ids | self._turn_end_ids(request) | limits.eos_token_ids
+        return TextFormat(
+            self._serving.tokenizer,
             request.stop_strings,
             request.skip_special_tokens,
             frozenset() if request.include_stop_str_in_output else end_token_ids,
@@ -227,84 +243,11 @@ class ApiEndpoint(abc.ABC, Generic[R]):
             request.min_tokens,
             has_no_tokens=request.token_limit[1] == 0,
             shown_special_tokens=self._shown_special_tokens(request),
-            tells_rounds=request.return_rounds,
+            has_rounds=request.return_rounds,
             reader=reader,
         )
-        window = StartWindow()
-        sequences = [
-            generate(
-                serving.pool,
-                choice_request,
-                text_format,
-                metrics=serving.metrics,
-                feed=serving.feed,
-                record=record,
-                max_pause_seconds=serving.max_pause_seconds,
-                window=window,
-                counts_prompt=index % request.n == 0,
-                span=trace.span,
-            )
-            for index, choice_request in enumerate(choice_requests)
-        ]
-        if request.has_echo:
-            texts = [text for text in echoes for _ in range(request.n)]
-            sequences = [_echoed(text, pieces) for text, pieces in zip(texts, sequences, strict=True)]
-        prompt_lens = [len(prompt) for prompt in prompts]
-        trace.describe(request, model, reply.id, reply.seed, sum(prompt_lens))
-        record.id, record.model, record.seed, record.stream = reply.id, serving.model_id, reply.seed, request.stream
-        record.adapter = None if adapter is None else adapter.name
-        record.num_choices, record.num_prompt_tokens = len(sequences), sum(prompt_lens)
-        sequences = [trace.follow(index, sequence) for index, sequence in enumerate(sequences)]
-        return _Answer(reply, interleave(sequences), len(sequences), prompt_lens)
-
-
-async def _echoed(prompt: str, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
-    """`pieces`, the first of which begins with the prompt."""
-    text = prompt
-    async with contextlib.aclosing(pieces):
-        async for piece in pieces:
-            piece.text, text = text + piece.text, ""
-            yield piece
 
 
 def draw_seed() -> int:
     """A seed for a request that named none: of 53 bits, so that it survives a JavaScript client's JSON."""
     return secrets.randbits(53)
-
-
-async def _whole(answer: _Answer) -> dict[str, Any]:
-    pieces_of: list[list[Piece]] = [[] for _ in range(answer.num_choices)]
-    async with contextlib.aclosing(answer.pieces) as pieces:
-        async for index, piece in pieces:
-            pieces_of[index].append(piece)
-    choices = [merged(pieces) for pieces in pieces_of]
-    num_tokens = sum(len(choice.token_ids) for choice in choices)
-    num_cached_tokens = sum(answer.num_cached_tokens(index, choice) for index, choice in enumerate(choices))
-    num_reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
-    usage = Usage(answer.num_prompt_tokens, num_tokens, num_cached_tokens, num_reasoning_tokens)
-    return answer.reply.whole(choices, usage)
-
-
-async def _events(answer: _Answer) -> AsyncGenerator[bytes, None]:
-    """Yields the server-sent events of a streamed answer. Raises OutriderError if the answer fails."""
-    reply = answer.reply
-    num_tokens, num_cached_tokens, num_reasoning_tokens = ([0] * answer.num_choices for _ in range(3))
-    speculation: SpeculationStats | None = None  # of the only choice
-    started: set[int] = set()  # choices
-    async with contextlib.aclosing(answer.pieces) as pieces:
-        async for index, piece in pieces:
-            num_tokens[index] += len(piece.token_ids)
-            num_cached_tokens[index] += answer.num_cached_tokens(index, piece)
-            num_reasoning_tokens[index] += piece.num_reasoning_tokens
-            if answer.num_choices == 1:
-                speculation = piece.speculation
-            usage = None
-            if reply.continuous_usage:
-                counts = num_tokens[index], num_cached_tokens[index], num_reasoning_tokens[index]
-                usage = Usage(answer.prompt_len(index), *counts)
-            for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
-                yield reply.event(chunk)
-            started.add(index)
-    counts = sum(num_tokens), sum(num_cached_tokens), sum(num_reasoning_tokens)
-    for last in reply.ending(Usage(answer.num_prompt_tokens, *counts), speculation):
-        yield last

@@ -11,9 +11,10 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
 
 from cluster.errors import InternalError, OverloadedError, UnavailableError
-from cluster.telemetry.tracing import NO_SPAN, Span
+from cluster.telemetry.tracing import Span
 from cluster.wire.replies import UNFINISHED, CallReply
 from services.router.errors import ModelNotFoundError
 from services.router.targets.replicas import AdapterRef, Replica, ReplicaLostError, ReplicaPool
@@ -27,21 +28,27 @@ _MAX_MOVES = 32
 _FULL_PAUSE_S = 0.5
 
 
+class CallObserver(Protocol):
+    """Observes the calls of one sequence."""
+
+    span: Span
+    """The HTTP request's; each call on a worker has a span below it."""
+
+    def moved(self, reason: str) -> None:
+        """Another worker goes on; `reason`: what happened to the one before."""
+
+
 async def run_anywhere(
     pool: ReplicaPool,
     request: ChoiceRequest,
     max_pause_seconds: float,
-    count_move: Callable[[str], None],
-    span: Span = NO_SPAN,
-    is_patient: Callable[[], bool] = lambda: False,
+    observer: CallObserver,
+    is_patient: Callable[[], bool],
 ) -> AsyncGenerator[CallReply, None]:
     """Yields the replies to `request` up to one with a finish reason. Closing it frees the sequence.
 
-    `span` is that of the HTTP request: each call on a worker is one below it.
-
-    Waits up to `max_pause_seconds` for a worker that can go on: once there are tokens, one that answers alike. Tells
-    `count_move` why the last one could not. Where the queues of all are full it waits likewise if there are tokens, or
-    `is_patient`.
+    Waits up to `max_pause_seconds` for a worker that can go on: once there are tokens, one that answers alike. If the
+    queues of all are full it waits likewise if there are tokens, or `is_patient`.
     Raises OutriderError: UnavailableError when there is no worker in that time, OverloadedError where their queues are
     full, InternalError for a request whose workers die before they yield a token of it.
     """
@@ -54,7 +61,7 @@ async def run_anywhere(
         num_tokens_before, num_rescored = len(token_ids), 0
         try:
             continued = request.to_wire(token_ids)
-            with CallSpan(span, replica, continued) as call:
+            with CallSpan(observer.span, replica, continued) as call:
                 replies = replica.generate(continued)
                 del continued  # it may be large, and nobody needs it here while it runs
                 async with contextlib.aclosing(replies):
@@ -95,7 +102,7 @@ async def run_anywhere(
                     "third one is tried"
                 ) from error
             logger.warning("request %s is moved: its target is %s", request_id, error.reason)
-            count_move(error.reason)
+            observer.moved(error.reason)
             if error.reason == "unloaded" and adapter is not None:
                 replica.forget(adapter)
                 if not pool.knows(adapter.name):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.config import Config
-from services.prove.client import Answer, RequestBurst
+from services.prove.client import TimedAnswer, RequestBurst
 from services.prove.devices import Device
 from services.prove.measure import Result, Results
 from services.prove.systems import BESIDE, PLAIN, REMOTE, STOCK, Experiment
@@ -37,7 +37,7 @@ def result(
 ) -> Result:
     """One answer at `rate` tokens a second; with drafts four were drafted and two accepted."""
     seconds = len(token_ids) / rate
-    answer = Answer(len(token_ids), seconds / 2, seconds, (seconds / 2,), tuple(token_ids))
+    answer = TimedAnswer(len(token_ids), seconds / 2, seconds, (seconds / 2,), tuple(token_ids))
     counts = (4.0, 2.0) if system in (BESIDE, REMOTE) else (0.0, 0.0) if system == PLAIN else (None, None)
     return Result(repeat, system, num_streams, RequestBurst([answer], seconds), *counts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import ConfigurationError
-from services.prove.client import Answer, answer_all, ask_all
+from services.prove.client import TimedAnswer, answer_all, ask_all
 from tests.services.prove.servers import StubServer, by_seed
 
 BODY = {"prompt": [1, 2], "seed": 3, "max_tokens": 5}
@@ -50,11 +50,11 @@ def test_a_server_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("answer", "token_gaps", "between"),
     [
-        (Answer(5, 1.0, 3.0, (2.0,)), [2.0, 0.0, 0.0, 0.0], 0.5),  # two pieces
-        (Answer(3, 1.0, 2.0, (0.5, 0.5)), [0.5, 0.5], 0.5),
-        (Answer(1, 1.0, 1.0), [], None),
+        (TimedAnswer(5, 1.0, 3.0, (2.0,)), [2.0, 0.0, 0.0, 0.0], 0.5),  # two pieces
+        (TimedAnswer(3, 1.0, 2.0, (0.5, 0.5)), [0.5, 0.5], 0.5),
+        (TimedAnswer(1, 1.0, 1.0), [], None),
     ],
 )
-def test_tokens_of_one_piece_come_together(answer: Answer, token_gaps: list[float], between: float | None) -> None:
+def test_tokens_of_one_piece_come_together(answer: TimedAnswer, token_gaps: list[float], between: float | None) -> None:
     assert answer.token_gaps == token_gaps
     assert answer.seconds_between_tokens == between

@@ -1,0 +1,70 @@
+"""An answer on its way to the client: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.router.api.reply import Piece, Reply, Usage, merged
+from services.router.output.speculation_stats import SpeculationStats
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Pieces of all choices, and how they are written."""
+
+    reply: Reply
+    pieces: AsyncGenerator[tuple[int, Piece], None]
+    num_choices: int
+    prompt_lens: Sequence[int]  # of each prompt; its choices share it
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(self.prompt_lens)
+
+    def prompt_len(self, index: int) -> int:
+        """Returns the number of tokens of the prompt of choice `index`."""
+        return self.prompt_lens[index * len(self.prompt_lens) // self.num_choices]
+
+    def num_cached_tokens(self, index: int, choice: Piece) -> int:
+        """Returns the cached tokens of the prompt of `choice`; choices that share a prompt report them on the first."""
+        return choice.num_cached_tokens if index * len(self.prompt_lens) % self.num_choices == 0 else 0
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the body of an answer that is not streamed. Raises OutriderError."""
+        pieces_of: list[list[Piece]] = [[] for _ in range(self.num_choices)]
+        async with contextlib.aclosing(self.pieces) as pieces:
+            async for index, piece in pieces:
+                pieces_of[index].append(piece)
+        choices = [merged(pieces) for pieces in pieces_of]
+        num_tokens = sum(len(choice.token_ids) for choice in choices)
+        num_cached_tokens = sum(self.num_cached_tokens(index, choice) for index, choice in enumerate(choices))
+        num_reasoning_tokens = sum(choice.num_reasoning_tokens for choice in choices)
+        usage = Usage(self.num_prompt_tokens, num_tokens, num_cached_tokens, num_reasoning_tokens)
+        return self.reply.whole(choices, usage)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the server-sent events of a streamed answer. Raises OutriderError if the answer fails."""
+        reply = self.reply
+        num_tokens, num_cached_tokens, num_reasoning_tokens = ([0] * self.num_choices for _ in range(3))
+        speculation: SpeculationStats | None = None  # of the only choice
+        started: set[int] = set()  # choices
+        async with contextlib.aclosing(self.pieces) as pieces:
+            async for index, piece in pieces:
+                num_tokens[index] += len(piece.token_ids)
+                num_cached_tokens[index] += self.num_cached_tokens(index, piece)
+                num_reasoning_tokens[index] += piece.num_reasoning_tokens
+                if self.num_choices == 1:
+                    speculation = piece.speculation
+                usage = None
+                if reply.continuous_usage:
+                    counts = num_tokens[index], num_cached_tokens[index], num_reasoning_tokens[index]
+                    usage = Usage(self.prompt_len(index), *counts)
+                for chunk in reply.chunks(index, piece, usage, is_first=index not in started):
+                    yield reply.event(chunk)
+                started.add(index)
+        counts = sum(num_tokens), sum(num_cached_tokens), sum(num_reasoning_tokens)
+        for last in reply.ending(Usage(self.num_prompt_tokens, *counts), speculation):
+            yield last

@@ -1,0 +1,120 @@
+"""Observes one answer for everything that reports on it: metrics, API keys, access log, trace and page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from starlette.types import Scope
+
+from cluster.wire.replies import UNFINISHED, CallReply
+from services.router.access.access_log import record_of
+from services.router.access.caller import current_key
+from services.router.api.reply import Piece, Reply
+from services.router.api.request import ApiRequest
+from services.router.metrics import RouterMetrics
+from services.router.output.speculation_stats import SpeculationStats
+from services.router.page.feed import Feed
+from services.router.targets.replicas import AdapterRef
+from services.router.targets.wire_requests import ChoiceRequest
+from services.router.tracing import AnswerTrace, span_of
+
+
+class AnswerObserver:
+    """Observes the answer to the HTTP request of `scope`."""
+
+    def __init__(self, scope: Scope, metrics: RouterMetrics, feed: Feed) -> None:
+        self.metrics = metrics
+        self.feed = feed
+        self.key = current_key.get()  # the name of the API key; None if the router asks for none
+        self.record = record_of(scope)
+        self.trace = AnswerTrace(span_of(scope), self.record.arrived_at)
+
+    def begin(
+        self,
+        request: ApiRequest,
+        reply: Reply,
+        model: str,
+        adapter: AdapterRef | None,
+        prompt_lens: Sequence[int],
+    ) -> None:
+        """The request is valid and about to be sent to targets. `model`: the base model that is served."""
+        if adapter is not None:
+            self.metrics.count_adapter(adapter.name)
+            self.record.adapter = adapter.name
+        num_prompt_tokens = sum(prompt_lens)
+        self.trace.describe(request, reply.model, reply.id, reply.seed, num_prompt_tokens)
+        record = self.record
+        record.id, record.model, record.seed, record.stream = reply.id, model, reply.seed, request.stream
+        record.num_choices, record.num_prompt_tokens = request.n * len(prompt_lens), num_prompt_tokens
+
+
+class ChoiceObserver:
+    """Observes one choice of an answer; entered while the choice runs."""
+
+    def __init__(self, answer: AnswerObserver, request: ChoiceRequest, *, counts_prompt: bool) -> None:
+        """`counts_prompt`: True for one of the choices that share a prompt."""
+        self.span = answer.trace.span
+        self.speculation = SpeculationStats()
+        self._answer = answer
+        self._request = request
+        self._counts_prompt = counts_prompt
+        self._number_on_page = answer.feed.new_choice()
+        self._num_tokens = 0
+        self._first_token_at = self._last_token_at = 0.0
+
+    def __enter__(self) -> ChoiceObserver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._answer.trace.end()
+
+    def moved(self, reason: str) -> None:
+        """Another target goes on with the choice; `reason`: what happened to the one before."""
+        self._answer.metrics.count_move(reason)
+        self._answer.record.num_moves += 1
+
+    def received(self, reply: CallReply) -> None:
+        """A target sent `reply`."""
+        answer = self._answer
+        if reply.token_ids:
+            self._count_tokens(len(reply.token_ids))
+        for num_draft_tokens, num_accepted_tokens, _ in reply.rounds:
+            answer.metrics.tokens.count_round(num_draft_tokens, num_accepted_tokens)
+            answer.record.count_round(num_draft_tokens, num_accepted_tokens)
+            self.speculation.count_round(num_draft_tokens, num_accepted_tokens)
+        if answer.feed.is_watched:
+            has_ended = reply.finish_reason != UNFINISHED
+            answer.feed.note(self._number_on_page, len(reply.token_ids), reply.rounds, has_ended=has_ended)
+
+    def _count_tokens(self, count: int) -> None:
+        answer, now, is_first = self._answer, time.perf_counter(), not self._num_tokens
+        answer.metrics.tokens.count_tokens(count, None if is_first else now - self._last_token_at)
+        answer.record.count_tokens(count, now)
+        if answer.key is not None:
+            answer.metrics.keys.count_generated(answer.key, count)
+        if is_first:
+            self._first_token_at = now
+            answer.metrics.time_to_first_token.observe(now - answer.record.arrived_at)
+            if self._counts_prompt:
+                num_prompt_tokens = len(self._request.prompt_token_ids)
+                answer.metrics.prompt_tokens.inc(num_prompt_tokens)
+                if answer.key is not None:
+                    answer.metrics.keys.count_prompt(answer.key, num_prompt_tokens)
+        self._last_token_at = now
+        self._num_tokens += count
+
+    def wrote(self, piece: Piece) -> None:
+        """`piece` is about to be sent to the client."""
+        answer = self._answer
+        answer.trace.note(self._request.choice_index, piece)
+        if piece.finish_reason is None:
+            return
+        answer.record.finish_reasons[piece.finish_reason] += 1
+        answer.metrics.e2e_latency.observe(time.perf_counter() - answer.record.arrived_at)
+        if self._num_tokens:
+            seconds = self._last_token_at - self._first_token_at
+            answer.metrics.count_decode(self._num_tokens - 1, seconds, may_speculate=self._request.may_speculate)
