@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray import serve as ray_serve
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.services import find_bootstrap_address
+from ray._private.worker import BaseContext
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.config import Config
@@ -142,7 +145,7 @@ class RayApplication:
 def serve(config: Config, opens_page: bool = False) -> int:
     """Runs the application until SIGINT or SIGTERM, then lets it drain, until the second; returns the exit code."""
     started_at = time.monotonic()
-    _join(config, start=True)
+    context = _join(config, start=True)
     signals = StopSignals()
     application = RayApplication(config)
     is_announced = False
@@ -159,6 +162,7 @@ def serve(config: Config, opens_page: bool = False) -> int:
                     urls = application.urls()
                     shown, seconds = urls or ["http://(see `serve status`)"], time.monotonic() - started_at
                     announce(config, shown, seconds, opens_page=opens_page and bool(urls))
+                    print("Ray's own view:", *_status_commands(context), "", sep="\n  ", flush=True)
             time.sleep(_POLL_SECONDS)
         logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
     finally:
@@ -187,17 +191,28 @@ def down(config: Config) -> int:
     return 0
 
 
-def _join(config: Config, *, start: bool) -> None:
-    """Raises ConnectionError when there is no cluster and `start` is not set."""
+def _join(config: Config, *, start: bool) -> BaseContext:
+    """Joins a Ray cluster, or starts one. Raises ConnectionError if there is none and `start` is not set."""
     address = config.ray.address
     if address is None and not start and find_bootstrap_address(None) is None and not os.environ.get("RAY_ADDRESS"):
         raise ConnectionError("no Ray was started on this machine")  # by `ray start`; what Ray says of it is this file
     try:
-        ray.init(address, namespace="outrider", logging_level=logging.WARNING)
+        return ray.init(address, namespace="outrider", logging_level=logging.WARNING)
     except ConnectionError as error:
         if not start:
             raise
         raise ConfigurationError(f"cannot reach the Ray cluster at {address}: {error}; see ray.address") from error
+
+
+def _status_commands(context: BaseContext) -> list[str]:
+    """Returns the commands of Ray that show the cluster and its applications, with the environment they need."""
+    environment = "RAY_AUTH_MODE=token " if is_token_auth_enabled() else ""
+    if environment and (path := os.environ.get("RAY_AUTH_TOKEN_PATH")):
+        environment += f"RAY_AUTH_TOKEN_PATH={shlex.quote(path)} "
+    commands = [f"{environment}ray status --address {context.address_info['gcs_address']}"]
+    if context.dashboard_url:
+        commands.append(f"{environment}serve status --address http://{context.dashboard_url}")
+    return commands
 
 
 def _serve_runs() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.system.ray.launched import (
     environment,
     launched,
 )
+from tests.waiting import eventually
 
 FLOAT32 = ("--dtype", "float32", "--set", "target.threads=1")
 NUM_CASES = 20
@@ -56,9 +58,14 @@ def test_what_cannot_start_is_told_in_a_line_and_leaves_nothing_behind(folder: P
         assert_nothing_left(launcher, descendants, folder)
 
 
-def test_what_a_killed_launcher_leaves_is_ended_by_down(folder: Path) -> None:
+def test_it_prints_the_commands_that_show_it_and_down_ends_what_a_killed_one_leaves(folder: Path) -> None:
     with launched(folder, *SIMULATED) as launcher:
         launcher.wait_ready()
+        assert eventually(lambda: "serve status" in launcher.said)
+        commands = re.findall("^  (.*(?:ray|serve) status .*)$", launcher.said, re.MULTILINE)
+        shown = [_run(command, folder) for command in commands]
+        assert "Active:" in shown[0]
+        assert "status: RUNNING" in shown[1]
         # Ray's own agents of a node notice only after a minute that it is gone.
         descendants = [one for one in launcher.descendants() if "Agent" not in "".join(one.cmdline())]
         launcher.process.kill()
@@ -70,3 +77,12 @@ def test_what_a_killed_launcher_leaves_is_ended_by_down(folder: Path) -> None:
             timeout=END_SECONDS,
         )
         assert_nothing_left(launcher, descendants, folder)
+
+
+def _run(command: str, folder: Path) -> str:
+    """Returns the output of `command` in a shell that finds this environment's programs."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, shell=True, check=True, capture_output=True, text=True, env=environment(folder) | {"PATH": path}
+    )
+    return done.stdout
