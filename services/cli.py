@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,40 +19,22 @@ from typing import get_args
 from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.config.types import LogFormat, LogLevel
-from cluster.config.workers import GpuKernels
-from cluster.engine.memory_plan import SELF_DRAFTERS, Memory, PlannedModel, describe, plan_pair
 from cluster.errors import AddressInUseError, ConfigurationError, OutriderError
 from cluster.telemetry.logs import setup_logging
-from services.adapters import add_arguments as add_adapter_arguments
-from services.adapters import run as change_adapters
-from services.certs import add_arguments as add_certs_arguments
-from services.certs import run as make_certificates
-from services.chat.cli import add_arguments as add_chat_arguments
-from services.chat.cli import run as converse
-from services.check_config import run as check_config
-from services.distill.cli import add_arguments as add_distill_arguments
-from services.distill.cli import run as distill_draft
-from services.doctor.cli import add_arguments as add_doctor_arguments
-from services.doctor.cli import run as examine_cluster
-from services.health import add_arguments as add_health_arguments
-from services.health import run as check_health
-from services.plan.cli import above_zero
-from services.plan.cli import add_arguments as add_plan_cluster_arguments
-from services.plan.cli import run as plan_cluster
-from services.prove.cli import add_arguments as add_prove_arguments
-from services.prove.cli import run as prove
+from services import adapters, certs, check_config, health, speculation_switch
+from services.argument_types import name_and_value
+from services.chat import cli as chat
+from services.distill import cli as distill
+from services.doctor import cli as doctor
+from services.plan import cli as plan_cluster
+from services.plan import memory as plan_memory
+from services.prove import cli as prove
 from services.settings import AppendOverride, settings_parser
-from services.simulate.cli import add_arguments as add_simulate_arguments
-from services.simulate.cli import run as simulate
-from services.speculation_switch import add_arguments as add_speculation_arguments
-from services.speculation_switch import run as switch_speculation
+from services.simulate import cli as simulate
 from services.terminal import as_text
-from services.top.cli import add_arguments as add_top_arguments
-from services.top.cli import run as show_numbers
-from services.training.cli import add_arguments as add_train_arguments
-from services.training.cli import main as run_training
-from services.tune.cli import add_arguments as add_tune_arguments
-from services.tune.cli import run as tune_cluster
+from services.top import cli as top
+from services.training import cli as training
+from services.tune import cli as tune
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +97,54 @@ SERVE_OPTIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command with options of its own, which takes no settings."""
+
+    name: str
+    purpose: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+PLANS = (
+    Command(
+        "memory", "GPU memory of a pair: weights, KV cache, largest batch", plan_memory.add_arguments, plan_memory.run
+    ),
+    Command(
+        "cluster",
+        "throughput, latency and dollars of ways to place a draft",
+        plan_cluster.add_arguments,
+        plan_cluster.run,
+    ),
+)
+COMMANDS = (
+    Command("health", "check that a router or a worker answers", health.add_arguments, health.run),
+    Command("certs", "make an authority and certificates for development", certs.add_arguments, certs.run),
+    Command(
+        "speculation",
+        "switch speculation off, on, or on for some requests, live",
+        speculation_switch.add_arguments,
+        speculation_switch.run,
+    ),
+    Command("adapter", "load, unload or list LoRA adapters, live", adapters.add_arguments, adapters.run),
+    Command(
+        "doctor", "examine a running cluster: what drafts gain, and what limits them", doctor.add_arguments, doctor.run
+    ),
+    Command(
+        "tune", "try the settings that the doctor suspects, and write what was faster", tune.add_arguments, tune.run
+    ),
+    Command("top", "a running cluster's numbers, live in the terminal", top.add_arguments, top.run),
+    Command("chat", "a conversation that shows which tokens were drafted", chat.add_arguments, chat.run),
+    Command("distill", "teach a draft a target's answers to your prompts", distill.add_arguments, distill.run),
+    Command("simulate", "simulate a cluster under traffic, in virtual time", simulate.add_arguments, simulate.run),
+    Command(
+        "prove", "measure on two devices whether Outrider pays, next to `vllm serve`", prove.add_arguments, prove.run
+    ),
+    Command("train", "train the bundled pair of models, or an EAGLE head", training.add_arguments, training.main),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code. A setting that cannot work is one line on stderr and code 2; a port of
     a program that another has, which may be free later, is code 75 (EX_TEMPFAIL)."""
@@ -168,65 +198,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_config_arguments(check)
     check.set_defaults(run=_check_config)
-    health = commands.add_parser("health", help="tell whether a router or a worker answers")
-    add_health_arguments(health)
-    _add_log_options(health)
-    health.set_defaults(run=check_health)
-    certs = commands.add_parser("certs", help="make certificates of an authority of one's own, for development")
-    add_certs_arguments(certs)
-    _add_log_options(certs)
-    certs.set_defaults(run=make_certificates)
-    speculation = commands.add_parser("speculation", help="switch speculation off, on, or on for some requests, live")
-    add_speculation_arguments(speculation)
-    _add_log_options(speculation)
-    speculation.set_defaults(run=switch_speculation)
-    adapter = commands.add_parser("adapter", help="load, unload or list LoRA adapters, live")
-    add_adapter_arguments(adapter)
-    _add_log_options(adapter)
-    adapter.set_defaults(run=change_adapters)
-    plans = commands.add_parser("plan", help="tell what a deployment needs").add_subparsers(
+    plans = commands.add_parser("plan", help="estimate what a deployment needs").add_subparsers(
         required=True, metavar="WHAT"
     )
-    plan_memory = plans.add_parser("memory", help="GPU memory of a pair: weights, KV cache, largest batch")
-    _add_plan_memory_arguments(plan_memory)
-    _add_log_options(plan_memory)
-    plan_memory.set_defaults(run=_plan_memory)
-    cluster = plans.add_parser("cluster", help="throughput, latency and dollars of ways to place a draft")
-    add_plan_cluster_arguments(cluster)
-    _add_log_options(cluster)
-    cluster.set_defaults(run=plan_cluster)
-    doctor = commands.add_parser("doctor", help="examine a running cluster: what drafts give, and what keeps them back")
-    add_doctor_arguments(doctor)
-    _add_log_options(doctor)
-    doctor.set_defaults(run=examine_cluster)
-    tune = commands.add_parser("tune", help="try the settings that the doctor suspects, and write what was faster")
-    add_tune_arguments(tune)
-    _add_log_options(tune)
-    tune.set_defaults(run=tune_cluster)
-    top = commands.add_parser("top", help="a running cluster's numbers, live in the terminal")
-    add_top_arguments(top)
-    _add_log_options(top)
-    top.set_defaults(run=show_numbers)
-    chat = commands.add_parser("chat", help="a conversation that shows which tokens were drafted")
-    add_chat_arguments(chat)
-    _add_log_options(chat)
-    chat.set_defaults(run=converse)
-    distill = commands.add_parser("distill", help="teach a draft what a target answers to your prompts")
-    add_distill_arguments(distill)
-    _add_log_options(distill)
-    distill.set_defaults(run=distill_draft)
-    simulated = commands.add_parser("simulate", help="tell what a cluster would do under traffic, in virtual time")
-    add_simulate_arguments(simulated)
-    _add_log_options(simulated)
-    simulated.set_defaults(run=simulate)
-    proof = commands.add_parser("prove", help="measure on two devices whether Outrider pays, next to `vllm serve`")
-    add_prove_arguments(proof)
-    _add_log_options(proof)
-    proof.set_defaults(run=prove)
-    train = commands.add_parser("train", help="train the bundled pair of models, or an EAGLE head for a target")
-    add_train_arguments(train)
-    _add_log_options(train)
-    train.set_defaults(run=run_training)
+    for parsers, listed in ((plans, PLANS), (commands, COMMANDS)):
+        for own in listed:
+            command = parsers.add_parser(own.name, help=own.purpose)
+            own.add_arguments(command)
+            _add_log_options(command)
+            command.set_defaults(run=own.run)
     return parser
 
 
@@ -282,7 +262,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 option.flag,
                 action="append",
-                type=_pair,
+                type=name_and_value,
                 dest=option.destination,
                 default=[],
                 metavar=option.metavar,
@@ -298,64 +278,6 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
             metavar=option.metavar,
             help=option.purpose,
         )
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not (separator and name and value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
-
-
-def _add_plan_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "A MODEL is a size (1B, 1.5B, 7B, 8B, 13B, 70B), a size with its layers, KV heads and head size "
-        "(34B/48x8x128), a folder or a bundled model; its DTYPE fp32, fp16 (default), bf16, int8 or int4. "
-        "The exit code is 1 when not even one sequence fits."
-    )
-    parser.add_argument("--target", required=True, metavar="MODEL[:DTYPE]")
-    parser.add_argument(
-        "--draft",
-        required=True,
-        metavar="MODEL[:DTYPE]",
-        help=f"or {' or '.join(SELF_DRAFTERS)}: made of the target, in its process",
-    )
-    parser.add_argument(
-        "--gpu-memory", type=above_zero(float), default=80.0, metavar="GB", help="of one GPU; default 80"
-    )
-    parser.add_argument("--gpus", type=above_zero(int), default=1, metavar="N", help="that share the target; default 1")
-    parser.add_argument(
-        "--draft-gpu-memory",
-        type=above_zero(float),
-        metavar="GB",
-        help="of the GPU that the draft has to itself (default: it shares the target's)",
-    )
-    parser.add_argument(
-        "--gpu-kernels",
-        choices=get_args(GpuKernels),
-        default="torch",
-        help="as the setting; triton: the memory of the steps it records is counted (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-num-batched-tokens",
-        type=above_zero(int),
-        default=512,
-        metavar="N",
-        help="of a step (default: %(default)s)",
-    )
-    parser.add_argument("--context", type=above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
-    parser.add_argument("--sequences", type=above_zero(int), default=1, metavar="N", help="at once; default 1")
-    parser.add_argument(
-        "--num-speculative-tokens", type=int, choices=range(1, 65), default=5, metavar="K", help="default 5"
-    )
-    parser.add_argument("--block-size", type=above_zero(int), default=16, metavar="TOKENS", help="default 16")
-    parser.add_argument(
-        "--memory-utilization",
-        type=above_zero(float, at_most=1),
-        default=0.9,
-        metavar="SHARE",
-        help="of what the weights leave, for the KV cache; default 0.9",
-    )
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -387,7 +309,7 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 
 def _check_config(arguments: argparse.Namespace) -> int:
-    return check_config(_load(arguments))
+    return check_config.run(_load(arguments))
 
 
 def _down(arguments: argparse.Namespace) -> int:
@@ -401,32 +323,6 @@ def _require_ray() -> None:
     """Raises ConfigurationError when Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigurationError("Ray is not installed: pip install 'outrider[ray]' (`make setup-ray`)")
-
-
-def _plan_memory(arguments: argparse.Namespace) -> int:
-    def memory(gigabytes: float) -> Memory:
-        rows = arguments.max_num_batched_tokens if arguments.gpu_kernels == "triton" else 0
-        return Memory(gigabytes, arguments.memory_utilization, arguments.block_size, rows, arguments.context)
-
-    draft_gigabytes: float | None = arguments.draft_gpu_memory
-    target = PlannedModel.parse(arguments.target)
-    if arguments.draft in SELF_DRAFTERS:
-        if draft_gigabytes is not None:
-            raise ConfigurationError(
-                f"--draft {arguments.draft} is on the target's GPU, whose tensors it has: leave --draft-gpu-memory out"
-            )
-        draft = target.drafting_in_process(arguments.draft)
-    else:
-        draft = PlannedModel.parse(arguments.draft)
-    budgets = plan_pair(
-        target,
-        draft,
-        arguments.num_speculative_tokens,
-        memory(arguments.gpu_memory * arguments.gpus),
-        None if draft_gigabytes is None else memory(draft_gigabytes),
-    )
-    print("\n\n".join(describe(budget, arguments.context, arguments.sequences) for budget in budgets))
-    return 0 if all(budget.largest_batch(arguments.context) for budget in budgets) else 1
 
 
 def _run_program(arguments: argparse.Namespace) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from cluster.errors import ConfigurationError
+from services.argument_types import above_zero, depth_or_auto
 from services.chat.painter import Painter
 from services.event_stream import stream_events
 from services.http_call import add_trust_arguments, add_url_argument, call, trusted_context
-from services.plan.cli import above_zero
 from services.terminal import as_line
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, metavar="N", help="the same words are then answered the same")
     parser.add_argument(
-        "--num-speculative-tokens", default="auto", type=_depth, metavar="K", help="auto (default) or a number"
+        "--num-speculative-tokens", default="auto", type=depth_or_auto, metavar="K", help="auto (default) or a number"
     )
     parser.add_argument(
         "--completion", action="store_true", help="go on with the words instead of answering them: no chat template"
@@ -107,12 +107,3 @@ def _lines() -> Iterable[str]:
             yield line
 
     return read()
-
-
-def _depth(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None

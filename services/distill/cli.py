@@ -22,8 +22,8 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
+from services.argument_types import above_zero, seed
 from services.distill.card import Distilled, by_position, model_card
-from services.plan.cli import above_zero, seed
 
 if TYPE_CHECKING:
     from services.training.traffic import RecordedAnswer

@@ -17,13 +17,13 @@ from cluster.diagnosis.findings import findings
 from cluster.diagnosis.measurements import Examination
 from cluster.diagnosis.waterfall import Waterfall, thought_of, waterfall
 from cluster.errors import ConfigurationError
+from services.argument_types import above_zero, temperature_list
 from services.doctor.checks import with_programs
 from services.doctor.examine import TOLD_DEPTH, ExaminationPlan, examine
 from services.doctor.report import DoctorReport
 from services.http_call import router_url
 from services.launch.local import LocalCluster
 from services.output_file import check_output
-from services.plan.cli import above_zero
 from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
 from services.running_cluster.load import LoadMaker
 from services.running_cluster.workers import look_around
@@ -69,7 +69,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> Any:
     )
     load.add_argument(
         "--temperatures",
-        type=_temperatures,
+        type=temperature_list,
         default=(0.0, 0.7, 1.0),
         metavar="T,...",
         help="the first is that of all loads, the others are compared with it; default 0,0.7,1",
@@ -199,16 +199,6 @@ def read_prompts(file: Path | None) -> list[str]:
     if not prompts:
         raise ConfigurationError(f"--prompts {file} has no line that is not empty")
     return prompts
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError:
-        found = (-1.0,)
-    if not all(0 <= temperature <= 2 for temperature in found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not temperatures from 0 to 2, such as 0,0.7,1")
-    return found
 
 
 def survival_of(report: Mapping[str, Any], temperature: float) -> tuple[float, ...]:

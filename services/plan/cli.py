@@ -6,8 +6,6 @@ import argparse
 import json
 import math
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from cluster.config.file import load_config
@@ -19,60 +17,9 @@ from cluster.planning.prediction import ExpectedLoad, Option, most_sequences, pl
 from cluster.planning.published import checked_table
 from cluster.planning.report import notes, plans_table, published_table, to_json
 from cluster.planning.steps import Efficiency
+from services.argument_types import above_zero, not_below_zero, share
 
-_MAX_QUOTED = 40  # characters of what was typed
 _MOST_SEQS = 1024  # that are looked at for a limit of latency
-
-
-def above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Callable[[str], float]:
-    """A parser of numbers for argparse."""
-
-    def parse(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = 0
-        if not (0 < number <= at_most and number < math.inf):
-            most = "" if at_most == math.inf else f", {at_most:,} at most"
-            raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a number above 0{most}")
-        return number
-
-    return parse
-
-
-def share(text: str) -> float:
-    """A parser of numbers for argparse."""
-    return _from_zero(text, 1.0, "to 1")
-
-
-def not_below_zero(text: str) -> float:
-    """A parser of numbers for argparse."""
-    return _from_zero(text, sys.float_info.max, "up")
-
-
-def _from_zero(text: str, most: float, told: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= most:
-        raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a number from 0 {told}")
-    return number
-
-
-def seed(text: str) -> int:
-    """A parser of whole numbers from 0 up, for argparse."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{_quoted(text)} is not a whole number from 0 up")
-    return number
-
-
-def _quoted(text: str) -> str:
-    return repr(text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}...")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

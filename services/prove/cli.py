@@ -16,8 +16,8 @@ from cluster.config.file import load_config
 from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
+from services.argument_types import above_zero, not_below_zero, share, stream_counts
 from services.doctor.cli import read_prompts
-from services.plan.cli import above_zero, not_below_zero, share
 from services.prove.devices import choose_devices, parse_device
 from services.prove.limit import Stopped, TimeLimit
 from services.prove.measure import Results, measure
@@ -30,7 +30,6 @@ from services.settings import AppendOverride
 
 EXAMPLE = "outrider prove --target-device cuda:0 --draft-device cuda:1 --engine vllm --minutes 30 --out proof"
 _MAX_PROMPT_TOKENS = 512
-_MAX_STREAMS = 256
 # One target and one draft worker, without fixed ports that another program on this machine may have taken.
 _SETTINGS = (
     *("router.host=127.0.0.1", "router.port=0", f"router.served_model_name={MODEL}", "router.admin_listen=null"),
@@ -91,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--streams", type=_streams, default=(1, 4, 16), metavar="N,...", help="answers at once; default 1,4,16"
+        "--streams", type=stream_counts, default=(1, 4, 16), metavar="N,...", help="answers at once; default 1,4,16"
     )
     load.add_argument(
         "--prompts",
@@ -193,13 +192,3 @@ def _make_folder(folder: Path) -> None:
         raise ConfigurationError(f"--out {folder}: the folder cannot be made: {error.strerror}") from error
     if not os.access(folder, os.W_OK):
         raise ConfigurationError(f"--out {folder} may not be written: name another folder")
-
-
-def _streams(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        found = (0,)
-    if not all(0 < number <= _MAX_STREAMS for number in found):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not numbers from 1 to {_MAX_STREAMS}, such as 1,4,16")
-    return found

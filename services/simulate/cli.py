@@ -16,8 +16,8 @@ from cluster.config.file import load_config
 from cluster.engine.memory_plan import PlannedModel
 from cluster.errors import ConfigurationError
 from cluster.planning.hardware import GPUS, HOST_CPUS, parse_gpus, parse_price
+from services.argument_types import above_zero, not_below_zero, seed
 from services.output_file import check_output
-from services.plan.cli import above_zero, not_below_zero, seed
 
 if TYPE_CHECKING:  # it imports torch, by the engine's scheduler
     from cluster.simulator.cluster import MeasuredSpan

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from cluster.errors import ConfigurationError
+from services.argument_types import above_zero
 from services.http_call import add_url_argument
-from services.plan.cli import above_zero
 from services.running_cluster.access import Access, access_of, add_access_arguments, config_of
 from services.running_cluster.workers import ClusterFacts, look_around
 from services.terminal import as_line, as_lines

@@ -20,10 +20,10 @@ from cluster.engine.model_config import ModelConfig
 from cluster.errors import ConfigurationError, UnavailableError
 from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
+from services.argument_types import above_zero
 from services.doctor.cli import add_load_arguments, examine_cluster, read_prompts
 from services.launch.local import LocalCluster
 from services.output_file import check_output
-from services.plan.cli import above_zero
 from services.running_cluster.access import Access
 from services.running_cluster.load import LoadMaker
 from services.running_cluster.workers import look_around

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,7 +241,8 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_traceback() -> None:
 
 
 def test_a_terminal_that_lacks_a_character_shows_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "plan_cluster", lambda _: print("1.64 █") or 0)
+    replaced = [replace(plan, run=lambda _: print("1.64 █") or 0) for plan in cli.PLANS]
+    monkeypatch.setattr(cli, "PLANS", replaced)
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
     assert cli.main(["plan", "cluster"]) == 0
@@ -253,6 +255,6 @@ def test_a_cluster_that_does_not_come_up_is_one_line_and_code_2(
     def examine(arguments: object) -> int:
         raise UnavailableError("not ready after 600 s")
 
-    monkeypatch.setattr(cli, "examine_cluster", examine)
+    monkeypatch.setattr(cli, "COMMANDS", [replace(command, run=examine) for command in cli.COMMANDS])
     assert cli.main(["doctor"]) == 2
     assert capsys.readouterr().err == "outrider doctor: not ready after 600 s\n"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.config import Config
-from services.prove.client import TimedAnswer, RequestBurst
+from services.prove.client import RequestBurst, TimedAnswer
 from services.prove.devices import Device
 from services.prove.measure import Result, Results
 from services.prove.systems import BESIDE, PLAIN, REMOTE, STOCK, Experiment
