@@ -1,17 +1,15 @@
 """What can only be seen on a GPU, in one run: `python -m bench.gpu_check` (`make gpu-check`).
 
 Each check is a row: what was compared, whether it held, and its figures. A check that fails or raises is a row too,
-and the others go on. Choices and noise are compared with the CPU's, steps with the same steps computed without graphs,
-answers with those of a cluster without drafts. What `gpu_kernels: triton` computes is compared with all of these
-(`bench.gpu_kernels_check`). Speed is of the bundled target widened by `bench.models`, whose
-acceptance is that of the bundled pair, and of the bundled draft, on the CPU and on the same GPU.
+and the others go on. Choices and noise are compared with the CPU's, answers with those of a cluster without drafts, and
+the Triton kernels with PyTorch's operators (`bench.gpu_kernels_check`). Speed is of the bundled target widened by
+`bench.models`, whose acceptance is that of the bundled pair, and of the bundled draft, on the CPU and on the same GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import subprocess
 import sys
 import tempfile
@@ -40,13 +38,6 @@ from bench.gpu_rows import (
 )
 from bench.machine import describe_machine
 from bench.models import make_pair
-from cluster.config import Config
-from cluster.engine.batch import Segment, pack
-from cluster.engine.fixed_shape_model import FixedShapeModel
-from cluster.engine.kv_cache import KVCache
-from cluster.engine.loader import load_model
-from cluster.engine.model import Model, TorchModel
-from cluster.model_folder import resolve_model_folder
 from cluster.speculation.noise import NoiseKey
 from cluster.speculation.params import SamplingParams
 from cluster.speculation.sampling import Sampler, SampleRequest, perturbed_logits
@@ -63,7 +54,6 @@ PARAMS = (
     SamplingParams(temperature=1.0, logit_bias=((7, 4.0), (11, -100.0))),
 )
 NEAR_TIE = 1e-4  # of logit / T + g
-NUM_BLOCKS, BLOCK_SIZE = 512, 16
 SECONDS = 400  # of a bench that is run as a program
 
 
@@ -133,48 +123,6 @@ def check_constraints() -> list[Row]:
         held = len(different) == ties and error < 1e-4 and same
         rows.append(Row(f"masks and log-probabilities, vocabulary of {vocab_size}", held, seen_text, figures))
     return rows
-
-
-def check_steps() -> list[Row]:
-    """Steps in fixed shapes, replayed from graphs, against the same steps in their own shapes on the CPU."""
-    folder = resolve_model_folder(Config().target.model)
-    plain, fixed = (_bound(folder, device, form) for device, form in ((CPU, TorchModel), (GPU, FixedShapeModel)))
-    rng = random.Random(0)
-    worst = {True: 0.0, False: 0.0}
-    for index in range(60):
-        trees = index % 3 == 0
-        segments = _random_segments(rng, plain.config.vocab_size, trees=trees)
-        expected = plain.forward(pack(segments, BLOCK_SIZE, CPU))
-        for _ in range(2):  # recorded, replayed
-            logits = fixed.forward(pack(segments, BLOCK_SIZE, GPU)).cpu()
-            worst[trees] = max(worst[trees], float((logits - expected).abs().max()))
-    assert isinstance(fixed, FixedShapeModel)
-    assert fixed._graphs is not None
-    graphs = list(fixed._graphs._recorded.values())
-    refused = sum(graph is None for graph in graphs)
-    seen = f"logits differ by at most {worst[False]:.1e} (chains), {worst[True]:.1e} (trees); "
-    seen += f"{len(graphs)} shapes recorded, {refused} refused"
-    return [Row("steps in graphs, float32", max(worst.values()) < 1e-3 and not refused, seen)]
-
-
-def _bound(folder: Path, device: torch.device, form: type[Model]) -> Model:
-    loaded = load_model(folder, torch.float32, device, form=form)
-    cache = KVCache(loaded.config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, device)
-    for tensor in (cache.keys, cache.values):
-        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
-    return loaded.bind(cache)
-
-
-def _random_segments(rng: random.Random, vocab_size: int, *, trees: bool) -> list[Segment]:
-    tables = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    segments = []
-    for _ in range(rng.randint(1, 12)):
-        num_rows, start = rng.randint(1, 9), rng.randint(0, 300)
-        table = [tables.pop() for _ in range(-(-(start + num_rows) // BLOCK_SIZE))]
-        parents = [-1, *(rng.randrange(node) for node in range(1, num_rows))] if trees else None
-        token_ids = [rng.randrange(vocab_size) for _ in range(num_rows)]
-        segments.append(Segment(token_ids, start, table, rng.randint(1, num_rows), parents))
-    return segments
 
 
 def check_answers() -> list[Row]:
@@ -262,7 +210,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         checks: dict[str, Callable[[], list[Row]]] = {
             "sampling": lambda: check_sampling() + gpu_kernels_check.check_sampling(GPU, VOCAB_SIZES, PARAMS),
             "constraints": check_constraints,
-            "steps": check_steps,
             **{name: partial(check, GPU) for name, check in gpu_kernels_check.CHECKS.items()},
             "answers": check_answers,
             "engine": lambda: check_engine(pair, results),

@@ -1,4 +1,4 @@
-"""The Triton kernels (`gpu_kernels: triton`) on a GPU: part of `bench.gpu_check`.
+"""The Triton kernels on a GPU: part of `bench.gpu_check`.
 
 What Triton's interpreter shows without a GPU is in the tests. Here: choices beside the CPU's, errors and bits of
 attention, steps that are recorded, drafts in bursts, and all their times beside PyTorch's.
@@ -22,14 +22,12 @@ from cluster.drafters.burst import Burst
 from cluster.drafters.model import ModelDrafter
 from cluster.engine.attention import AttentionPlan, GatheredAttention
 from cluster.engine.batch import Batch, Segment, pack
-from cluster.engine.fixed_shape_model import FixedShapeModel
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.limits import StepLimits
 from cluster.engine.loader import load_model
 from cluster.engine.model import Model, TorchModel
-from cluster.engine.padded_attention import PaddedAttention
 from cluster.engine.runner import ModelRunner
 from cluster.engine.triton_model import TritonModel
 from cluster.model_folder import resolve_model_folder
@@ -63,13 +61,12 @@ def check_sampling(device: torch.device, vocab_sizes: Sequence[int], params: Seq
         different = [i for i, (a, b) in enumerate(zip(expected, seen, strict=True)) if a != b]
         ties = sum(float(scores[i, expected[i]] - scores[i, seen[i]]) < NEAR_TIE for i in different)
         figures: dict[str, Any] = {"rows": len(logits), "different": len(different), "near_ties": ties}
-        samplers = {name: Sampler(device, name) for name in ("torch", "triton")}
+        sampler = Sampler(device)
         for asked in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=50, top_p=0.9)):
             for num_rows in (1, 16, 64):
                 each = [SampleRequest(asked, NoiseKey.derive(i, 1), [1], 1) for i in range(num_rows)]
-                for name, sampler in samplers.items():
-                    key = f"ms, {name}, T={asked.temperature:g}, top-p {asked.top_p:g}, {num_rows} rows"
-                    figures[key] = milliseconds(partial(sampler.sample, on_device[:num_rows], each))
+                key = f"ms, T={asked.temperature:g}, top-p {asked.top_p:g}, {num_rows} rows"
+                figures[key] = milliseconds(partial(sampler.sample, on_device[:num_rows], each))
         seen_text = f"{len(different)} of {len(logits)} choices differ from the CPU's, {ties} of them near-ties"
         rows.append(Row(f"Triton sampling, vocabulary of {vocab_size}", len(different) == ties, seen_text, figures))
     return rows
@@ -118,8 +115,6 @@ def _attention_times(device: torch.device, contexts: Sequence[int]) -> Row:
             query = _random(len(batch.token_ids), HEADS, 1, torch.bfloat16, device)
             plans: dict[str, AttentionPlan] = {"triton": PagedAttention(batch, BLOCK_SIZE, context)}
             plans["torch"] = GatheredAttention(batch, BLOCK_SIZE)
-            if num_rows < 64 and num_segments * context <= 2**19:  # else its copies take the memory
-                plans["torch"] = PaddedAttention(batch, BLOCK_SIZE, num_rows, context)
             for name, plan in plans.items():
                 key = f"ms, {name}, {num_segments} x {num_rows} rows of {context}"
                 figures[key] = milliseconds(partial(_waited, device, partial(plan.attend, query, keys, values, ALL)))
@@ -142,7 +137,7 @@ def check_steps(device: torch.device) -> list[Row]:
         logits = other.forward(pack(segments, BLOCK_SIZE, device)).cpu()
         worst = max(worst, float((logits - expected).abs().max()))
     figures: dict[str, Any] = {"bytes of graphs": taken, "bytes counted": counted}
-    for form in (FixedShapeModel, TritonModel):
+    for form in (TorchModel, TritonModel):
         model = _bound(folder, device, form)
         model.prepare(MAX_ROWS, MAX_CONTEXT)
         for num_segments in (1, 16, 64):
@@ -164,7 +159,6 @@ def check_bursts(device: torch.device) -> list[Row]:
     for has_burst in (True, False):
         loaded = load_model(folder, torch.float32, device, form=TritonModel)
         runner = ModelRunner(loaded, BLOCK_SIZE, NUM_BLOCKS)
-        runner.gpu_kernels = "triton"
         runner.model.prepare(512, MAX_CONTEXT)
         drafter = ModelDrafter(runner, limits, Burst.of(runner, limits) if has_burst else None)
         sequences = [_sequence(i, SamplingParams(temperature=i % 3 / 2)) for i in range(16)]

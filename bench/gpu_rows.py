@@ -20,7 +20,6 @@ ROWS = {
         *(f"Triton sampling, vocabulary of {size}" for size in VOCAB_SIZES),
     ),
     "constraints": tuple(f"masks and log-probabilities, vocabulary of {size}" for size in VOCAB_SIZES),
-    "steps": ("steps in graphs, float32",),
     "triton-attention": (
         "Triton attention, float32",
         "Triton attention, bfloat16",

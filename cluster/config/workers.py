@@ -17,7 +17,6 @@ EngineName = Literal["torch", "vllm", "simulated"]
 DrafterName = Literal["model", "ngram", "self-int4", "layer-skip", "parallel", "vllm", "engine", "simulated"]
 LayerChoice = Literal["even", "last-half"] | tuple[Annotated[int, Field(ge=0)], ...]
 Numerics = Literal["fast", "invariant"]
-GpuKernels = Literal["torch", "triton"]
 
 
 class WorkerConfig(Section):
@@ -34,12 +33,6 @@ class WorkerConfig(Section):
     quantization_group_size: PositiveInt = Field(32, description="weights that share a scale in int4: 32 or 128")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: a GPU where PyTorch finds one, else the CPU"
-    )
-    gpu_kernels: GpuKernels = Field(
-        "torch",
-        description="on a GPU, what the PyTorch engine attends and samples with. torch: PyTorch's operators; triton: "
-        "kernels of our own, which copy no contexts, and graphs of a few sizes that are recorded at start (not yet run "
-        "on a GPU: `make gpu-check`)",
     )
     threads: PositiveInt | None = Field(
         None, description="compute threads; null: one for each core that the worker may use"

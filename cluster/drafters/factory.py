@@ -93,11 +93,6 @@ def _check_shared(config: Config, target: LoadedModel) -> None:
                 f"draft.{name} {own}: in the target's process the drafter {draft.drafter} has the target's tensors, "
                 f"which are {shared}: set draft.{name} auto, or draft.placement pool"
             )
-    if draft.gpu_kernels != config.target.gpu_kernels:
-        raise ConfigurationError(
-            f"draft.gpu_kernels {draft.gpu_kernels}: in the target's process the drafter {draft.drafter} has the "
-            f"target's model, with gpu_kernels {config.target.gpu_kernels}: set the same, or draft.placement pool"
-        )
 
 
 def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
@@ -118,7 +113,7 @@ def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
                 f"vocabulary of {runner.model.config.vocab_size} tokens: correct it"
             )
         return ParallelDrafter(runner, limits, mask_token_id)
-    if runner.gpu_kernels == "torch" or runner.model.device.type != "cuda":
+    if runner.model.device.type != "cuda" or not runner.model.records_steps:
         return ModelDrafter(runner, limits)
     from cluster.drafters.burst import Burst  # PyTorch's builds for CPUs come without Triton
 

@@ -59,7 +59,7 @@ class ModelDrafter(Drafter):
         self.num_blocks = runner.blocks.num_blocks
         self.block_size = runner.blocks.block_size
         self._runner = runner
-        self._sampler = Sampler(runner.model.device, runner.gpu_kernels)
+        self._sampler = Sampler(runner.model.device)
         self._limits = limits
         self._burst = burst
         self._pace = PromptPace(limits.max_prefill_seconds, limits.max_num_batched_tokens)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from cluster.config.workers import GpuKernels, LayerChoice
+from cluster.config.workers import LayerChoice
 from cluster.engine.checkpoint import TensorReader
 from cluster.engine.cpu_model import CpuModel
-from cluster.engine.fixed_shape_model import FixedShapeModel
 from cluster.engine.kv_cache import KVCache
 from cluster.engine.linear import Linear
 from cluster.engine.model import Model, TorchModel
@@ -70,7 +69,6 @@ def load_model(
     layers: LayerChoice | None = None,
     quantization: Quantization | None = None,
     form: type[Model] | None = None,
-    gpu_kernels: GpuKernels = "torch",
     ends: ModelWeights | None = None,
 ) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
@@ -80,25 +78,22 @@ def load_model(
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
-    form = form or form_on(config, dtype, device, gpu_kernels)
+    form = form or form_on(config, dtype, device)
     reader = _WeightReader(config, TensorReader(folder, dtype, device), form.weight_format, quantization)
     weights = reader.read(chosen, progress or (lambda done, total: None), ends)
     return LoadedModel(config.with_layers(chosen), weights, form)
 
 
-def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device, gpu_kernels: GpuKernels) -> type[Model]:
-    """The form in which a model computes on its device, on a GPU with `gpu_kernels`. Raises ConfigurationError."""
+def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> type[Model]:
+    """Returns the fastest form of a model that its device supports; PyTorch's operators compute every model."""
     if device.type == "cpu" and CpuModel.supports(config, dtype):
         return CpuModel
-    if device.type != "cuda":
-        return TorchModel
-    if gpu_kernels == "torch":
-        return FixedShapeModel
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigurationError("gpu_kernels 'triton' was asked for, but Triton is not installed: set 'torch'")
-    from cluster.engine.triton_model import TritonModel  # PyTorch's builds for CPUs come without Triton
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from cluster.engine.triton_model import TritonModel  # PyTorch's builds for CPUs come without Triton
 
-    return TritonModel
+        if TritonModel.supports(config, dtype):
+            return TritonModel
+    return TorchModel
 
 
 def choose_layers(choice: LayerChoice, num_layers: int) -> Sequence[int]:

@@ -4,7 +4,7 @@
     KV of a token    2 * layers * KV heads * head size * bytes of one value
     speculation      every sequence may write k tokens past its last one (a draft: its whole window) that are rolled
                      back when they are rejected; they take blocks like any others
-    recorded steps   with gpu_kernels triton: `graph_memory.py`
+    recorded steps   of the PyTorch engine: `graph_memory.py`
 
 A GB is 10^9 bytes. Quantised weights are counted without their scales, 3 % more for INT4 in groups of 128.
 """

@@ -1,8 +1,8 @@
 """A decoder of the Llama kind (Touvron et al., arXiv 2302.13971) over a paged KV cache, and its form in PyTorch.
 
 A forward pass takes a packed batch: no padding, no attention mask over sequences. Shapes are [num_tokens, ...]
-throughout. The other forms are `fixed_shape_model.py`, which computes this one in fixed shapes, `triton_model.py`, the
-attention of which is a kernel of its own, and `cpu_model.py`, which computes the same in one call of kernels.
+throughout. The other forms are `triton_model.py`, which has a kernel for attention and records steps, and
+`cpu_model.py`, which computes a pass in one call of kernels.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Model(ABC):
 
     weight_format: ClassVar[WeightFormat]
     is_invariant: ClassVar[bool]  # whether a row has the same bits whatever the other rows and the cut of the work
+    records_steps: ClassVar[bool] = False  # `prepare` records steps, which take memory and can draft in bursts
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         self.config = config

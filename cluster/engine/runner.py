@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, GpuKernels, LayerChoice, WorkerConfig
+from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, LayerChoice, WorkerConfig
 from cluster.engine.batch import Segment, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 class ModelRunner:
     """A model bound to a KV cache, and the manager of its blocks."""
-
-    gpu_kernels: GpuKernels = "torch"
 
     def __init__(
         self, loaded: LoadedModel, block_size: int, num_blocks: int, *, enable_prefix_caching: bool = True
@@ -62,7 +60,6 @@ class ModelRunner:
                 f"set kv_cache_bytes to at least {bytes_per_block}"
             )
         runner = cls(loaded, config.block_size, num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-        runner.gpu_kernels = config.gpu_kernels
         runner.model.prepare(config.max_num_batched_tokens, _max_context(config, loaded))
         return runner
 
@@ -123,14 +120,13 @@ def load_weights(
         progress,
         layers=layers,
         quantization=quantization,
-        gpu_kernels=config.gpu_kernels,
         ends=ends,
     )
 
 
 def recorded_bytes(config: WorkerConfig, model: LoadedModel) -> int:
     """What the steps that are recorded at start take of a GPU."""
-    if model.weights.device.type != "cuda" or config.gpu_kernels != "triton":
+    if model.weights.device.type != "cuda" or not model.form.records_steps:
         return 0
     sizes, max_context = graph_sizes(config.max_num_batched_tokens), _max_context(config, model)
     return graph_bytes(StepModel.of(model.config), sizes, max_context, config.block_size, model.weights.dtype.itemsize)

@@ -7,7 +7,7 @@ import logging
 import torch
 
 from cluster.engine.batch import Batch, Segment, pack
-from cluster.engine.gpu_kernels.paged_attention import PagedAttention, constants
+from cluster.engine.gpu_kernels.paged_attention import PagedAttention, max_group
 from cluster.engine.gpu_kernels.tiles import SPLIT
 from cluster.engine.graph_memory import graph_sizes
 from cluster.engine.kv_cache import KVCache
@@ -23,10 +23,16 @@ class TritonModel(TorchModel):
     """`TorchModel` with `PagedAttention`. Its steps read nothing back; those of chains that `prepare` recorded are
     replayed. Products are cuBLAS's, which chooses by the number of rows: only attention gives a row its own bits."""
 
+    records_steps = True
+
+    @classmethod
+    def supports(cls, config: ModelConfig, dtype: torch.dtype) -> bool:
+        """Returns whether the kernel can compute attention of such a model."""
+        return config.num_heads // config.num_kv_heads <= max_group(dtype)
+
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
-        """Raises ConfigurationError when the kernel cannot compute the model."""
+        """`config` is one that `supports` accepts."""
         super().__init__(config, weights, kv_cache)
-        constants(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, kv_cache.block_size, 0, False)
         self._graphs: StepGraphs | None = None
         self.recorder: Recorder | None = None
         """What recorded the steps, whose memory others may share; None before."""

@@ -10,10 +10,10 @@ target's.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -66,11 +66,11 @@ BestTokens = Callable[[torch.Tensor, Sequence[SampleRequest], int], tuple[torch.
 class Sampler:
     """Draws from logits that lie on one device; how that is done fastest there is decided when it is made."""
 
-    def __init__(self, device: torch.device, gpu_kernels: Literal["torch", "triton"] = "torch") -> None:
+    def __init__(self, device: torch.device) -> None:
         self._best_tokens: BestTokens
         if device.type == "cpu":
             self._best_tokens = _best_by_kernel if has_kernel() else _best_by_definition
-        elif gpu_kernels == "triton":
+        elif importlib.util.find_spec("triton") is not None:
             # PyTorch's builds for CPUs come without Triton; and the module needs `SampleRequest`.
             from cluster.speculation.triton_sampler import best_tokens, warm_up
 

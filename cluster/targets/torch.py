@@ -46,7 +46,7 @@ class TorchTarget(StepLoop):
         model = TargetModel(name, dtype, config.vocab_size, config.eos_token_ids)
         super().__init__(model, limits, runner.blocks, pool, speculation)
         self._runner = runner
-        self._sampler = Sampler(runner.model.device, runner.gpu_kernels)
+        self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
         self._logits = torch.empty(0)  # of the step
         num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))

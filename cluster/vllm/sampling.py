@@ -130,7 +130,7 @@ class CoupledSampler(Sampler):
     def best(self, logits: torch.Tensor, requests: list[SampleRequest]) -> torch.Tensor:
         """The choice of every row, int64 [num_rows], on the device of `logits`."""
         if self._sampler is None:
-            self._sampler = sampling.Sampler(logits.device, "triton" if logits.device.type == "cuda" else "torch")
+            self._sampler = sampling.Sampler(logits.device)
         token_ids, _ = self._sampler.best_tokens(logits, requests, 1)
         return token_ids.flatten()
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
 
-from cluster.config.workers import GpuKernels
 from cluster.engine.memory_plan import SELF_DRAFTERS, Memory, PlannedModel, describe, plan_pair
 from cluster.errors import ConfigurationError
 from services.argument_types import above_zero
@@ -35,17 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the GPU that the draft has to itself (default: it shares the target's)",
     )
     parser.add_argument(
-        "--gpu-kernels",
-        choices=get_args(GpuKernels),
-        default="torch",
-        help="as the setting; triton: the memory of the steps it records is counted (default: %(default)s)",
-    )
-    parser.add_argument(
         "--max-num-batched-tokens",
         type=above_zero(int),
-        default=512,
+        default=0,
         metavar="N",
-        help="of a step (default: %(default)s)",
+        help="count the memory of the PyTorch engine's recorded steps, of up to N tokens",
     )
     parser.add_argument("--context", type=above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
     parser.add_argument("--sequences", type=above_zero(int), default=1, metavar="N", help="at once; default 1")
@@ -66,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit code: 1 if not even one sequence fits. Raises ConfigurationError."""
 
     def memory(gigabytes: float) -> Memory:
-        rows = arguments.max_num_batched_tokens if arguments.gpu_kernels == "triton" else 0
-        return Memory(gigabytes, arguments.memory_utilization, arguments.block_size, rows, arguments.context)
+        rows, block_size = arguments.max_num_batched_tokens, arguments.block_size
+        return Memory(gigabytes, arguments.memory_utilization, block_size, rows, arguments.context)
 
     draft_gigabytes: float | None = arguments.draft_gpu_memory
     target = PlannedModel.parse(arguments.target)

@@ -54,9 +54,9 @@ def test_rows_are_those_that_the_checks_make() -> None:
 
 
 def test_a_row_that_is_not_listed_is_told() -> None:
-    own = [Row("steps in graphs, float32", True, "")]
-    assert not_listed("steps", own) is None
-    wrong = not_listed("steps", [*own, Row("steps on the moon", True, "")])
+    own = [Row("drafts in bursts, float32", True, "")]
+    assert not_listed("triton-bursts", own) is None
+    wrong = not_listed("triton-bursts", [*own, Row("steps on the moon", True, "")])
     assert wrong is not None
     assert wrong.held is False
 
@@ -68,11 +68,11 @@ def test_a_check_that_raised_has_not_held(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps(document), encoding="utf-8")
 
     report("gpu.json", "constraints", False)
-    report("gpu-later.json", "steps in graphs, float32", True)
+    report("gpu-later.json", "drafts in bursts, float32", True)
     found = verdicts(tmp_path)
     assert {found[row] for row in ROWS["constraints"]} == {"NOT held on an H200"}
-    assert found["steps in graphs, float32"] == "held on an H200"
-    assert found["drafts in bursts, float32"] == NEVER_RUN
+    assert found["drafts in bursts, float32"] == "held on an H200"
+    assert found["Triton attention, float32"] == NEVER_RUN
     report("gpu-odd.json", "steps on the moon", True)
     with pytest.raises(KeyError, match="moon"):
         verdicts(tmp_path)

@@ -24,7 +24,6 @@ import triton.language as tl
 
 from cluster.engine.batch import Batch
 from cluster.engine.gpu_kernels.tiles import PARTS, SPLIT, TILE, num_tiles, padded_group, uses_splits
-from cluster.errors import ConfigurationError
 
 _LARGEST_SPAN = 2**31 - 1
 _PATH_STEP = 8  # paths are padded to multiples: each length is compiled by itself
@@ -238,15 +237,17 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(output + place + one[:, None], attended, mask=(dims < head_dim)[None, :])
 
 
+def max_group(dtype: torch.dtype) -> int:
+    """Returns the most query heads of a KV head that the kernel computes."""
+    return Sizes.of(dtype).tile
+
+
 def constants(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, path_len: int, is_split: bool
 ) -> dict[str, int]:
     """What `attention_kernel` is compiled for; those that `merge_kernel` has among them are its own too."""
     group, sizes = num_heads // num_kv_heads, Sizes.of(dtype)
-    if group > sizes.tile:
-        raise ConfigurationError(
-            f"gpu_kernels triton takes up to {sizes.tile} query heads a KV head, this model has {group}: set torch"
-        )
+    assert group <= sizes.tile
     return {
         "group": group,
         "padded_group": padded_group(group),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cluster.engine.fixed_shape_model import FixedShapeModel
 from cluster.engine.loader import form_on
+from cluster.engine.model import TorchModel
 from cluster.engine.model_config import ModelConfig
-from cluster.errors import ConfigurationError
 from cluster.model_folder import resolve_model_folder
 from tests.interpreter import programs, run_interpreted
 
@@ -28,25 +28,19 @@ def config() -> ModelConfig:
     return ModelConfig.from_folder(resolve_model_folder("outrider-target-12m"))
 
 
-def test_they_are_used_where_they_are_asked_for(config: ModelConfig) -> None:
+def test_a_gpu_computes_with_them_if_triton_is_installed(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from cluster.engine.triton_model import TritonModel
 
     gpu = torch.device("cuda")
-    assert form_on(config, torch.bfloat16, gpu, "triton") is TritonModel
-    assert form_on(config, torch.bfloat16, gpu, "torch") is FixedShapeModel
-    for kernels in ("torch", "triton"):  # on a CPU the setting says nothing
-        assert form_on(config, torch.bfloat16, torch.device("cpu"), kernels) not in (TritonModel, FixedShapeModel)
-
-
-def test_without_triton_it_is_said(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert form_on(config, torch.bfloat16, gpu) is TritonModel
+    assert form_on(config, torch.bfloat16, torch.device("cpu")) is not TritonModel
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="Triton is not installed"):
-        form_on(config, torch.bfloat16, torch.device("cuda"), "triton")
+    assert form_on(config, torch.bfloat16, gpu) is TorchModel
 
 
-def test_more_heads_than_a_tile_has_are_refused() -> None:
-    from cluster.engine.gpu_kernels.paged_attention import constants
-
-    assert constants(64, 2, 128, torch.bfloat16, 16, 0, False)["group"] == 32
-    with pytest.raises(ConfigurationError, match="set torch"):
-        constants(66, 2, 128, torch.bfloat16, 16, 0, False)
+@pytest.mark.parametrize(("num_heads", "form"), [(64, "TritonModel"), (66, "TorchModel")])
+def test_a_model_with_more_query_heads_than_a_tile_has_rows_is_left_to_pytorch(
+    config: ModelConfig, num_heads: int, form: str
+) -> None:
+    large = replace(config, num_heads=num_heads, num_kv_heads=2)
+    assert form_on(large, torch.bfloat16, torch.device("cuda")).__name__ == form

@@ -17,9 +17,9 @@ LARGE = StepModel(8192, 28672, 64, 8, 128, 128_256)
 def test_the_last_size_holds_the_largest_step_or_is_the_largest(max_rows: int) -> None:
     sizes = graph_sizes(max_rows)
     assert list(sizes) == sorted(set(sizes))
-    assert sizes[-1] == 256 or sizes[-1] >= max_rows
+    assert sizes[-1] == 512 or sizes[-1] >= max_rows
     assert all(size < max_rows for size in sizes[:-1])
-    assert len(sizes) <= 13
+    assert len(sizes) <= 15
 
 
 def test_what_is_counted() -> None:
