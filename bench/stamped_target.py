@@ -21,7 +21,7 @@ from cluster.targets.factory import make_target
 from cluster.tokenization import Tokenizer
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import target_pb2, target_pb2_grpc
-from services.target.calls import Calls, RouterStream
+from services.target.router_calls import Calls, RouterStream
 from services.target.servicer import TargetServicer
 from services.worker import prepare_process, serve
 

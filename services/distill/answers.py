@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from cluster.config import Config
 from services.http_call import call
 from services.launch.local import LocalCluster
-from services.training.traffic import TEMPERATURES, RecordedAnswer
+from services.training.options import TEMPERATURES
+from services.training.traffic import RecordedAnswer
 
-_READY_SECONDS = 600.0
 _ANSWER_SECONDS = 600.0
 _MOST_BYTES_OF_AN_ANSWER, _MOST_BYTES_OF_A_TOKEN = 65_536, 1_024  # its number and its text, which JSON may escape
 
@@ -39,7 +39,7 @@ def ask(
         return RecordedAnswer(prompt, tuple(choice["token_ids"]), temperature, number)
 
     with LocalCluster(config) as cluster, ThreadPoolExecutor(num_streams) as threads:
-        cluster.wait_ready(_READY_SECONDS)
+        cluster.wait_ready()
         try:
             for done in as_completed([threads.submit(answer, number) for number in prompts]):
                 yield done.result()

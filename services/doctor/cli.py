@@ -29,7 +29,6 @@ from services.running_cluster.load import LoadMaker
 from services.running_cluster.workers import look_around
 from services.training.corpus import held_out_texts
 
-_READY_SECONDS = 600.0
 _PROMPT_CHARACTERS = 400
 _NUM_PROMPTS = 64
 
@@ -181,7 +180,7 @@ def _cluster(arguments: argparse.Namespace, config: Config) -> Iterator[tuple[st
         yield arguments.url or "http://127.0.0.1:8000", access_of(arguments, config)
         return
     with LocalCluster(config) as cluster:
-        cluster.wait_ready(_READY_SECONDS)
+        cluster.wait_ready()
         yield cluster.url, Access.to_own(cluster)
 
 

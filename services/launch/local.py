@@ -40,6 +40,7 @@ _PORTS = range(20_000, 32_000)
 _PORTS_IN_TURN = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
 _PORT_TRIES = 100
 _POLL_SECONDS = 0.05
+READY_SECONDS = 600.0  # a large model may take minutes to load
 _END_SECONDS = 5.0  # beyond what a program may drain
 
 
@@ -174,7 +175,7 @@ class LocalCluster:
             for target in targets
         )
 
-    def wait_ready(self, timeout: float) -> None:
+    def wait_ready(self, timeout: float = READY_SECONDS) -> None:
         """Raises UnavailableError when the cluster is not ready after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.is_ready():

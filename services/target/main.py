@@ -15,7 +15,7 @@ from cluster.telemetry.tracing import check_tracing, make_tracer
 from cluster.tokenization import Tokenizer
 from cluster.transport.listening import Listener
 from protos.speculation.v1 import target_pb2_grpc
-from services.target.calls import Calls
+from services.target.router_calls import Calls
 from services.target.servicer import TargetServicer
 from services.worker import (
     check_before_loading,

@@ -17,8 +17,8 @@ from cluster.targets.base import Target
 from cluster.wire.replies import EPOCH_KEY, encode_replies
 from cluster.wire.version import WIRE_VERSION
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
-from services.target.calls import Calls, RouterStream
 from services.target.observation import observe
+from services.target.router_calls import Calls, RouterStream
 from services.worker import describe_machine, errors_as_status, new_epoch
 
 if TYPE_CHECKING:

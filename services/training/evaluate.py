@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from services.training.batches import random_numbers
+from services.training.continuation import choose, continue_prompts, gumbel_noise
 from services.training.eagle import EagleHead, draft_steps
-from services.training.generation import choose, continue_prompts, gumbel_noise
 from services.training.trainer import next_token_loss
 
-TEMPERATURES = (0.0, 0.7, 1.0)
 PROMPT_LENGTHS = (64, 128, 256)
 NEW_TOKENS = 128
 NUM_SPECULATIVE_TOKENS = 4

@@ -9,6 +9,9 @@ STAGES = {
 }
 """By what is trained, the stages of the work in their order."""
 
+TEMPERATURES = (0.0, 0.7, 1.0)
+"""At which drafts are trained and measured."""
+
 
 @dataclass(frozen=True)
 class TrainingOptions:

@@ -7,12 +7,12 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from services.training.batches import random_numbers
-from services.training.generation import continue_prompts, gumbel_noise
+from services.training.continuation import continue_prompts, gumbel_noise
+from services.training.options import TEMPERATURES
 from services.training.tokens import TokenArray
 
 PROMPT_LENGTH = 64
 NEW_TOKENS = 256
-TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 def sample_rows(

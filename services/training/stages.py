@@ -14,9 +14,10 @@ from services.training.batches import evaluation_batches
 from services.training.context import Context, corpus_windows, fit, mixed_batches
 from services.training.distill import distillation_loss
 from services.training.eagle_stages import adopt_target, evaluate_head, export_head, train_head
-from services.training.evaluate import TEMPERATURES, held_out_loss, measure_acceptance
+from services.training.evaluate import held_out_loss, measure_acceptance
 from services.training.export import export_model
 from services.training.models import MAX_MODEL_LENGTH, build_model, load_model, save_model
+from services.training.options import TEMPERATURES
 from services.training.samples import sample_rows
 from services.training.streams import write_streams
 from services.training.tokenizer import save_tokenizer, train_tokenizer

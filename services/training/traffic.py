@@ -9,8 +9,6 @@ from typing import Any
 
 from cluster.errors import OutriderError
 
-TEMPERATURES = (0.0, 0.7, 1.0)  # answers in turn: a draft is asked for all of them
-
 
 @dataclass(frozen=True)
 class RecordedAnswer:

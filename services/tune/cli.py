@@ -30,7 +30,6 @@ from services.running_cluster.workers import look_around
 from services.terminal import as_line
 from services.tune.candidates import SettingsCandidate, candidates
 
-_READY_SECONDS = 600.0
 _NUM_TEXTS = 4  # that layers are searched with
 _LEAST_GAIN = 1.03  # that a setting is kept for: less may be chance
 
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = [*arguments.overrides, *free, "router.admin_listen=null", "logging.level=warning"]
     config = load_config(arguments.config, overrides, os.environ)
     with LocalCluster(config) as cluster:
-        cluster.wait_ready(_READY_SECONDS)
+        cluster.wait_ready()
         report = examine_cluster(
             cluster.url,
             num_streams=arguments.streams,
@@ -124,7 +123,7 @@ def _try(
         with LocalCluster(configs[0]) as old, LocalCluster(configs[1]) as new:
             makers = []
             for cluster in (old, new):
-                cluster.wait_ready(_READY_SECONDS)
+                cluster.wait_ready()
                 access = Access.to_own(cluster)
                 makers.append(LoadMaker(look_around(cluster.url, access), prompts, arguments.max_tokens, access))
             ratios = []

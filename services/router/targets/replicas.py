@@ -67,7 +67,7 @@ class ReplicaPool:
         self._polls: dict[Replica, asyncio.Task[None]] = {}  # those that are leaving too
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()  # replaced whenever it is set
-        self._absences = RetryAfter(time.monotonic())
+        self._retry_after = RetryAfter(time.monotonic())
 
     async def __aenter__(self) -> ReplicaPool:
         has_begun = asyncio.Event()
@@ -97,7 +97,7 @@ class ReplicaPool:
     @property
     def retry_after(self) -> int:
         """Seconds after which a client who finds nobody may ask again."""
-        return self._absences.retry_after
+        return self._retry_after.retry_after
 
     def limits(self) -> Limits:
         """Raises UnavailableError when no replica can answer."""
@@ -227,7 +227,7 @@ class ReplicaPool:
         return error
 
     def _notify(self) -> None:
-        self._absences.note(is_anybody_there=bool(self.usable), now=time.monotonic())
+        self._retry_after.note(has_target=bool(self.usable), now=time.monotonic())
         self._changed.set()
         self._changed = asyncio.Event()
 

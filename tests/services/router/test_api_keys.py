@@ -510,11 +510,11 @@ def test_who_finds_nobody_is_told_to_come_back_when_somebody_may_be_there(new_ro
         assert int(answer.headers["retry-after"]) >= 5
     absences = RetryAfter(now=0.0)
     assert absences.retry_after == 5
-    absences.note(is_anybody_there=True, now=12.5)
+    absences.note(has_target=True, now=12.5)
     assert absences.retry_after == 13
-    absences.note(is_anybody_there=False, now=100.0)
-    absences.note(is_anybody_there=False, now=150.0)
-    absences.note(is_anybody_there=True, now=1000.0)
+    absences.note(has_target=False, now=100.0)
+    absences.note(has_target=False, now=150.0)
+    absences.note(has_target=True, now=1000.0)
     assert absences.retry_after == 60
 
 

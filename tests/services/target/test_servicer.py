@@ -30,7 +30,7 @@ from cluster.wire.codec import encode_sampling
 from cluster.wire.replies import CallReply, RoundCounts, decode_replies
 from protos.speculation.v1 import target_pb2, target_pb2_grpc, types_pb2
 from services.router.targets.replicas import Replica
-from services.target.calls import Calls, RouterStream
+from services.target.router_calls import Calls, RouterStream
 from services.target.servicer import TargetServicer
 from tests.waiting import WAIT_S, turns, until
 

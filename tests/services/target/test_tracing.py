@@ -16,7 +16,7 @@ from cluster.targets.base import GenerationOutput, GenerationRequest, Publish, T
 from cluster.telemetry.tracing import NO_SPAN, Attributes, Span, SpanKind, TraceContext, Tracer
 from cluster.wire.codec import encode_sampling
 from protos.speculation.v1 import target_pb2
-from services.target.calls import Calls, RouterStream
+from services.target.router_calls import Calls, RouterStream
 
 SAMPLING = encode_sampling(SamplingParams())
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
