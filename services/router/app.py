@@ -31,30 +31,30 @@ from services.router.access.access_log import AccessLog
 from services.router.access.gate import Credentials, Gate
 from services.router.access.key_limits import KeyLimits
 from services.router.anthropic.endpoint import COUNT_TOKENS_PATH, Messages
-from services.router.anthropic.envelope import MESSAGES_PATH
+from services.router.anthropic_errors import MESSAGES_PATH
 from services.router.api.completions import Completions
 from services.router.api.endpoint import Serving
 from services.router.api.sampling_defaults import sampling_defaults
-from services.router.api.tokens import TOKEN_PATHS, Tokens
 from services.router.chat.endpoint import ChatCompletions
 from services.router.chat.prompt import ChatPrompts
+from services.router.chat.readers import Readers
 from services.router.chat.template import ChatTemplate
+from services.router.chat.tokens import TOKEN_PATHS, Tokens
 from services.router.errors import error_handlers
 from services.router.http.middleware import Admission, RequestIds
+from services.router.http.tracing import Tracing
 from services.router.metrics import RouterMetrics
 from services.router.openapi.routes import OpenApi
 from services.router.operators.adapters import AdapterCalls
 from services.router.operators.health import Health
 from services.router.operators.switch import SpeculationSwitch
 from services.router.operators.traffic_log import TrafficLog
-from services.router.output.choice import Readers
 from services.router.page.feed import Feed
 from services.router.page.routes import StatusPage
 from services.router.page.workers import Workers
 from services.router.responses.endpoint import RESPONSES_PATH, Responses
 from services.router.targets.prompt_budget import GivesBack, PromptBudget
 from services.router.targets.replicas import ReplicaPool
-from services.router.tracing import Tracing
 
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"

@@ -14,13 +14,14 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from cluster.errors import InternalError, InvalidRequestError, NotFoundError, OutriderError
-from services.router.anthropic.envelope import anthropic_envelope, is_anthropic
+from services.router.anthropic_errors import anthropic_envelope, is_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -211,3 +212,16 @@ def _hint(path: str) -> str:
     if path.startswith("//"):
         return ": the client's base URL ends with a slash, and the client adds another"
     return ""
+
+
+def invalid_request(error: ValidationError) -> InvalidRequestError:
+    """Returns the first complaint of `error`, with the name of its field."""
+    complaint = error.errors(include_url=False)[0]
+    location = complaint["loc"]
+    param = str(location[0])
+    if param == "stream_options" and len(location) > 1:
+        param = f"stream_options.{location[1]}"
+    if complaint["type"] == "missing":
+        return InvalidRequestError(f"{param} is required", param=param)
+    reason = complaint["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return InvalidRequestError(f"{param} {reason} (got {excerpt(complaint['input'])})", param=param)

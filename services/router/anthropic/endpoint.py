@@ -9,9 +9,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.errors import InvalidRequestError
-from services.router.anthropic.envelope import MESSAGES_PATH
 from services.router.anthropic.reply import MessagesReply
 from services.router.anthropic.request import CountTokensRequest, to_chat
+from services.router.anthropic_errors import MESSAGES_PATH
 from services.router.api.reply import Reply
 from services.router.chat.endpoint import ChatCompletions, ChatRequest
 from services.router.errors import ContextLengthError

@@ -8,11 +8,12 @@ from typing import Any
 
 from cluster.errors import OutriderError
 from services.router.anthropic.content import ContentBlocks, Event
-from services.router.anthropic.envelope import anthropic_envelope
-from services.router.api.reply import Piece, Reply, Usage
+from services.router.anthropic_errors import anthropic_envelope
+from services.router.api.reply import Reply, Usage
 from services.router.errors import bounded_message
 from services.router.http.streaming import named_event
 from services.router.output.message import MessageWriter, Reader
+from services.router.output.piece import Piece
 from services.router.output.speculation_stats import SpeculationStats
 
 

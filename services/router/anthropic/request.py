@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster.errors import InvalidRequestError
 from services.router.anthropic.history import continues, to_chat_messages
 from services.router.anthropic.tools import allows_parallel_calls, to_chat_tool_choice, to_chat_tools
-from services.router.api.request import IGNORED_FIELDS, MaxTokens, invalid_request, parse_request
+from services.router.api.request import IGNORED_FIELDS, MaxTokens, parse_request
 from services.router.chat.endpoint import ChatRequest
 from services.router.chat.fields import EXTENSIONS
-from services.router.errors import excerpt, warn_of_unknown
+from services.router.errors import excerpt, invalid_request, warn_of_unknown
 
 # Fields that mean the same in a chat: it checks them.
 PASSED_ON = ("model", "stream", "temperature", "top_p", *EXTENSIONS)

@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.router.api.reply import Piece, Reply, Usage, merged
+from services.router.api.reply import Reply, Usage
+from services.router.output.piece import Piece, merged
 from services.router.output.speculation_stats import SpeculationStats
 
 

@@ -11,8 +11,9 @@ from pydantic import Field, PlainValidator, model_validator
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS, TokenLogprobs
 from services.router.api.endpoint import ApiEndpoint
-from services.router.api.reply import ChoicesReply, Piece
+from services.router.api.reply import ChoicesReply
 from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest
+from services.router.output.piece import Piece
 
 MAX_PROMPTS = 256
 MAX_SEQUENCES = 1024

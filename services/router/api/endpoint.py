@@ -16,9 +16,11 @@ from starlette.types import Scope
 from cluster.constraints import Grammar
 from cluster.tokenization import Tokenizer
 from services.router.api.answer import Answer
+from services.router.api.generation import generate, interleave
 from services.router.api.observer import AnswerObserver, ChoiceObserver
 from services.router.api.reply import Reply
 from services.router.api.request import ApiRequest, parse_request
+from services.router.api.wire_requests import build_choice_requests, check_prompt
 from services.router.errors import ModelNotFoundError, excerpt
 from services.router.http.body import read_json_body, to_json_object
 from services.router.http.large_work import run_in_thread_if_large
@@ -27,14 +29,13 @@ from services.router.http.streaming import EventStream, until_disconnected
 from services.router.metrics import RouterMetrics
 from services.router.operators.switch import SpeculationSwitch
 from services.router.operators.traffic_log import TrafficLog
-from services.router.output.generation import generate, interleave
 from services.router.output.logprobs import LogprobsFormat
 from services.router.output.message import Reader
 from services.router.output.writer import ChoiceWriter, TextFormat
 from services.router.page.feed import Feed
+from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.prompt_budget import PromptBudget, StartWindow
 from services.router.targets.replicas import AdapterRef, Limits, ReplicaPool
-from services.router.targets.wire_requests import ChoiceRequest, build_choice_requests, check_prompt
 
 R = TypeVar("R", bound=ApiRequest)
 

@@ -11,14 +11,16 @@ from starlette.types import Scope
 from cluster.wire.replies import UNFINISHED, CallReply
 from services.router.access.access_log import record_of
 from services.router.access.caller import current_key
-from services.router.api.reply import Piece, Reply
+from services.router.api.reply import Reply
 from services.router.api.request import ApiRequest
+from services.router.api.trace import AnswerTrace
+from services.router.http.tracing import span_of
 from services.router.metrics import RouterMetrics
+from services.router.output.piece import Piece
 from services.router.output.speculation_stats import SpeculationStats
 from services.router.page.feed import Feed
+from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.replicas import AdapterRef
-from services.router.targets.wire_requests import ChoiceRequest
-from services.router.tracing import AnswerTrace, span_of
 
 
 class AnswerObserver:

@@ -27,9 +27,9 @@ from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS
 from cluster.speculation.params import MAX_LOGIT_BIAS
-from services.router.api.structured import grammar_of
-from services.router.errors import excerpt, warn_of_unknown
+from services.router.errors import excerpt, invalid_request, warn_of_unknown
 from services.router.output.stop import StopStrings
+from services.router.structured.grammar import grammar_of
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -260,16 +260,3 @@ def _refuse_unless_default(name: str, value: object, defaults: tuple[Any, ...]) 
     # Types count: true is not 1.
     if not any(type(value) is type(default) and value == default for default in defaults):
         raise InvalidRequestError(f"{name} is not supported yet; leave it out (got {excerpt(value)})", param=name)
-
-
-def invalid_request(error: ValidationError) -> InvalidRequestError:
-    """The first complaint, with the name of the field it is about."""
-    complaint = error.errors(include_url=False)[0]
-    location = complaint["loc"]
-    param = str(location[0])
-    if param == "stream_options" and len(location) > 1:
-        param = f"stream_options.{location[1]}"
-    if complaint["type"] == "missing":
-        return InvalidRequestError(f"{param} is required", param=param)
-    reason = complaint["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return InvalidRequestError(f"{param} {reason} (got {excerpt(complaint['input'])})", param=param)

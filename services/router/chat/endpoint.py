@@ -13,18 +13,19 @@ from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
 from cluster.logprobs import MAX_LOGPROBS
 from services.router.api.endpoint import ApiEndpoint, Serving
-from services.router.api.reply import ChoicesReply, Piece, Reply
+from services.router.api.reply import ChoicesReply, Reply
 from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
 from services.router.chat.fields import TemplateVariables
 from services.router.chat.messages import Message, text_of, to_messages
 from services.router.chat.prompt import ChatPrompts, Conversation, check_continuation
+from services.router.chat.readers import Readers
 from services.router.chat.shapes import ChatMessage, ToolChoiceField, ToolDefinition
-from services.router.chat.tools import Tool, ToolChoice, check_choice, to_tool_choice, to_tools, tool_grammar
 from services.router.output.accepted_drafts import AnswerRound
-from services.router.output.choice import Readers
 from services.router.output.message import MessageWriter, Reader
+from services.router.output.piece import Piece
 from services.router.output.reasoning_grammar import after_reasoning
 from services.router.output.speculation_stats import SpeculationStats
+from services.router.output.tools import Tool, ToolChoice, check_choice, to_tool_choice, to_tools, tool_grammar
 
 
 class ChatRequest(ApiRequest, TemplateVariables):

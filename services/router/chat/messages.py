@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidRequestError
-from services.router.chat.tools import INPUT_PARAMETER
 from services.router.errors import excerpt, warn_of, warn_of_unknown
 from services.router.http.json_values import TooManyValuesError, parse_json
+from services.router.output.tools import INPUT_PARAMETER
 
 # What a client may call a role, and what chat templates call it.
 _ROLES = {

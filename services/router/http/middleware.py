@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.config.router import RouterConfig
 from cluster.errors import OutriderError, OverloadedError, UnavailableError
-from services.router.anthropic.envelope import is_anthropic
+from services.router.anthropic_errors import is_anthropic
 from services.router.errors import CLIENT_CLOSED_REQUEST, error_response
 from services.router.http.body import BodyRoom, read_body
 from services.router.http.streaming import NotedSend, error_event, note_outcome

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import OutriderError
-from services.router.anthropic.envelope import is_anthropic
+from services.router.anthropic_errors import is_anthropic
 from services.router.errors import CLIENT_CLOSED_REQUEST, envelope_for, note_error
 
 T = TypeVar("T")

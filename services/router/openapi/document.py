@@ -11,12 +11,12 @@ from pydantic.json_schema import models_json_schema
 
 from services.router.access.gate import PROBES
 from services.router.anthropic.endpoint import COUNT_TOKENS_PATH
-from services.router.anthropic.envelope import MESSAGES_PATH
 from services.router.anthropic.request import PASSED_ON as PASSED_ON_BY_MESSAGES
 from services.router.anthropic.request import CountTokensRequest, MessagesRequest
+from services.router.anthropic_errors import MESSAGES_PATH
 from services.router.api.completions import CompletionRequest
-from services.router.api.tokens import DetokenizeRequest, TokenizeRequest
 from services.router.chat.endpoint import ChatRequest
+from services.router.chat.tokens import DetokenizeRequest, TokenizeRequest
 from services.router.openapi.answers import ANSWERS, Schema, reference
 from services.router.responses.request import PASSED_ON, ResponsesRequest
 

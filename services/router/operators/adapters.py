@@ -15,7 +15,7 @@ from starlette.routing import Route
 from cluster.config.types import AdapterName
 from cluster.errors import InvalidRequestError, NotFoundError, OutriderError, UnavailableError
 from services.router.access.caller import name_of_caller
-from services.router.api.request import invalid_request
+from services.router.errors import invalid_request
 from services.router.http.body import read_admin_call
 from services.router.targets.replicas import Replica, ReplicaPool
 

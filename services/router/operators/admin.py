@@ -14,8 +14,7 @@ from starlette.routing import Route
 
 from services.router.access.caller import name_of_caller
 from services.router.access.gate import AdminGate, Credentials
-from services.router.api.request import invalid_request
-from services.router.errors import error_handlers
+from services.router.errors import error_handlers, invalid_request
 from services.router.http.body import read_admin_call
 from services.router.metrics import RouterMetrics
 from services.router.operators.adapters import AdapterCalls

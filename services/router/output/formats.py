@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.router.chat.tools import Tool
 from services.router.output.qwen_xml import read_function
 from services.router.output.source import WHITE_SPACE, Reading, Source, Writer
 from services.router.output.tool_calls import is_name, read_arguments, read_call, read_calls
+from services.router.output.tools import Tool
 
 Program = Callable[[Source, Writer, Sequence[Tool]], Reading[None]]
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.router.chat.tools import Tool
 from services.router.output.formats import Program, plain
 from services.router.output.reasoning import read_reasoning
 from services.router.output.source import Reading, Said, Source, Writer
+from services.router.output.tools import Tool
 
 _ALPHABET = string.ascii_letters + string.digits
 

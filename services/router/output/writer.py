@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from cluster.logprobs import TokenLogprobs
 from cluster.tokenization import IncrementalDetokenizer, Tokenizer
 from cluster.wire.replies import RoundCounts
-from services.router.api.reply import Piece
 from services.router.http.large_work import run_in_thread_if_large
 from services.router.output.accepted_drafts import answer_rounds
 from services.router.output.message import Reader
+from services.router.output.piece import Piece
 from services.router.output.source import Said
 from services.router.output.stop import StopMatcher, StopStrings
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from services.router.chat.tools import INPUT_PARAMETER
 from services.router.http.json_values import parse_json
+from services.router.output.tools import INPUT_PARAMETER
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT_PARAMETER}"\s*:\s*"')
 _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.errors import OutriderError
-from services.router.api.reply import Piece, Reply, Usage
+from services.router.api.reply import Reply, Usage
 from services.router.errors import envelope
 from services.router.http.streaming import named_event
 from services.router.output.message import MessageWriter, Reader
+from services.router.output.piece import Piece
 from services.router.output.speculation_stats import SpeculationStats
 from services.router.responses.output import Event, OutputItems
 from services.router.responses.request import ResponsesChat

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
 from cluster.errors import InvalidRequestError
-from services.router.api.request import IGNORED_FIELDS, invalid_request, parse_request
+from services.router.api.request import IGNORED_FIELDS, parse_request
 from services.router.chat.endpoint import ChatRequest
 from services.router.chat.fields import EXTENSIONS
-from services.router.errors import excerpt, warn_of_unknown
+from services.router.errors import excerpt, invalid_request, warn_of_unknown
 from services.router.responses.items import to_chat_messages
 from services.router.responses.tools import custom_tool_names, to_chat_tool_choice, to_chat_tools
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequestError
-from services.router.chat.tools import INPUT_PARAMETER
 from services.router.errors import excerpt, warn_of
+from services.router.output.tools import INPUT_PARAMETER
 
 
 def to_chat_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from cluster.errors import InternalError, OverloadedError, UnavailableError
 from cluster.telemetry.tracing import Span
 from cluster.wire.replies import UNFINISHED, CallReply
 from services.router.errors import ModelNotFoundError
+from services.router.targets.call_span import CallSpan
+from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.replicas import AdapterRef, Replica, ReplicaLostError, ReplicaPool
-from services.router.targets.wire_requests import ChoiceRequest
-from services.router.tracing import CallSpan
 
 logger = logging.getLogger(__name__)
 

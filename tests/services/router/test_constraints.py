@@ -13,10 +13,10 @@ from cluster.logprobs import TokenLogprobs
 from cluster.tokenization import Tokenizer
 from cluster.wire.replies import CallReply, decode_replies, encode_replies
 from protos.speculation.v1 import target_pb2
-from services.router.api.structured import MAX_GRAMMAR_CHARACTERS, grammar_of
-from services.router.chat.tools import Tool, ToolChoice, tool_grammar
+from services.router.api.wire_requests import bad_words
 from services.router.output.logprobs import LogprobsFormat
-from services.router.targets.wire_requests import bad_words
+from services.router.output.tools import Tool, ToolChoice, tool_grammar
+from services.router.structured.grammar import MAX_GRAMMAR_CHARACTERS, grammar_of
 
 from .conftest import Router, ScriptedTarget
 

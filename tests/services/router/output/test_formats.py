@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.router.chat.tools import to_tools
 from services.router.output.formats import TOOL_FORMATS, Program, named, plain, required
 from services.router.output.message import MessageWriter, Reader
 from services.router.output.source import Said
+from services.router.output.tools import to_tools
 
 TOOLS = to_tools(
     [

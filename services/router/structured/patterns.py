@@ -15,7 +15,7 @@ from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-from services.router.json_schema.expressions import (
+from services.router.structured.expressions import (
     NOTHING,
     PLAIN,
     Alternatives,

@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.router.json_schema.enforceable import to_enforceable
-from services.router.json_schema.errors import SchemaError
+from services.router.structured.enforceable import to_enforceable
+from services.router.structured.errors import SchemaError
 
 from .random_model import RandomModel
 from .random_schemas import SchemaGenerator

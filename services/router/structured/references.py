@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from services.router.json_schema.errors import SchemaError
+from services.router.structured.errors import SchemaError
 
 MAX_STEPS = 50_000
 

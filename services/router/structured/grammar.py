@@ -10,8 +10,8 @@ from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
 from services.router.errors import excerpt
 from services.router.http.json_values import parse_json
-from services.router.json_schema.enforceable import to_enforceable
-from services.router.json_schema.errors import SchemaError
+from services.router.structured.enforceable import to_enforceable
+from services.router.structured.errors import SchemaError
 
 MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_CHOICES = 1024

@@ -10,12 +10,12 @@ from cluster.errors import UnavailableError
 from cluster.logprobs import TokenLogprobs
 from protos.speculation.v1 import target_pb2
 from services.router.api.observer import ChoiceObserver
-from services.router.api.reply import Piece, Prompt
+from services.router.output.piece import Piece, Prompt
 from services.router.output.writer import ChoiceWriter
+from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.failover import run_anywhere
 from services.router.targets.prompt_budget import StartWindow
 from services.router.targets.replicas import ReplicaPool
-from services.router.targets.wire_requests import ChoiceRequest
 
 _FINISH_REASONS = {
     target_pb2.FINISH_REASON_UNSPECIFIED: None,

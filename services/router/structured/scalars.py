@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from services.router.json_schema.errors import SchemaError, at
-from services.router.json_schema.formats import PATTERNS, SHORT_PATTERNS, UNCHECKED
-from services.router.json_schema.patterns import MAX_REPEATS, Pattern, PatternError, any_characters, repeated, rewrite
+from services.router.structured.errors import SchemaError, at
+from services.router.structured.formats import PATTERNS, SHORT_PATTERNS, UNCHECKED
+from services.router.structured.patterns import MAX_REPEATS, Pattern, PatternError, any_characters, repeated, rewrite
 
 _MAX_NUMBER = 2**53  # beyond it neighbouring integers are the same number to many readers of JSON
 _SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.router.json_schema.references import References
+from services.router.structured.references import References
 
 TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _BASIC = frozenset(TYPES) - {"integer"}  # no value has two of them

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError, UnavailableError
@@ -11,47 +10,10 @@ from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2, types_pb2
 from services.router.api.request import ApiRequest
 from services.router.errors import ContextLengthError, excerpt
+from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.replicas import AdapterRef, Limits
 
 _VERSION_OF_CONSTRAINTS = 5  # of the wire
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceRequest:
-    """What to ask of targets for one choice. The message is made when it is sent: choices share all of this."""
-
-    template: target_pb2.GenerateRequest  # without what follows
-    prompt_token_ids: Sequence[int]
-    max_tokens: int
-    choice_index: int
-
-    @property
-    def num_tokens(self) -> int:
-        """That a target has to hold of it, of whatever kind."""
-        return len(self.prompt_token_ids) + len(self.template.constraints.allowed_token_ids)
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        has_some = self.template.HasField("num_prompt_logprobs")
-        return self.template.num_prompt_logprobs if has_some else None
-
-    @property
-    def may_speculate(self) -> bool:
-        return not self.template.HasField("num_speculative_tokens") or self.template.num_speculative_tokens > 0
-
-    def to_wire(self, token_ids: Sequence[int] = ()) -> target_pb2.GenerateRequest:
-        """The message to a target, where `token_ids` have been generated on another."""
-        message = target_pb2.GenerateRequest(
-            prompt_token_ids=self.prompt_token_ids,
-            max_tokens=self.max_tokens,
-            choice_index=self.choice_index,
-            num_generated_tokens=len(token_ids),
-        )
-        message.MergeFrom(self.template)
-        if token_ids:
-            message.prompt_token_ids.extend(token_ids)
-            message.ClearField("num_prompt_logprobs")  # they came before the tokens
-        return message
 
 
 def build_choice_requests(

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from services.router.json_schema.arrays import array
-from services.router.json_schema.errors import SchemaError, at
-from services.router.json_schema.objects import object_
-from services.router.json_schema.references import References
-from services.router.json_schema.scalars import integer, number, string
-from services.router.json_schema.values import (
+from services.router.structured.arrays import array
+from services.router.structured.errors import SchemaError, at
+from services.router.structured.objects import object_
+from services.router.structured.references import References
+from services.router.structured.scalars import integer, number, string
+from services.router.structured.values import (
     TYPES,
     are_apart,
     finite_values,

@@ -11,14 +11,14 @@ from starlette.routing import Route
 
 from cluster.errors import InvalidRequestError
 from services.router.api.endpoint import Serving
-from services.router.api.request import invalid_request
 from services.router.chat.fields import TemplateVariables
 from services.router.chat.messages import Message, to_messages
 from services.router.chat.prompt import ChatPrompts, Conversation, check_continuation
 from services.router.chat.shapes import ChatMessage, ToolDefinition
-from services.router.chat.tools import Tool, to_tools
+from services.router.errors import invalid_request
 from services.router.http.body import read_json_body, to_json_object
 from services.router.http.large_work import run_in_thread_if_large
+from services.router.output.tools import Tool, to_tools
 
 MAX_TOKENS = 262_144
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.router.json_schema.errors import SchemaError, at
-from services.router.json_schema.references import References
-from services.router.json_schema.scalars import count, text_of
-from services.router.json_schema.values import finite_values
+from services.router.structured.errors import SchemaError, at
+from services.router.structured.references import References
+from services.router.structured.scalars import count, text_of
+from services.router.structured.values import finite_values
 
 Translate = Callable[[Any, str], dict[str, Any]]
 

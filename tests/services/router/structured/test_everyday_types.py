@@ -13,8 +13,8 @@ import pytest
 from pydantic import UUID1, UUID3, UUID4, UUID5, BaseModel, Field, HttpUrl, SecretStr, create_model
 from pydantic.json_schema import WithJsonSchema
 
-from services.router.json_schema.enforceable import to_enforceable
-from services.router.json_schema.errors import SchemaError
+from services.router.structured.enforceable import to_enforceable
+from services.router.structured.errors import SchemaError
 
 from .random_model import RandomModel
 from .test_random_answers import assert_kept

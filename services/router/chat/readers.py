@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from cluster.config.router import RouterConfig
 from cluster.tokenization import Tokenizer
 from services.router.chat.template import ChatTemplate
-from services.router.chat.tools import Tool, ToolChoice
 from services.router.output.formats import TOOL_FORMATS, Program, ToolFormat, format_of, named, plain, required
 from services.router.output.message import Reader
 from services.router.output.reasoning import BEGIN, END
+from services.router.output.tools import Tool, ToolChoice
 
 _LAST_TOKENS = 32  # of a prompt, decoded to find a mark of reasoning at its end; a mark may be about ten tokens
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.json_schema.patterns import Pattern, rewrite
+from services.router.structured.patterns import Pattern, rewrite
 
 _YEAR = r"(?:000[1-9]|00[1-9]\d|0[1-9]\d{2}|[1-9]\d{3})"
 _LEAP_YEAR = r"(?:\d{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"

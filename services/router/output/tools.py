@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from cluster.constraints import Grammar
 from cluster.errors import InvalidRequestError
-from services.router.api.structured import enforceable_schema, schema_text
 from services.router.errors import excerpt
+from services.router.structured.grammar import enforceable_schema, schema_text
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_CHARACTERS = 65_536

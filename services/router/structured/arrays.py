@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from itertools import combinations
 from typing import Any
 
-from services.router.json_schema.errors import SchemaError, at
-from services.router.json_schema.references import References
-from services.router.json_schema.scalars import count
-from services.router.json_schema.values import finite_values, key_of
+from services.router.structured.errors import SchemaError, at
+from services.router.structured.references import References
+from services.router.structured.scalars import count
+from services.router.structured.values import finite_values, key_of
 
 MAX_UNIQUE_VALUES = 8
 

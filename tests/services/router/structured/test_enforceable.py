@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.router.json_schema.enforceable import to_enforceable
-from services.router.json_schema.errors import SchemaError
+from services.router.structured.enforceable import to_enforceable
+from services.router.structured.errors import SchemaError
 
 KEYWORDS = (
     *("allOf", "anyOf", "oneOf", "prefixItems", "items", "properties", "patternProperties", "$defs", "definitions"),

@@ -1,0 +1,74 @@
+"""The router's spans: of each request, and within it of each call on a target, of which one that is moved has several.
+
+POST /v1/completions
+    speculation.v1.Target/GenerateMany    one for each choice and target; the target's own span is below it
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.telemetry.tracing import NO_SPAN, Span, TraceContext, Tracer
+from protos.speculation.v1 import target_pb2
+from services.router.errors import CLIENT_CLOSED_REQUEST
+from services.router.http.streaming import NotedSend
+
+_FINISH_REASONS = {target_pb2.FINISH_REASON_STOP: "stop", target_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class Tracing:
+    """Gives every request to `paths` a span, in the trace that its client began if it began one."""
+
+    def __init__(self, app: ASGIApp, *, paths: frozenset[str], tracer: Tracer) -> None:
+        self._app = app
+        self._paths = paths
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        span = self._start(scope)
+        state = scope.setdefault("state", {})
+        state["span"] = span
+        noted = NotedSend(send)
+        try:
+            await self._app(scope, receive, noted)
+        except Exception:
+            state.setdefault("outcome", 500)  # even when an answer has begun
+            raise
+        finally:
+            status = noted.status or 500  # 500: of a request that ends without an answer
+            _end(span, status, state.get("outcome", status))
+
+    def _start(self, scope: Scope) -> Span:
+        headers = Headers(scope=scope)
+        return self._tracer.start(
+            f"POST {scope['path']}",
+            "server",
+            TraceContext(headers.get("traceparent", ""), headers.get("tracestate", "")),
+            {
+                "http.request.method": "POST",
+                "http.route": scope["path"],
+                "url.path": scope["path"],
+                "url.scheme": scope["scheme"],
+                "http.response.header.x-request-id": [scope["state"]["request_id"]],
+            },
+        )
+
+
+def _end(span: Span, status: int, outcome: int) -> None:
+    """`outcome`: the status that the request would have had if its answer had not begun."""
+    span.set({"http.response.status_code": status, "outrider.outcome": outcome})
+    if outcome == CLIENT_CLOSED_REQUEST:
+        span.fail(str(outcome), "the client left")
+    elif outcome >= 500:  # others are the client's, and no failures of ours
+        span.fail(str(outcome))
+    span.end()
+
+
+def span_of(scope: Scope) -> Span:
+    """The span of the request of `scope`."""
+    span: Span = scope.get("state", {}).get("span", NO_SPAN)
+    return span
