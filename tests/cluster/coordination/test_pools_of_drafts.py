@@ -14,6 +14,7 @@ from cluster.simulator.drafts import SimulatedDraft
 from cluster.simulator.virtual import VirtualCluster
 from cluster.speculation.noise import NoiseKey
 from cluster.targets.base import GenerationOutput
+from tests.soak import length
 
 NEAR, FAR = 0.0005, 0.015  # seconds
 FOREVER = 50_000
@@ -52,11 +53,12 @@ class TestModels:
         assert loads(running) == [0, 4]
         alone = cluster(draft(0.9))
         alone.run(10.0)
-        assert running.run(20.0) == pytest.approx(alone.run(20.0), rel=0.05)
+        seconds = length(8.0, 20.0)
+        assert running.run(seconds) == pytest.approx(alone.run(seconds), rel=0.05)
 
     def test_what_each_would_give_is_told_apart(self) -> None:
         running = cluster(draft(0.5, "worse"), draft(0.9, "better"), trial_share=0.1)
-        running.run(120.0)  # after 40 s the acceptance of the worse one goes by some dozen rounds
+        running.run(length(60.0, 120.0))  # after 40 s the acceptance of the worse one goes by some dozen rounds
         goodputs = running.readings(GOODPUT)
         assert goodputs["better",] == pytest.approx(1.51, rel=0.15)  # 0.9 alone: 233 tokens/s of 154; 1.39 predicted
         assert goodputs["worse",] == pytest.approx(1.0, rel=0.15)  # alone 154
@@ -100,7 +102,7 @@ class TestPlaces:
         for way in (NEAR, FAR):
             running = cluster(draft(0.8, way=way))
             running.run(10.0)
-            rates.append(running.run(30.0))
+            rates.append(running.run(length(10.0, 30.0)))
         assert rates[1] > 0.93 * rates[0] > 1.2 * PLAIN_RATE
 
     @pytest.mark.parametrize("labels_are_right", [True, False])

@@ -9,6 +9,7 @@ import pytest
 from bench.gain import GAIN, GOODPUT, run
 from cluster.config.file import load_config
 from cluster.simulator.virtual import VirtualCluster
+from tests.soak import length
 
 WITHIN = 0.15
 
@@ -16,14 +17,16 @@ WITHIN = 0.15
 @pytest.mark.parametrize("num_streams", [1, 8, 32])
 @pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
 def test_the_gain_is_that_of_tokens_a_second(acceptance: float, num_streams: int) -> None:
-    plain, auto = run(acceptance, num_streams, 0), run(acceptance, num_streams, None)
+    plain, auto = (run(acceptance, num_streams, k, seconds=length(12.0, 30.0)) for k in (0, None))
     assert auto.gain == pytest.approx(auto.tokens_per_second / plain.tokens_per_second, rel=WITHIN)
 
 
 @pytest.mark.parametrize(("acceptance", "best_depth"), [(0.3, 1), (0.6, 1)])
 def test_what_drafts_would_give_is_known_while_nothing_is_speculated_on(acceptance: float, best_depth: int) -> None:
     # A probe costs at most half a percent, so there is one every 32 steps of 100 ms: 45 of them until the readings.
-    plain, auto, forced = (run(acceptance, 32, depth, warm_up_seconds=150.0) for depth in (0, None, best_depth))
+    # Nothing is learned where requests ask for their k.
+    auto = run(acceptance, 32, None, warm_up_seconds=150.0, seconds=length(10.0, 30.0))
+    plain, forced = (run(acceptance, 32, depth, seconds=length(10.0, 30.0)) for depth in (0, best_depth))
     assert auto.depth < 0.1
     assert auto.gain == pytest.approx(1.0, abs=1e-3)
     assert auto.goodput < 1.0

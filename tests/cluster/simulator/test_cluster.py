@@ -14,12 +14,16 @@ from cluster.simulator.cluster import MeasuredSpan, SimulatedCluster
 from cluster.simulator.hardware import OnGpus, dollars_per_hour, steps_of
 from cluster.simulator.traffic import Arrival, ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
 from tests.cluster.simulator.clusters import ANSWERS, PROMPTS, config_of, figures_of, ran, streams
+from tests.soak import length
 
 SLOW_DRAFT = "simulation.draft_step_ms=[[1,10],[16,20]]"
+SOME_SECONDS = length(20.0, 60.0)
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
-    first, again, other = (figures_of(6, "target.replicas=2", seconds=20.0, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (
+        figures_of(6, "target.replicas=2", seconds=length(6.0, 20.0), seed=seed) for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
 
@@ -39,7 +43,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
         ("simulation.acceptance=[0.9, 0.5]", "speculation.max_run_ahead=0"),
         ("simulation.acceptance=0",),
         ("simulation.acceptance=1",),
-        ("simulation.acceptance_schedule=[[0,0.9],[15,0.1]]",),
+        ("simulation.acceptance_schedule=[[0,0.9],[5,0.1]]",),
         ("speculation.tree_width=3",),
         ("draft.placement=in-process", "target.replicas=2"),
         ("draft.placement=in-process", "draft.in_process_threads=own"),
@@ -47,9 +51,9 @@ def test_the_same_seed_gives_the_same_figures() -> None:
     ids=str,
 )
 def test_every_request_is_answered_whole_and_no_block_is_left_behind(settings: tuple[str, ...]) -> None:
-    cluster = ran(OpenTraffic(3.0, 30.0, PROMPTS, ANSWERS, seed=1), *settings)
+    cluster = ran(OpenTraffic(3.0, length(10.0, 30.0), PROMPTS, ANSWERS, seed=1), *settings)
     figures, recorder = cluster.figures(), cluster.recorder
-    assert figures.num_finished == figures.num_requests == len(recorder.answer_tokens) > 50
+    assert figures.num_finished == figures.num_requests == len(recorder.answer_tokens) > length(20, 50)
     assert recorder.num_tokens == sum(recorder.answer_tokens)
     assert cluster.num_blocks_in_use == 0
     assert all(
@@ -110,7 +114,7 @@ def test_a_saturated_cluster_of_twice_the_targets_gives_twice_the_tokens() -> No
 
 
 def test_drafts_that_are_always_right_commit_k_and_one_more() -> None:
-    figures = figures_of(1, "simulation.acceptance=1", "speculation.controller=fixed")
+    figures = figures_of(1, "simulation.acceptance=1", "speculation.controller=fixed", seconds=SOME_SECONDS)
     assert figures.acceptance == pytest.approx(1.0, abs=0.02)  # those beyond an answer's end are not committed
     assert figures.tokens_a_round == pytest.approx(1 + figures.mean_k, abs=0.1)
     assert figures.mean_k > 3.5
@@ -125,30 +129,34 @@ def test_acceptance_is_what_was_configured() -> None:
 
 
 def test_k_shrinks_where_the_draft_is_shared_and_slow() -> None:
-    apart = figures_of(8, "target.replicas=2", "draft.replicas=2", "simulation.draft_step_ms=[[1,1],[16,2]]")
-    shared = figures_of(8, "target.replicas=2", SLOW_DRAFT)
+    apart = figures_of(
+        8, "target.replicas=2", "draft.replicas=2", "simulation.draft_step_ms=[[1,1],[16,2]]", seconds=SOME_SECONDS
+    )
+    shared = figures_of(8, "target.replicas=2", SLOW_DRAFT, seconds=SOME_SECONDS)
     assert shared.mean_k < 0.5 * apart.mean_k
-    plain = figures_of(8, "target.replicas=2", "speculation.num_speculative_tokens=0")
+    plain = figures_of(8, "target.replicas=2", "speculation.num_speculative_tokens=0", seconds=SOME_SECONDS)
     assert shared.tokens_per_second > 0.95 * plain.tokens_per_second
 
 
 def test_speculation_comes_back_when_drafts_become_good() -> None:
-    traffic = streams(1, 80.0)
+    traffic = streams(1, 50.0)
     schedule = "simulation.acceptance_schedule=[[0,0.02],[30,0.9]]"
-    figures = ran(traffic, schedule, span=MeasuredSpan(0.0, 80.0, is_cut=True)).figures()
+    figures = ran(traffic, schedule, span=MeasuredSpan(0.0, 50.0, is_cut=True)).figures()
     course = [interval.mean_k for interval in figures.intervals]
     assert course[2] < 0.3
     assert course[-1] > 2.0
 
 
 def test_more_round_trip_makes_rounds_slower() -> None:
-    rates = [figures_of(1, f"simulation.round_trip_ms={ms}").tokens_per_second for ms in (0, 10, 40)]
+    rates = [
+        figures_of(1, f"simulation.round_trip_ms={ms}", seconds=SOME_SECONDS).tokens_per_second for ms in (0, 10, 40)
+    ]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] > 1.1 * rates[2]
 
 
 def test_cost_follows_from_the_price() -> None:
-    cluster = ran(streams(4, 30.0), span=MeasuredSpan(5.0, 30.0, is_cut=True))
+    cluster = ran(streams(4, 10.0), span=MeasuredSpan(2.0, 10.0, is_cut=True))
     figures = cluster.figures(dollars_per_hour=36.0)
     assert figures.dollars_per_million_tokens == pytest.approx(0.01 / figures.tokens_per_second * 1e6)
 
@@ -205,7 +213,7 @@ def test_targets_with_draft_workers_of_their_own_run_as_if_alone() -> None:
 
 def test_trees_gain_where_second_guesses_are_right() -> None:
     settings = ("simulation.acceptance=0.5", "simulation.target_step_ms=[[1,30],[64,40]]")
-    chains, trees = (figures_of(2, *settings, f"speculation.tree_width={width}", seconds=20.0) for width in (1, 3))
+    chains, trees = (figures_of(2, *settings, f"speculation.tree_width={width}", seconds=10.0) for width in (1, 3))
     assert trees.tokens_a_round > 1.2 * chains.tokens_a_round
     assert trees.tokens_per_second > 1.1 * chains.tokens_per_second
 
