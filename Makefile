@@ -13,15 +13,15 @@ READY_RAY := .venv/ready-ray
 READY_CLIENTS := .venv/ready-clients
 READY_BROWSER := .venv/ready-browser
 READY_DEMO := .venv/ready-demo
-WHOLE_CLUSTERS := tests/system tests/bench/test_faults.py
 DEMO_MODEL := .models/smollm2-135m-instruct
 
-.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser setup-all serve demo test bench gpu-check vllm-next format lint typecheck protos docs constraints train images clean
+.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser setup-all serve demo test soak bench gpu-check vllm-next format lint typecheck protos docs constraints train images clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
 	@echo "make demo  [ARGS='--port 8001 ...']   serve a published instruct model, with a draft distilled for it, and open its page"
 	@echo "make test  [ARGS='-k name ...']       run the tests"
+	@echo "make soak  [ARGS='-k name ...']       run them at length: longer scenarios, minutes of fuzzing, all controllers"
 	@echo "make bench                            measure speed and acceptance; results in bench/results"
 	@echo "make gpu-check                        what only a GPU can show; results in bench/results"
 	@echo "make vllm-next                        compare what is used of vLLM's internals with the newest release's source"
@@ -99,8 +99,8 @@ demo: $(READY_DEMO) $(DEMO_MODEL)/tokenizer.json
 	  --router.page_question 'What is the capital of France, and what is it known for?' --open $(ARGS)
 
 # Without vLLM, Ray, the clients or a browser their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
-# REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set. Those of whole clusters, which take every core that there is, run
-# one after the other, the rest in two processes.
+# REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set. Tests run in more processes than there are cores in CI, as those
+# of whole clusters mostly wait; tests/order.py has which stay together and in which order they come.
 test: $(READY_DEV)
 	@$(MAKE) --no-print-directory setup-vllm || test -z "$(REQUIRE_VLLM)"
 	@$(MAKE) --no-print-directory setup-ray || test -z "$(REQUIRE_RAY)"
@@ -109,9 +109,12 @@ test: $(READY_DEV)
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore ,$(WHOLE_CLUSTERS)); code=$$?; \
-	  $(BIN)/pytest $(WHOLE_CLUSTERS) && exit $$code
+	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder
 endif
+
+# What `make test` does in short forms, at length: an hour or two. A fuzzer alone runs for minutes.
+soak: export SOAK := 1
+soak: test
 
 bench: $(READY_DEV)
 	$(BIN)/python -m bench.speedup $(ARGS)

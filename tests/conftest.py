@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.background_loop import BackgroundLoop
+from tests.order import put_in_order
 
 # Before gRPC is imported: tests with gRPC in this process come before others that start programs. What it does after
 # a fork, for children that go on to use it, takes threads into Python in a child that is about to become another
@@ -45,6 +46,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         if f"REQUIRE_{_SETUP[package].upper()}" not in os.environ and own.startswith(_OF_EXTRAS[package]):
             return True
     return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        put_in_order(items)
 
 
 @pytest.hookimpl(trylast=True)

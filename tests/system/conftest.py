@@ -35,6 +35,16 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="session")
+def two_of_each() -> Iterator[LocalCluster]:
+    """Two targets and two drafts of the bundled pair, for tests that kill some of them and wait for their return."""
+    # A controller would stop asking a draft that is late, which test_chaos.py covers.
+    settings = ("target.replicas=2", "draft.replicas=2", "target.drain_seconds=0.2", "speculation.controller=fixed")
+    with LocalCluster(cluster_config(*settings)) as running:
+        running.wait_ready(READY_TIMEOUT_SECONDS)
+        yield running
+
+
+@pytest.fixture(scope="session")
 def random_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft with the bundled one's shape and tokenizer, and random weights: it is nearly always wrong."""
     bundled = resolve_model_folder(Config().draft.model)

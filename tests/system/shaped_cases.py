@@ -88,6 +88,12 @@ def shaped_bodies() -> Iterator[tuple[str, Body]]:
             yield f"{constraint}, {sampling}", body
 
 
+def one_of_each_constraint() -> dict[str, Body]:
+    """Of `shaped_bodies`, with the kinds of sampling in turn."""
+    bodies, kinds = list(shaped_bodies()), len(_SAMPLING)
+    return dict(bodies[kinds * number + number % kinds] for number in range(len(_CONSTRAINTS)))
+
+
 def answer(client: httpx.Client, body: Body) -> list[Body]:
     """The choices of the answer to `body`."""
     response = client.post("/v1/completions", json=body)

@@ -15,6 +15,7 @@ import pytest
 from bench.workload import held_out_prompts
 from services.launch.child import Child
 from services.launch.local import LocalCluster
+from tests.soak import length
 from tests.system.client import Case, assert_nothing_in_use, complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 
@@ -28,7 +29,7 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module", params=["goodput", "threshold", "fixed"])
+@pytest.fixture(scope="module", params=length(["goodput"], ["goodput", "threshold", "fixed"]))
 def cluster_of_all(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     with LocalCluster(cluster_config(*SETTINGS, f"speculation.controller={request.param}")) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)

@@ -13,9 +13,10 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner
 from services.launch.local import LocalCluster
 from tests.distribution import answer_probabilities
+from tests.soak import length
 from tests.system.client import Case, complete_all
 
-NUM_SAMPLES = 2000
+NUM_SAMPLES = length(1000, 2000)
 TOP_K = 4
 NUM_TOKENS = 3
 TEMPERATURE = 0.9

@@ -14,12 +14,13 @@ from cluster.engine.cpu_kernels import has_kernels
 from cluster.engine.runner import ModelRunner
 from cluster.model_folder import resolve_model_folder
 from services.launch.local import LocalCluster
+from tests.soak import length
 from tests.system.cases import sampled_cases
 from tests.system.client import Case, complete_all
 from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
 from tests.system.near_ties import NearTieJudge
 
-NUM_PROMPTS = 48
+NUM_PROMPTS = length(30, 48)
 DEPTHS = (1, 4, 8)
 MAX_NEAR_TIES = 0 if has_kernels() else 2  # of all answers of a comparison; PyTorch's float32 makes them, rarely
 

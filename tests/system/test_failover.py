@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,16 +41,8 @@ MAX_TOKENS = 500
 
 
 @pytest.fixture(scope="module")
-def two_targets() -> Iterator[LocalCluster]:
-    config = cluster_config("target.replicas=2", "draft.replicas=1", "target.drain_seconds=0.2")
-    with LocalCluster(config) as cluster:
-        cluster.wait_ready(READY_TIMEOUT_SECONDS)
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def expected(two_targets: LocalCluster) -> list[list[str]]:
-    return ask_all(two_targets, threading.Event())
+def expected(two_of_each: LocalCluster) -> list[list[str]]:
+    return ask_all(two_of_each, threading.Event())
 
 
 def ask_all(cluster: LocalCluster, has_begun: threading.Event) -> list[list[str]]:
@@ -91,31 +82,31 @@ def num_used_blocks(target: WorkerProcess) -> float:
     ("signum", "reason"), [(signal.SIGKILL, "lost"), (signal.SIGSTOP, "lost"), (signal.SIGTERM, "draining")]
 )
 def test_a_client_gets_the_same_text(
-    two_targets: LocalCluster, expected: list[list[str]], signum: signal.Signals, reason: str
+    two_of_each: LocalCluster, expected: list[list[str]], signum: signal.Signals, reason: str
 ) -> None:
     victims: list[int] = []
-    before = num_moved(two_targets, reason)
+    before = num_moved(two_of_each, reason)
     has_begun = threading.Event()
 
     def strike() -> None:
         assert has_begun.wait(WAIT_S)
         # The answers of one may be complete by now: a grammar takes a while before its request begins.
-        busiest = max(two_targets.targets, key=num_used_blocks)
+        busiest = max(two_of_each.targets, key=num_used_blocks)
         victims.append(busiest.pid)
         os.kill(busiest.pid, signum)
 
     striking = threading.Thread(target=strike)
     striking.start()
     try:
-        texts = ask_all(two_targets, has_begun)
+        texts = ask_all(two_of_each, has_begun)
     finally:
         striking.join()
         if signum == signal.SIGSTOP:
             os.kill(victims[0], signal.SIGCONT)
     assert texts == expected
-    assert num_moved(two_targets, reason) > before
-    assert eventually(lambda: two_targets.watch() is None and two_targets.is_ready(), READY_TIMEOUT_SECONDS)
-    assert_nothing_in_use(two_targets)
+    assert num_moved(two_of_each, reason) > before
+    assert eventually(lambda: two_of_each.watch() is None and two_of_each.is_ready(), READY_TIMEOUT_SECONDS)
+    assert_nothing_in_use(two_of_each)
 
 
 def test_with_one_target_a_request_waits_for_its_restart() -> None:

@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -15,17 +14,9 @@ import pytest
 from bench.workload import held_out_prompts, read_counters
 from services.launch.local import LocalCluster
 from tests.system.client import Case, assert_nothing_in_use, complete_all, eventually
-from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.system.conftest import READY_TIMEOUT_SECONDS
 
 NUM_REQUESTS = 24
-
-
-@pytest.fixture(scope="module")
-def two_drafts() -> Iterator[LocalCluster]:
-    # A controller would stop asking a draft that is late, which test_chaos.py covers.
-    with LocalCluster(cluster_config("draft.replicas=2", "speculation.controller=fixed")) as cluster:
-        cluster.wait_ready(READY_TIMEOUT_SECONDS)
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +27,8 @@ def cases() -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def expected(two_drafts: LocalCluster, cases: list[Case]) -> list[list[int]]:
-    return complete_all(two_drafts.url, cases, num_speculative_tokens=0)
+def expected(two_of_each: LocalCluster, cases: list[Case]) -> list[list[int]]:
+    return complete_all(two_of_each.url, cases, num_speculative_tokens=0)
 
 
 def num_different(answers: list[list[int]], expected: list[list[int]]) -> int:
@@ -58,18 +49,18 @@ def disconnect_at_random(url: str, stop: threading.Event) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_draft_changes_no_token(
-    two_drafts: LocalCluster, cases: list[Case], expected: list[list[int]], signum: signal.Signals
+    two_of_each: LocalCluster, cases: list[Case], expected: list[list[int]], signum: signal.Signals
 ) -> None:
-    victim = two_drafts.drafts[0].pid
+    victim = two_of_each.drafts[0].pid
     stop = threading.Event()
     clients = [
-        threading.Thread(target=disconnect_at_random, args=(two_drafts.url, stop)),
+        threading.Thread(target=disconnect_at_random, args=(two_of_each.url, stop)),
         threading.Timer(1.0, os.kill, (victim, signum)),
     ]
     for client in clients:
         client.start()
     try:
-        answers = complete_all(two_drafts.url, cases)
+        answers = complete_all(two_of_each.url, cases)
     finally:
         stop.set()
         for client in clients:
@@ -80,16 +71,16 @@ def test_a_lost_draft_changes_no_token(
 
     def is_whole() -> bool:
         """Where the victim is dead that is known only once it has been replaced: what the router knows may be older."""
-        two_drafts.watch()
-        return (signum == signal.SIGSTOP or two_drafts.drafts[0].pid != victim) and two_drafts.is_ready()
+        two_of_each.watch()
+        return (signum == signal.SIGSTOP or two_of_each.drafts[0].pid != victim) and two_of_each.is_ready()
 
     assert eventually(is_whole, READY_TIMEOUT_SECONDS)
-    assert_nothing_in_use(two_drafts)
+    assert_nothing_in_use(two_of_each)
 
 
-def test_a_slow_draft_changes_no_token(two_drafts: LocalCluster, cases: list[Case], expected: list[list[int]]) -> None:
+def test_a_slow_draft_changes_no_token(two_of_each: LocalCluster, cases: list[Case], expected: list[list[int]]) -> None:
     """One that runs a third of the time: its proposals come late, and some are stale."""
-    victim = two_drafts.drafts[0].pid
+    victim = two_of_each.drafts[0].pid
     stop = threading.Event()
 
     def hold_up() -> None:
@@ -102,11 +93,11 @@ def test_a_slow_draft_changes_no_token(two_drafts: LocalCluster, cases: list[Cas
     holding_up = threading.Thread(target=hold_up)
     holding_up.start()
     try:
-        answers = complete_all(two_drafts.url, cases)
+        answers = complete_all(two_of_each.url, cases)
     finally:
         stop.set()
         holding_up.join()
     assert num_different(answers, expected) <= 1
-    late = sum(read_counters(target.metrics_url)["outrider_late_rounds_total"] for target in two_drafts.targets)
+    late = sum(read_counters(target.metrics_url)["outrider_late_rounds_total"] for target in two_of_each.targets)
     assert late > 0
-    assert_nothing_in_use(two_drafts)
+    assert_nothing_in_use(two_of_each)

@@ -8,27 +8,19 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import pytest
 
 from bench.workload import read_counters
 from services.launch.local import LocalCluster
+from tests.soak import length
 from tests.system.client import Case, assert_nothing_in_use, complete_all
-from tests.system.conftest import READY_TIMEOUT_SECONDS, cluster_config
+from tests.system.conftest import READY_TIMEOUT_SECONDS
 from tests.waiting import WAIT_S, eventually
 
 NUM_STREAMS = 6
-NUM_MIXED_REQUESTS = 500
-
-
-@pytest.fixture(scope="module")
-def two_of_each() -> Iterator[LocalCluster]:
-    with LocalCluster(cluster_config("target.replicas=2", "draft.replicas=2")) as cluster:
-        cluster.wait_ready(READY_TIMEOUT_SECONDS)
-        yield cluster
+NUM_MIXED_REQUESTS = length(200, 500)
 
 
 def test_nothing_stays_in_use_after_many_mixed_requests(two_of_each: LocalCluster) -> None:
@@ -61,7 +53,6 @@ def test_nothing_stays_in_use_after_many_mixed_requests(two_of_each: LocalCluste
 
 
 def test_a_dead_targets_requests_go_on_elsewhere_with_the_same_tokens(two_of_each: LocalCluster) -> None:
-    """Last in this file: it leaves the cluster with a new process."""
     cases = [
         Case((400, 20, 7, seed), seed, 600, {"temperature": 1.0, "ignore_eos": True}) for seed in range(NUM_STREAMS)
     ]

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.launch.local import free_ports
 from tests.waiting import eventually
 
 
@@ -53,16 +54,21 @@ def pids_of(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("placement", "programs"), [("pool", ["router", "target", "draft"]), ("in-process", ["router", "target"])]
 )
-def test_a_normal_start_warns_of_nothing_and_says_where_metrics_are(
+def test_a_normal_start_warns_of_nothing_says_where_all_is_and_leaves_nothing_running(
     placement: str, programs: list[str], tmp_path: Path
 ) -> None:
-    with served(tmp_path, OUTRIDER_ROUTER__PORT="0", OUTRIDER_DRAFT__PLACEMENT=placement) as (process, log):
+    (port,) = free_ports(1)
+    with served(tmp_path, OUTRIDER_ROUTER__PORT=str(port), OUTRIDER_DRAFT__PLACEMENT=placement) as (process, log):
+        assert f"ready at http://127.0.0.1:{port} " in log.read_text()
+        assert httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).json()["status"] == "ok"
+        assert len(pids_of(tmp_path)) == 1 + len(programs)
         urls = re.findall(r"^  (http://\S+/metrics) \((.*)\)$", log.read_text(), re.MULTILINE)
         assert [name for _, name in urls] == programs
         for url, _ in urls:
             assert "# HELP" in httpx.get(url, trust_env=False).text
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+        assert pids_of(tmp_path) == []
     assert not re.search(r"WARN|ERROR|Traceback|Failed|deprecat", log.read_text()), log.read_text()
     assert list(tmp_path.glob("outrider-*")) == []
 
@@ -101,22 +107,7 @@ def test_one_request_is_found_in_the_logs_of_router_and_target(tmp_path: Path) -
 
 
 def test_a_killed_launcher_leaves_no_process_and_the_next_one_no_folder(tmp_path: Path) -> None:
-    with served(tmp_path, "--port", "0", "--draft.placement", "pool") as (process, log):
-        url = re.search(r"ready at (\S+) ", log.read_text())
-        assert url is not None
-        body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": "a+"}}
-        httpx.post(f"{url[1]}/v1/completions", json=body, timeout=60, trust_env=False).raise_for_status()
-        assert len(pids_of(tmp_path)) == 5  # with the process that compiles grammars
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
-        assert eventually(lambda: pids_of(tmp_path) == [])
-    assert len(list(tmp_path.glob("outrider-serve-*"))) == 1
-    with served(tmp_path, "--port", "0", "--draft.placement", "pool"):
-        assert len(list(tmp_path.glob("outrider-serve-*"))) == 1  # its own
-    assert list(tmp_path.glob("outrider-*")) == []
-
-
-def test_a_grammar_that_is_being_compiled_goes_with_its_target(tmp_path: Path) -> None:
+    """No process that compiles a grammar, either, which it would do for hours."""
     with served(tmp_path, "--port", "0", "--draft.placement", "pool") as (process, log):
         url = re.search(r"ready at (\S+) ", log.read_text())
         assert url is not None
@@ -124,6 +115,11 @@ def test_a_grammar_that_is_being_compiled_goes_with_its_target(tmp_path: Path) -
         body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"grammar": slow}}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url[1]}/v1/completions", json=body, timeout=4, trust_env=False)
+        assert len(pids_of(tmp_path)) == 5  # with the process that compiles grammars
         os.kill(process.pid, signal.SIGKILL)
         process.wait(60)
-        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=30)  # by itself it would go on for hours
+        assert eventually(lambda: pids_of(tmp_path) == [], timeout_s=30)
+    assert len(list(tmp_path.glob("outrider-serve-*"))) == 1
+    with served(tmp_path, "--port", "0", "--draft.placement", "pool"):
+        assert len(list(tmp_path.glob("outrider-serve-*"))) == 1  # its own
+    assert list(tmp_path.glob("outrider-*")) == []

@@ -24,7 +24,10 @@ SCALED = (
 
 
 def test_drafts_follow_what_they_bring(cluster: RayFaultCluster, questions: list[Question], expected: Answers) -> None:
-    cluster.roll(*SCALED)
+    # No request fails and no token differs in a rolling update, through Serve's proxy: it replaces the routers, too.
+    tally, _ = under_load([cluster.nodes.proxy_url], questions, expected, lambda: str(cluster.roll(*SCALED)), 1.0)
+    assert tally.num_sent > len(questions), "the load ended before the update"
+    assert (tally.num_failed, tally.num_different_tokens) == (0, 0), tally
     # As many as deployed, for as long as nothing is measured; but one where the targets of before, which had
     # measured, were listed for long enough with nothing to draft for.
     assert eventually(lambda: len(cluster.members("draft")) in (1, 2), READY_SECONDS), decisions(cluster)

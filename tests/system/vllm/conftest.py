@@ -10,12 +10,14 @@ import torch
 
 from cluster.config.workers import TargetConfig
 from cluster.engine.runner import ModelRunner
+from tests.collector import Collector, collecting
+from tests.soak import length
 from tests.system.cases import sampled_cases
 from tests.system.client import Case
 from tests.system.near_ties import NearTieJudge
 from tests.system.vllm.programs import Programs, two_targets
 
-NUM_PROMPTS = 40
+NUM_PROMPTS = length(20, 40)
 SETTINGS = {
     "speculation.draft_timeout_ms": 5000,  # on a busy machine drafts are often late by the default of 50
     "target.engine": "vllm",
@@ -28,8 +30,16 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="package")
-def programs(tmp_path_factory: pytest.TempPathFactory, random_draft: Path) -> Iterator[Programs]:
-    with two_targets(tmp_path_factory.mktemp("vllm"), random_draft, **SETTINGS) as programs:
+def collector() -> Iterator[Collector]:
+    """Gets the traces of `programs`."""
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="package")
+def programs(tmp_path_factory: pytest.TempPathFactory, random_draft: Path, collector: Collector) -> Iterator[Programs]:
+    settings = SETTINGS | {"tracing.endpoint": collector.url}
+    with two_targets(tmp_path_factory.mktemp("vllm"), random_draft, **settings) as programs:
         yield programs
 
 

@@ -17,9 +17,10 @@ from cluster.engine.runner import ModelRunner
 from services import cli
 from services.launch.local import free_ports
 from tests.lora import BASE, merge, write_adapter
+from tests.soak import length
 from tests.system.client import Case, complete_all
 from tests.system.near_ties import NearTieJudge
-from tests.system.shaped_cases import Body, answer, assert_alike, shaped_bodies
+from tests.system.shaped_cases import Body, answer, assert_alike, one_of_each_constraint, shaped_bodies
 from tests.system.vllm.conftest import SETTINGS
 from tests.system.vllm.programs import Programs, two_targets
 from tests.system.vllm.test_exactness import answers_through, drafted, num_moved
@@ -27,7 +28,8 @@ from tests.waiting import eventually
 
 MODELS = (BASE, "first/lora", "second")
 MAX_NEAR_TIES = 1
-LONG: Body = {"prompt": "class Reader:\n", "max_tokens": 600, "ignore_eos": True, "temperature": 0}
+LONG: Body = {"prompt": "class Reader:\n", "ignore_eos": True, "temperature": 0}
+FEW, MANY = length((20, 200), (60, 600))  # tokens; one takes some 45 ms
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +186,8 @@ def test_what_the_merged_model_answers(lora_cases: list[Case], alone: list[list[
 
 def test_constraints_and_logprobs(programs: Programs, client: httpx.Client) -> None:
     programs.use("right")
-    bodies = [body | {"model": MODELS[number % 3]} for number, (_, body) in enumerate(shaped_bodies())]
+    shaped = length(one_of_each_constraint(), dict(shaped_bodies()))
+    bodies = [body | {"model": MODELS[number % 3]} for number, body in enumerate(shaped.values())]
     plain = [answer(client, body | {"num_speculative_tokens": 0}) for body in bodies]
     with ThreadPoolExecutor(6) as threads:
         drafted = list(threads.map(lambda body: answer(client, body | {"num_speculative_tokens": 4}), bodies))
@@ -220,7 +223,7 @@ def test_hot_loading(
     admin_address: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    body = LONG | {"model": "third", "max_tokens": 60, "return_token_ids": True}
+    body = LONG | {"model": "third", "max_tokens": FEW, "return_token_ids": True}
     assert client.post("/v1/completions", json=body).status_code == 404
     assert cli.main(["adapter", "load", "third", "later/three", "--admin", admin_address]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
@@ -228,20 +231,20 @@ def test_hot_loading(
     assert "third" in capsys.readouterr().out
     plain = answer(client, body | {"num_speculative_tokens": 0})
     # All three at once, of which vLLM takes two in a step.
-    bodies = [body | {"model": model} for _ in range(4) for model in ("third", *MODELS)]
+    bodies = [body | {"model": model} for _ in range(length(2, 4)) for model in ("third", *MODELS)]
     with ThreadPoolExecutor(len(bodies)) as threads:
         answers = list(threads.map(lambda body: answer(client, body), bodies))
     for one in answers[::4]:
         assert_alike(one, plain)
 
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(answer, client, body | {"max_tokens": 600})
+        running = threads.submit(answer, client, body | {"max_tokens": MANY})
         assert eventually(lambda: sum(target["running"] for target in programs.health()["targets"]) > 0)
         assert cli.main(["adapter", "unload", "third", "--admin", admin_address]) == 0
         assert client.post("/v1/completions", json=body).status_code == 404
         (choice,) = running.result()
-    assert len(choice["token_ids"]) == 600  # it ended as it began
-    assert choice["token_ids"][:60] == plain[0]["token_ids"]
+    assert len(choice["token_ids"]) == MANY  # it ended as it began
+    assert choice["token_ids"][:FEW] == plain[0]["token_ids"]
     assert cli.main(["adapter", "unload", "third", "--admin", admin_address]) == 2
     programs.assert_nothing_in_use()
 

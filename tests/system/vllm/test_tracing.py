@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import httpx
 
-from cluster.config.file import load_config
-from services.launch.local import LocalCluster
-from tests.collector import collecting
+from tests.collector import Collector
 from tests.system.test_tracing import check_one_choice, new_trace
-from tests.system.vllm.conftest import SETTINGS
-from tests.system.vllm.programs import READY_S
+from tests.system.vllm.programs import Programs
 
 
-def test_a_whole_answer() -> None:
-    settings = {**SETTINGS, "target.dtype": "float32", "draft.dtype": "float32", "router.port": 0}
-    settings |= {"speculation.controller": "fixed"}
-    with collecting() as collector:
-        settings["tracing.endpoint"] = collector.url
-        with LocalCluster(load_config(None, [f"{key}={value}" for key, value in settings.items()])) as cluster:
-            cluster.wait_ready(READY_S)
-            trace_id, headers = new_trace()
-            body = {"prompt": "def main(", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-            httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60)
-            spans = collector.wait_for(trace_id, 6)
-    check_one_choice(spans, "/v1/completions", 60)
+def test_a_whole_answer(programs: Programs, collector: Collector) -> None:
+    programs.use("right")
+    trace_id, headers = new_trace()
+    body = {"prompt": "def main(", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "num_speculative_tokens": 4}
+    response = httpx.post(f"{programs.url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert response.status_code == 200, response.text
+    check_one_choice(collector.wait_for(trace_id, 6), "/v1/completions", 60)

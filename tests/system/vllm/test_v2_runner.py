@@ -11,7 +11,8 @@ from bench.workload import read_counters
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
 from tests.cluster.vllm.v2.environment import environment
-from tests.system.shaped_cases import Body, answer, assert_alike, shaped_bodies
+from tests.soak import length
+from tests.system.shaped_cases import Body, answer, assert_alike, one_of_each_constraint, shaped_bodies
 
 MAX_TOKENS = 16  # a token takes the interpreter a tenth of a second
 SETTINGS = (
@@ -30,7 +31,8 @@ SETTINGS = (
     "speculation.draft_timeout_ms=5000",
 )
 BODIES: dict[str, Body] = {
-    name: {**body, "max_tokens": MAX_TOKENS, "n": 1} for name, body in list(shaped_bodies())[::2]
+    name: {**body, "max_tokens": MAX_TOKENS, "n": 1}
+    for name, body in length(one_of_each_constraint(), dict(shaped_bodies())).items()
 }
 
 

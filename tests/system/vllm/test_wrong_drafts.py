@@ -13,12 +13,13 @@ from cluster.model_folder import resolve_model_folder
 from cluster.tokenization import Tokenizer
 from services.launch.child import Child
 from services.launch.local import free_ports
+from tests.soak import length
 from tests.system.client import Case, complete_all
 from tests.system.near_ties import NearTieJudge
 from tests.system.vllm.programs import Programs
 from tests.system.vllm.test_exactness import MAX_NEAR_TIES, num_different
 
-NUM_MIXED = 500
+NUM_MIXED = length(150, 500)
 NUM_AT_ONCE = 24
 
 
@@ -28,7 +29,7 @@ NUM_AT_ONCE = 24
 )
 def test_wrong_drafts(programs: Programs, cases: list[Case], judge: NearTieJudge, kind: str, metric: str) -> None:
     programs.use()
-    few = cases[:16]
+    few = cases[:10]
     expected = complete_all(programs.url, few, num_speculative_tokens=0)
     fingerprint = Tokenizer(resolve_model_folder(Config().target.model)).fingerprint()
     address = f"127.0.0.1:{free_ports(1)[0]}"

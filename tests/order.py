@@ -1,0 +1,77 @@
+"""Which tests stay together in one process, and in which order processes take them: see `make test`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+# Files of tests that share a cluster, with about how many seconds they take where half of the machine is theirs.
+# A file that is not here is a group of its own.
+_TOGETHER: dict[str, tuple[float, tuple[str, ...]]] = {
+    "Ray's nodes": (300.0, ("ray/test_faults.py", "ray/test_scaling.py", "ray/test_upgrade.py")),
+    "vLLM": (
+        240.0,
+        (
+            "vllm/test_exactness.py",
+            "vllm/test_load_generator.py",
+            "vllm/test_observation.py",
+            "vllm/test_shaped_answers.py",
+            "vllm/test_tracing.py",
+            "vllm/test_wrong_drafts.py",
+        ),
+    ),
+    "the instruct model": (90.0, ("clients/",)),
+    "two of each": (90.0, ("test_failover.py", "test_faults.py", "test_several_targets.py")),
+}
+_SECONDS = {
+    "tests/system/vllm/test_engines.py": 240.0,
+    "tests/system/vllm/test_lora.py": 180.0,
+    "tests/system/ray/test_launcher.py": 120.0,
+    "tests/bench/test_faults.py": 140.0,
+    "tests/system/vllm/test_v2_runner.py": 80.0,
+    "tests/system/test_usability.py": 80.0,
+    "tests/system/test_exactness.py": 80.0,
+}
+_SECONDS_OF_A_CLUSTER = 30.0  # where none are given above
+_SYSTEM = "tests/system/"
+_WHOLE_CLUSTERS = (_SYSTEM, "tests/bench/test_faults.py")
+
+
+def group_of(file: str) -> str:
+    """The group of the tests in `file`, a path from the project's root."""
+    if file.startswith(_SYSTEM):
+        for name, (_, files) in _TOGETHER.items():
+            if file.removeprefix(_SYSTEM).startswith(files):
+                return name
+    return file
+
+
+def _seconds_of(group: str) -> float:
+    return _TOGETHER[group][0] if group in _TOGETHER else _SECONDS.get(group, _SECONDS_OF_A_CLUSTER)
+
+
+def put_in_order(items: list[pytest.Item]) -> None:
+    """Gives each of `items` its group, and sorts them by it.
+
+    Whole clusters, which wait for half of their time, come the longest first, each followed by as large a share of the
+    other tests, which compute, as its own share of the whole clusters' time: so processes that take groups in turn have
+    some of both at any time. Items of a group stay in their order.
+    """
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        group = group_of(item.nodeid.partition("::")[0])
+        item.add_marker(pytest.mark.xdist_group(group))
+        groups.setdefault(group, []).append(item)
+    is_whole = {group: of_it[0].nodeid.startswith(_WHOLE_CLUSTERS) for group, of_it in groups.items()}
+    whole = sorted((group for group in groups if is_whole[group]), key=_seconds_of, reverse=True)
+    rest = [group for group in groups if not is_whole[group]]
+    begins = _begins(whole, [_seconds_of(group) for group in whole]) | _begins(rest, [1.0] * len(rest))
+    items[:] = [item for group in sorted(groups, key=begins.__getitem__) for item in groups[group]]
+
+
+def _begins(groups: Sequence[str], weights: Sequence[float]) -> dict[str, float]:
+    """The share of the weights before each of `groups`."""
+    total = sum(weights) or 1.0
+    return dict(zip(groups, (before / total for before in itertools.accumulate(weights, initial=0.0)), strict=False))
