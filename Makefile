@@ -109,7 +109,7 @@ test: $(READY_DEV)
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
 endif
 
 # What `make test` does in short forms, at length: an hour or two. A fuzzer alone runs for minutes.

@@ -7,11 +7,12 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.background_loop import BackgroundLoop
-from tests.order import put_in_order
+from tests.order import ByGroup, put_in_order
 
 # Before gRPC is imported: tests with gRPC in this process come before others that start programs. What it does after
 # a fork, for children that go on to use it, takes threads into Python in a child that is about to become another
@@ -48,10 +49,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         put_in_order(items)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByGroup | None:
+    return ByGroup(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 # Files of tests that share a cluster, with about how many seconds they take where half of the machine is theirs.
 # A file that is not here is a group of its own.
@@ -48,12 +49,19 @@ def group_of(file: str) -> str:
     return file
 
 
+class ByGroup(LoadScopeScheduling):
+    """Gives a process one group after the other. What xdist has for groups does nothing with pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid.partition("::")[0])
+
+
 def _seconds_of(group: str) -> float:
     return _TOGETHER[group][0] if group in _TOGETHER else _SECONDS.get(group, _SECONDS_OF_A_CLUSTER)
 
 
 def put_in_order(items: list[pytest.Item]) -> None:
-    """Gives each of `items` its group, and sorts them by it.
+    """Sorts `items` by their groups.
 
     Whole clusters, which wait for half of their time, come the longest first, each followed by as large a share of the
     other tests, which compute, as its own share of the whole clusters' time: so processes that take groups in turn have
@@ -61,9 +69,7 @@ def put_in_order(items: list[pytest.Item]) -> None:
     """
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        group = group_of(item.nodeid.partition("::")[0])
-        item.add_marker(pytest.mark.xdist_group(group))
-        groups.setdefault(group, []).append(item)
+        groups.setdefault(group_of(item.nodeid.partition("::")[0]), []).append(item)
     is_whole = {group: of_it[0].nodeid.startswith(_WHOLE_CLUSTERS) for group, of_it in groups.items()}
     whole = sorted((group for group in groups if is_whole[group]), key=_seconds_of, reverse=True)
     rest = [group for group in groups if not is_whole[group]]

@@ -56,7 +56,7 @@ def test_a_trace_is_answered_whole(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_steps_memory_and_price_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     gpus = ["--target", "70B:bf16", "--target-gpus", "4xH100", "--draft", "1B:bf16", "--draft-gpus", "A100-80"]
-    load = ["--streams", "4", "--seconds", "20", "--prompt-tokens", "300", "--answer-tokens", "100"]
+    load = ["--streams", "4", "--seconds", "8", "--prompt-tokens", "300", "--answer-tokens", "100"]
     limits = ["--set", "target.max_num_batched_tokens=2048", "--price", "H100=3"]
     assert simulate(*gpus, *load, *limits, "--json", "-") == 0
     found = json.loads(capsys.readouterr().out)

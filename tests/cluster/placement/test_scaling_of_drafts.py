@@ -10,9 +10,11 @@ from cluster.placement.registry import Announcement, Load
 from cluster.placement.scaling import Scaler
 from cluster.simulator.drafts import SimulatedDraft
 from cluster.simulator.virtual import VirtualCluster
+from tests.soak import length
 
 INTERVAL_SECONDS = 5.0
 MOST = 8
+SECONDS = length(60.0, 100.0)
 
 
 class ScaledCluster:
@@ -75,7 +77,7 @@ class ScaledCluster:
 def test_drafts_that_slow_down_with_their_batch_are_shared_out_over_more_workers() -> None:
     cluster = ScaledCluster("[[1, 1], [4, 8], [8, 16], [2048, 60]]", num_streams=8)
     alone = cluster.run(INTERVAL_SECONDS)
-    together = cluster.run(100)
+    together = cluster.run(SECONDS)
     assert cluster.numbers[-1] >= 4
     assert together > 1.3 * alone
     assert cluster.num_turns <= 2, cluster.numbers
@@ -83,19 +85,19 @@ def test_drafts_that_slow_down_with_their_batch_are_shared_out_over_more_workers
 
 def test_drafts_that_cost_the_same_in_any_batch_stay_on_one_worker() -> None:
     cluster = ScaledCluster("[[1, 2], [64, 2]]", num_streams=8)
-    cluster.run(100)
+    cluster.run(SECONDS)
     assert set(cluster.numbers) == {1}
 
 
 def test_sequences_that_find_no_room_bring_more_workers() -> None:
     cluster = ScaledCluster("[[1, 2], [64, 2]]", 8, "draft.max_num_seqs=3")
-    cluster.run(100)
+    cluster.run(SECONDS)
     assert cluster.numbers[-1] == 3
     assert cluster.num_turns == 0, cluster.numbers
 
 
 def test_drafts_that_do_not_pay_are_given_up() -> None:
     cluster = ScaledCluster("[[1, 40]]", 2, "ray.draft.min_replicas=0")
-    cluster.run(100)
+    cluster.run(SECONDS)
     assert cluster.numbers[-1] == 0
     assert cluster.num_turns == 0, cluster.numbers

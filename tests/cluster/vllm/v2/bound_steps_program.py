@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_TOKENS = 20
+from tests.soak import length
+
+MAX_TOKENS = length(12, 20)
 MAX_DRAFTS = 6
 
 

@@ -19,6 +19,7 @@ from cluster.speculation.sampling import Sampler, SampleRequest
 from cluster.tokenization import Tokenizer
 from services.training.corpus import held_out_texts
 from tests.background_loop import BackgroundLoop
+from tests.soak import length
 from tests.system.client import Case
 from tests.system.near_ties import NearTieJudge
 
@@ -26,7 +27,7 @@ from .engine import Engine
 from .knowing_draft import KnowingDraft, Quality
 
 VOCAB_SIZE = 4096
-NUM_CASES = 40
+NUM_CASES = length(18, 40)
 MAX_NEAR_TIES = 2  # vLLM's matrix products are not ours: float32 makes them, rarely
 K = 4
 SAMPLING: tuple[dict[str, object], ...] = (
@@ -160,7 +161,7 @@ def test_ranks_verify_the_same_drafts(
     draft.worker.quality = "good"
     speculation = {"num_speculative_tokens": K, "draft_timeout_ms": 10_000}
     settings = {"draft_addresses": [draft.address], "speculation": speculation}
-    some = cases[: 2 * len(SAMPLING)]
+    some = cases[: length(1, 2) * len(SAMPLING)]
     with Engine(tmp_path, {"outrider": settings}, max_model_len=160, max_num_seqs=16, tensor_parallel_size=2) as engine:
         parallel = engine.generate(some)
         counters = engine.counters()

@@ -16,6 +16,7 @@ import pytest
 from bench.workload import read_counters
 from cluster.model_folder import resolve_model_folder
 from services.launch.local import free_ports
+from tests.soak import length
 from tests.waiting import eventually, wait_until
 
 from .environment import ROOT, environment
@@ -152,10 +153,11 @@ def test_drafts_are_accepted_and_let_go(server: Server, draft: Draft, answers: l
 
 
 def test_same_answers_when_the_draft_is_killed_midway(server: Server, draft: Draft) -> None:
-    expected = server.answers(max_tokens=200)  # long: some have to be under way when the draft is killed
+    num_tokens = length(80, 200)
+    expected = server.answers(max_tokens=num_tokens)  # long: some have to be under way when the draft is killed
     drafted = server.counters()["vllm:spec_decode_num_draft_tokens_total"]
     with ThreadPoolExecutor(1) as thread:
-        again = thread.submit(server.answers, max_tokens=200)
+        again = thread.submit(server.answers, max_tokens=num_tokens)
         wait_until(lambda: server.counters()["vllm:spec_decode_num_draft_tokens_total"] > drafted)
         draft.kill()
         assert not again.done()
