@@ -99,8 +99,8 @@ demo: $(READY_DEMO) $(DEMO_MODEL)/tokenizer.json
 	  --router.page_question 'What is the capital of France, and what is it known for?' --open $(ARGS)
 
 # Without vLLM, Ray, the clients or a browser their tests say that they are missing, and are skipped, unless REQUIRE_VLLM,
-# REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set. Tests run in more processes than there are cores in CI, as those
-# of whole clusters mostly wait; tests/order.py has which stay together and in which order they come.
+# REQUIRE_RAY, REQUIRE_CLIENTS or REQUIRE_BROWSER is set. Tests run in two processes, also those of whole clusters, which
+# wait for half of their time; tests/order.py has which stay together and in which order they come.
 test: $(READY_DEV)
 	@$(MAKE) --no-print-directory setup-vllm || test -z "$(REQUIRE_VLLM)"
 	@$(MAKE) --no-print-directory setup-ray || test -z "$(REQUIRE_RAY)"
@@ -109,7 +109,7 @@ test: $(READY_DEV)
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -n 3 --dist loadscope --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadscope --no-loadscope-reorder
 endif
 
 # What `make test` does in short forms, at length: an hour or two. A fuzzer alone runs for minutes.

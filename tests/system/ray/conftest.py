@@ -14,9 +14,10 @@ from bench.fault_ray import TWO_OF_EACH, RayFaultCluster, RayNodes
 from bench.faults import SETTINGS
 from cluster.config.file import load_config
 from services.launch.local import LocalCluster
+from tests.soak import length
 from tests.system.conftest import READY_TIMEOUT_SECONDS
 
-NUM_STREAMS = 8
+NUM_STREAMS = length(4, 8)
 MAX_TOKENS = 80
 # A request takes about a second; one of a program that is frozen is waited for so long, and 5 s more.
 SHORT_DRAINS = ("router.drain_seconds=7", "target.drain_seconds=7", "draft.drain_seconds=3")
