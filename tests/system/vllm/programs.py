@@ -19,7 +19,7 @@ from tests.waiting import eventually
 READY_S = 240.0  # below the time limit of a test, which would say nothing of what is missing
 _PAUSE_S = 0.2
 # Of an engine, with no core of its own: beside other work, threads that wait for each other in every layer take many
-# times longer than one that computes all. How a target divides its cores is left to tests with one target.
+# times longer than one that computes all. How a target divides its cores is left to one test here and to Ray's.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "KMP_AFFINITY": "none"}
 _TOLD = (
     "outrider_draft_s",
