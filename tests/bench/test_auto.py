@@ -9,7 +9,7 @@ import pytest
 from bench.auto import CASES, COLD_BAR, FLOOR_BAR, WARM_BAR, Case, run
 from tests.soak import length
 
-SEEDS = range(length(4, 6))
+SEEDS = range(length(3, 6))
 NUM_STREAMS = 4
 
 
