@@ -12,7 +12,6 @@ from bench.fault_load import Answers
 from bench.fault_ray import RayFaultCluster
 from cluster.simulated_engines.tokens import token_at
 from cluster.speculation.noise import NoiseKey
-from tests.system.ray.conftest import UNSCALED
 
 NEW_VOCABULARY = 4090  # a simulated token depends on its size
 
@@ -20,8 +19,8 @@ NEW_VOCABULARY = 4090  # a simulated token depends on its size
 def test_old_and_new_never_mix_within_an_answer(
     running: RayFaultCluster, questions: list[Question], expected: Answers
 ) -> None:
-    """Through Serve's proxy: the routers are replaced too. Pools are of a fixed size from then on."""
-    cluster = running  # whose roll back would take as long as this test
+    """Through Serve's proxy: the routers are replaced too. Drafts may come and go meanwhile."""
+    cluster = running  # with scaling as the test before left it: a roll back takes as long as this test
     new = {
         index: [
             token_at(NoiseKey.derive(question.seed, 0), len(question.prompt) + place, NEW_VOCABULARY)
@@ -48,7 +47,7 @@ def test_old_and_new_never_mix_within_an_answer(
     for thread in asking:
         thread.start()
     try:
-        cluster.roll(*UNSCALED, f"simulation.vocab_size={NEW_VOCABULARY}")
+        cluster.roll(f"simulation.vocab_size={NEW_VOCABULARY}")
     finally:
         stopping.set()
         for thread in asking:
