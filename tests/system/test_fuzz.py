@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from services.launch.local import LocalCluster
@@ -13,7 +15,7 @@ pytest.importorskip("schemathesis", reason="`make setup-clients` installs schema
 from tests.system.fuzz_api import Resources, assert_nothing_kept, fuzz, warm_up
 from tests.system.fuzzing import programs
 
-SECONDS = length(6.0, 240.0)
+SECONDS, LEAST_ANSWERS = length((6.0, 30), (240.0, 1000))
 
 
 @pytest.mark.parametrize("settings", [(), ("router.max_waiting_requests=2",)], ids=["roomy", "full"])
@@ -22,7 +24,9 @@ def test_every_answer_is_as_the_document_says(settings: tuple[str, ...]) -> None
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         warm_up(cluster.url)
         before = [Resources.of(child) for child in programs(cluster)]
-        figures = fuzz(cluster.url, SECONDS, seed=2026)
-        assert not figures.failures, "\n".join(figures.failures[:10])
-        assert figures.codes.total() > length(20, 1000)
+        num_answers, seeds = 0, itertools.count(2026)
+        while num_answers < LEAST_ANSWERS:  # once, unless the machine is busy
+            figures = fuzz(cluster.url, SECONDS, seed=next(seeds))
+            assert not figures.failures, "\n".join(figures.failures[:10])
+            num_answers += figures.codes.total()
         assert_nothing_kept(cluster, before)
