@@ -71,7 +71,7 @@ GPUS = {
 
 # Cores of a GPU host that a draft gets (`draft.placement: host-cpu`); they are paid for with the GPUs.
 # SPR-16: 16 cores with AMX of a Sapphire Rapids host, and 64 GB of its memory. On two cores this project's kernels read
-# 13 GB/s a core, and computed 0.8 TFLOPS a core at 128 rows (docs/DECISIONS.md, "Products on a CPU are made of tiles").
+# 13 GB/s a core, and computed 0.8 TFLOPS a core at 128 rows (`python -m bench.linear`).
 # 16 cores are assumed to do 8 times that: 208 GB/s of the 307 GB/s of eight channels of DDR5-4800 (Intel's data
 # sheet), and 0.8 TFLOPS a core after `steps.Efficiency` is applied to the peak. Not measured on 16 cores.
 HOST_CPUS = {cpu.name: cpu for cpu in (Gpu("SPR-16", 64, 208, 22, 0.0),)}
