@@ -1,4 +1,4 @@
-"""Whether addresses can be listened at, and names are known: asked before a model is loaded, which may take minutes."""
+"""Checks that addresses can be listened at and names resolve, before a model is loaded for minutes."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return os.EX_TEMPFAIL if is_passing else 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read what is printed has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # of what is left nothing is told at exit
         return 128 + signal.SIGPIPE
 

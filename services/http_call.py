@@ -88,7 +88,7 @@ def add_url_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whom a command takes for a router with TLS: see `trusted_context`."""
+    """Adds the options that say which certificates of a router are trusted: see `trusted_context`."""
     whom = parser.add_mutually_exclusive_group()
     whom.add_argument(
         "--ca-file", metavar="FILE", help="who signs a router's certificate (default: whom this machine trusts)"

@@ -93,7 +93,7 @@ def plain(value: object) -> str:
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
-    """What a value of this JSON schema can be, in words."""
+    """Returns the values that this JSON schema allows, in words."""
     if "anyOf" in schema:
         return " or ".join(kind_of(choice) for choice in schema["anyOf"])
     if "enum" in schema:

@@ -1,4 +1,4 @@
-"""What the gRPC worker programs share: cores and threads, the server, its errors and its end."""
+"""The common parts of the gRPC worker programs: cores and threads, the server, its errors and its end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def prepare_process(config: WorkerConfig) -> None:
 
 
 def check_before_loading(config: Config, pool: str) -> None:
-    """What can be known to be wrong before a model is loaded, which may take minutes. Raises ConfigurationError."""
+    """Checks what can be checked before a model is loaded, which may take minutes. Raises ConfigurationError."""
     Listener.of(config.tls, pool)
     check_worker(config.target if pool == "target" else config.draft, pool)
     if pool == "target":
@@ -104,7 +104,7 @@ def log_kv_cache(num_blocks: int, block_size: int, max_num_seqs: int, num_slots:
 def serve_readings(
     worker: WorkerConfig, read: Callable[[], Iterable[Reading]], listener: Listener | None = None
 ) -> str:
-    """Serves a metrics page with what `read` returns to those whom `listener` knows, if `worker` has a port for one.
+    """Serves a metrics page with the readings of `read` to callers that `listener` accepts, if `worker` has a port.
 
     Returns its URL; "" where there is none.
     """
@@ -152,7 +152,7 @@ async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> Async
 
 
 class Worker(Protocol):
-    """What a program serves, as far as its life is concerned."""
+    """The lifecycle of the service that a program runs."""
 
     @property
     def error(self) -> BaseException | None:
@@ -160,7 +160,7 @@ class Worker(Protocol):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether its loop has work and stands still."""
+        """True if its loop has work and makes no step."""
 
     async def drain(self, seconds: float) -> None:
         """Takes no new work. Returns when what runs has ended or been given up, after `seconds` at most."""

@@ -39,7 +39,7 @@ class Painter:
     num_steps: int = 0
 
     def paint(self, steps: Iterable[Mapping[str, Any]]) -> str:
-        """What `steps`, the `rounds` of a chunk, added to the text."""
+        """Paints the text that `steps`, the `rounds` of a chunk, added."""
         painted = []
         for step in steps:
             self.num_steps += 1
@@ -49,7 +49,7 @@ class Painter:
         return "".join(painted)
 
     def summary(self, seconds: float) -> str:
-        """Of all that was painted, in `seconds`."""
+        """Returns a summary of all painted text, which took `seconds`."""
         num_tokens = sum(self.counts.values())
         parts = [f"{number} {_MEANINGS[kind]}" for kind in _STYLES if (number := self.counts[kind])]
         rate = num_tokens / seconds if seconds > 0 else 0.0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """What came of `outrider distill`."""
+    """The result of `outrider distill`."""
 
     target: str
     draft: str | None  # that it began with; None: a new one

@@ -206,7 +206,7 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
 
 
 def _renderer(folder: Path) -> Callable[[Any], Sequence[int]]:
-    """Of conversations, by the model's chat template."""
+    """Returns the token IDs of conversations, written by the model's chat template."""
     from services.router.chat.prompt import ChatPrompts, Conversation
     from services.router.chat.template import ChatTemplate
 
@@ -237,7 +237,7 @@ def _save(draft: Any, target_folder: Path, out: Path) -> None:
 
 
 def _tell(out: Path, told: Distilled) -> None:
-    """Prints it, and keeps it beside the draft, for programs and for people."""
+    """Prints the report, and writes it next to the draft, for programs and for people."""
     print(f"{out}: taught on {told.num_taught} answers; acceptance on {told.num_held_out} that it has not seen:")
     for old, new in zip(told.before, told.after, strict=True):
         print(

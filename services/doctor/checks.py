@@ -1,4 +1,4 @@
-"""What is wrong with the programs of a cluster, whatever they are asked."""
+"""Findings about the programs of a cluster that do not depend on their load."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> Any:
-    """What a cluster is put under; returns their group."""
+    """Adds the options of the load; returns their group."""
     load = parser.add_argument_group("loads")
     load.add_argument(
         "--streams", type=above_zero(int), default=4, metavar="N", help="at once, on each target; default 4"

@@ -15,7 +15,7 @@ TOLD_DEPTH = 5  # acceptance and the waterfall are told of rounds so deep
 
 @dataclass(frozen=True, slots=True)
 class ExaminationPlan:
-    """What to measure. The first of `temperatures` is that of all loads but those that compare them."""
+    """The loads to measure. All but those that compare temperatures use the first of `temperatures`."""
 
     num_streams: int  # on each target
     temperatures: tuple[float, ...]

@@ -79,7 +79,7 @@ class Child:
         self._started_at = time.monotonic()
 
     def lines(self) -> Iterator[str]:
-        """What it writes, until it and all that it started have ended."""
+        """Yields the lines that it writes, until it and all of its children have ended."""
         output = None if self._process is None else self._process.stdout
         assert output is not None, f"{self.name} is not heard"
         for line in output:

@@ -18,7 +18,7 @@ class CoreShares:
 
     @property
     def drafts_share(self) -> bool:
-        """Whether drafts compute on cores of a target."""
+        """Returns whether drafts compute on cores of a target."""
         of_targets = {cpu for cpus in self.targets for cpu in cpus or ()}
         return any(of_targets.intersection(cpus or ()) for cpus in self.drafts)
 

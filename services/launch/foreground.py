@@ -1,4 +1,4 @@
-"""What every launcher does in the foreground: count the signals that ask it to end, say that it is ready, and where."""
+"""Foreground tasks of every launcher: count stop signals, and announce that the cluster is ready."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StopSignals:
 
 
 def read_health(url: str, key: str | None = None, certificate_file: str | None = None) -> dict[str, Any] | None:
-    """What the router at `url` says at /health; None unless the whole path can answer. `certificate_file`: its own."""
+    """Returns the router's /health; None unless the whole path can answer. `certificate_file`: the router's own."""
     try:
         with get(f"{url}/health", _HEALTH_SECONDS, key, certificate_file) as response:
             body: dict[str, Any] = json.load(response)
@@ -43,7 +43,7 @@ def read_health(url: str, key: str | None = None, certificate_file: str | None =
 
 
 def get(url: str, seconds: float, key: str | None, certificate_file: str | None) -> Any:
-    """The answer of a router, past any proxy. Raises OSError, of which URLError is one."""
+    """Returns a router's answer, past any proxy. Raises OSError; URLError is one."""
     context = pinned_context(certificate_file)
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}),

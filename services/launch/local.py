@@ -159,11 +159,11 @@ class LocalCluster:
             child.watch()
 
     def health(self) -> dict[str, Any] | None:
-        """What the router says at /health; None unless the whole path can answer."""
+        """Returns the router's /health; None unless the whole path can answer."""
         return read_health(self.url, self._key, self.config.router.tls_certificate_file)
 
     def is_ready(self) -> bool:
-        """Whether every program runs, every target answers and every one of its links is up."""
+        """Returns whether every program runs, every target answers and all of its links are up."""
         if any(child.has_ended() for child in self._children):
             return False  # the router may not have noticed yet
         health = self.health()
@@ -318,7 +318,7 @@ def _router_port(config: Config) -> int:
 
 
 def _check_pages(config: Config) -> None:
-    """That what listens beside the router and the workers can. Raises ConfigurationError."""
+    """Checks that the other listeners can listen. Raises ConfigurationError."""
     if config.router.admin_listen is not None:
         check_can_listen(*split(config.router.admin_listen), "set router.admin_listen")
     for pool, worker in (("target", config.target), ("draft", config.draft)):

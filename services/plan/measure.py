@@ -70,7 +70,7 @@ def measured_options(
 
 
 def measure_steps(config: Config, load: ExpectedLoad, temperature: float) -> MeasuredStepTimes:
-    """Of `load.num_seqs` sequences in the middle of their answers. Raises ConfigurationError."""
+    """Measures steps of `load.num_seqs` sequences in the middle of their answers. Raises ConfigurationError."""
     if config.target.engine != "torch":
         raise ConfigurationError(f"--measure times target.engine torch, not {config.target.engine}")
     shares = divide_cores(sorted(os.sched_getaffinity(0)), 1, 1)
@@ -154,7 +154,7 @@ def _target_points(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of a step: sequences with as many drafts each, and perhaps a prompt."""
+    """The shape of a step: sequences with equally many drafts, and possibly a prompt."""
 
     num_seqs: int
     depth: int

@@ -183,7 +183,7 @@ def served_model_id(model: str) -> str:
 
 
 def _hello(serving: Serving, template: ChatTemplate | None, question: str | None) -> dict[str, Any]:
-    """What the page is told of what it shows."""
+    """Returns the first event of the page: the model, and what the page can show."""
     limits = serving.pool.limits() if serving.pool.usable else None
     return {
         "model": serving.model_id,

@@ -26,7 +26,7 @@ _INTER_TOKEN_BUCKETS = (
 
 
 class RouterMetrics:
-    """What the router counts: its requests, and the cluster's totals of tokens and speculation.
+    """Counters of the router: its requests, and the cluster's totals of tokens and speculation.
 
     Requests that fail, per second:
         sum(rate(outrider_requests_total{code=~"5.."}[1m]))
@@ -166,7 +166,7 @@ class RouterMetrics:
 
 
 class TokenTally(Collector):
-    """What is counted for every chunk and round: in plain numbers, as counters that lock cost many times that.
+    """Counts every chunk and round in plain numbers, as counters with locks cost many times that.
 
     All of it belongs to one thread.
     """
@@ -225,7 +225,7 @@ class TokenTally(Collector):
 
 
 class KeyTally(Collector):
-    """What each API key has used; "" is whoever had none that is valid. Plain numbers, as in `TokenTally`.
+    """Counts the use of each API key in plain numbers; "" stands for requests without a valid key.
 
     Requests of a key that were refused for its limits, per second:
         sum by (key) (rate(outrider_requests_by_key_total{code="429"}[5m]))

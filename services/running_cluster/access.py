@@ -60,7 +60,7 @@ class RouterAccess:
 
 @dataclass(frozen=True, slots=True)
 class PoolAccess:
-    """Of the workers of one pool, target or draft. `named`: the pages that the operator said where they are."""
+    """Access to the workers of one pool, target or draft. `named`: pages whose addresses the operator gave."""
 
     pool: str
     dialer: Dialer = PLAIN
@@ -94,7 +94,7 @@ class PoolAccess:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Of one cluster. By itself: one without certificates, tokens and keys."""
+    """Access to one cluster; by default one without certificates, tokens and keys."""
 
     router: RouterAccess = RouterAccess()
     target: PoolAccess = field(default_factory=lambda: PoolAccess("target"))
@@ -116,7 +116,7 @@ class Access:
 
     @classmethod
     def to_own(cls, cluster: LocalCluster) -> Access:
-        """Of a cluster that this process has started, and so knows all pages of."""
+        """Returns the access to a cluster that this process started, whose pages it knows."""
         context = pinned_context(cluster.config.router.tls_certificate_file)
         return cls.of(cluster.config, context, frozenset(cluster.metrics_urls.values()))
 

@@ -36,7 +36,7 @@ Numbers = defaultdict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What all pages say at one time."""
+    """The numbers of all pages at one time."""
 
     counters: Numbers
     num_waiting: float
@@ -146,7 +146,7 @@ class LoadMaker:
         return _Look(_counters(router, targets, drafts), _num_waiting(targets))
 
     def measured(self, workload: Workload, grown: Numbers) -> Measured:
-        """What `grown`, of one run or the sum of several, says of one target, on the average."""
+        """Returns the mean of one target in `grown`, the growth of one run or the sum of several."""
         share = 1.0 / len(self.facts.targets)
 
         def steps(kind: str) -> StepTotals:

@@ -21,7 +21,7 @@ Sample = tuple[str, frozenset[tuple[str, str]]]
 
 
 class MetricsPage:
-    """What one metrics page says, at one time."""
+    """The numbers of one metrics page at one time."""
 
     def __init__(self, text: str) -> None:
         """Raises ValueError."""

@@ -98,7 +98,7 @@ def look_around(url: str, access: Access) -> ClusterFacts:
 
 
 def check_unchanged(facts: ClusterFacts, access: Access) -> None:
-    """Raises ConfigurationError when one of its workers has ended since, or was started anew."""
+    """Raises ConfigurationError if one of its workers has ended since, or was restarted."""
     gone: list[str] = []  # which is told by whom is left
     found = [
         *_describe_all(access.target, [worker.address for worker in facts.targets], _describe_target, gone),
@@ -116,7 +116,7 @@ def _describe_all(
     describe: Callable[[str, Dialer], WorkerFacts],
     unreachable: list[str],
 ) -> list[WorkerFacts]:
-    """Of those that answer; of the others, `unreachable` is told why."""
+    """Returns the facts of those that answer; appends the reasons of the others to `unreachable`."""
     found = []
     for address in addresses:
         if not is_host_port(address):  # gRPC would dial sockets of this machine too, where somebody says so
@@ -134,7 +134,7 @@ def _has(answer: Any, **fields: type) -> bool:
 
 
 def _draft_addresses(targets: Sequence[WorkerFacts], access: PoolAccess) -> list[str]:
-    """Of the links that the targets have or had; none of those whose drafter is in their own process."""
+    """Returns the draft workers of the targets' links, former ones too; a drafter in the target's process has none."""
     found: set[str] = set()
     for page in _pages(targets, access):
         found |= page.by_label("outrider_link_bytes_total", "draft").keys()

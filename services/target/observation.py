@@ -1,4 +1,4 @@
-"""What a target tells a person who looks on: its last steps, its drafters' answers, and some of its metrics."""
+"""Observation of a target for the page: its last steps, its drafters' answers, and some of its metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _READINGS = frozenset(
 
 
 def observe(target: Target, request: target_pb2.ObserveRequest, epoch: int) -> target_pb2.Observation:
-    """What `request` asks for, of a worker with that `epoch`."""
+    """Returns the observation that `request` asks for, from the worker with that `epoch`."""
     observation = target_pb2.Observation(
         epoch=epoch,
         readings=[

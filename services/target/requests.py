@@ -1,4 +1,4 @@
-"""From a request on the wire to one that the engine can run."""
+"""Turns a request on the wire into one that the engine can run."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def to_engine(
 
 
 def _check_length(num_prompt_tokens: int, request: target_pb2.GenerateRequest, max_model_len: int) -> None:
-    """Before anything is done with the tokens, of which there may be millions."""
+    """Checks the length before the tokens are looked at: there may be millions."""
     if request.max_tokens <= request.num_generated_tokens:
         raise InvalidRequestError(f"max_tokens {request.max_tokens} leaves nothing to generate", param="max_tokens")
     if num_prompt_tokens + request.max_tokens > max_model_len:

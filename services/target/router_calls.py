@@ -267,7 +267,7 @@ class Calls:
 
 
 def _fields(request_id: str, request: target_pb2.GenerateRequest) -> dict[str, Any]:
-    """What the log says of a call that begins."""
+    """Returns the log line of a call that begins."""
     return {
         "request_id": request_id,
         "choice": request.choice_index,

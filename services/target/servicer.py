@@ -45,7 +45,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         advertised_address: str = "",
         metrics_url: str = "",
     ) -> None:
-        """What it describes: `traits`, None: unknown; where others reach it, and its metrics page."""
+        """Describes the worker: `traits` (None: unknown), the address for others, and its metrics page."""
         self._calls = calls
         self._target = target
         self._config = config

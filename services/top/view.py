@@ -1,4 +1,4 @@
-"""What happened in a cluster between two looks at its metrics pages, as lines of text."""
+"""Shows the changes of a cluster between two looks at its metrics pages, as lines of text."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Change:
 
 
 def _grown(before: MetricsPage, after: MetricsPage, name: str, **labels: str) -> float:
-    """A program that was started anew counts from nought again."""
+    """Handles restarted programs, which count from zero again."""
     return max(0.0, after.sum(name, **labels) - before.sum(name, **labels))
 
 

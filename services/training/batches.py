@@ -59,7 +59,7 @@ class SampledRows:
 
 
 class MixedBatches:
-    """From ``first_mixed_step`` on, a batch comes from the samples with the given probability."""
+    """Takes a batch from the samples with the given probability, starting at ``first_mixed_step``."""
 
     def __init__(
         self,

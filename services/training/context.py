@@ -1,4 +1,4 @@
-"""What every stage is given, and what stages share: how a model is fitted, and on which batches."""
+"""The context of all stages, and their shared steps: how a model is fitted, and on which batches."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -43,7 +43,7 @@ class Document:
 
 @dataclass
 class Contribution:
-    """What one package gave to the corpus."""
+    """The contribution of one package to the corpus."""
 
     package: Package
     num_files: int = 0

@@ -23,13 +23,13 @@ from transformers.models.llama.modeling_llama import (
 
 from services.training.trainer import LossFunction
 
-# Of the error of the hidden states, beside the divergence of the distributions that follow from them.
+# Weight of the error of the hidden states, added to the divergence of the distributions that follow from them.
 _REGRESSION_WEIGHT = 0.05
 
 
 @dataclass(frozen=True)
 class KeysValues:
-    """What a step leaves for later ones to attend to, each [rows, num_kv_heads, positions, head_dim]."""
+    """Keys and values of earlier steps, each [rows, num_kv_heads, positions, head_dim]."""
 
     keys: Tensor
     values: Tensor

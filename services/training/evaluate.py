@@ -163,7 +163,7 @@ def _matches(
     temperatures = torch.full((num_rows,), temperature, device=prompts.device)
 
     def noise(index: int) -> Tensor:
-        # Drawn on the CPU, whose generator gives the same numbers beside every device.
+        # Drawn on the CPU, whose generator gives the same numbers whatever the device.
         return gumbel_noise(shape, torch.device("cpu"), *key, index).to(prompts.device)
 
     tokens = continue_prompts(target, prompts, num_new_tokens, temperatures, noise)

@@ -1,4 +1,4 @@
-"""What a user can decide about a training."""
+"""The options of a training."""
 
 from dataclasses import dataclass
 from pathlib import Path

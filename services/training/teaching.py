@@ -1,4 +1,4 @@
-"""What a target would have said at every place of an answer: the labels that a draft learns."""
+"""Computes the target's choices at every place of an answer: the labels that a draft learns."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ _GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Of a new draft; the rest is as its target has it."""
+    """The shape of a new draft; everything else is as in its target."""
 
     hidden_size: int = 128
     num_layers: int = 3
@@ -145,7 +145,7 @@ def _logits_of(states: Tensor, head: Tensor, token_ids: Sequence[npt.NDArray[np.
 
 
 def _answer_states(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor:
-    """Of every place of the answers, one after the other, [places, hidden_size]."""
+    """Returns the states of all places of the answers, one after the other, [places, hidden_size]."""
     rows = [lesson.answer.all_token_ids[:-1] for lesson in lessons]
     width = max(map(len, rows))
     # What is after a row is seen by nobody in it: attention is causal.

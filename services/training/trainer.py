@@ -67,7 +67,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished training reports."""
+    """The report of a finished training."""
 
     steps: int
     tokens: int

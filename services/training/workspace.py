@@ -1,4 +1,4 @@
-"""What the training keeps in its output folder, and how it is written: all of a file or nothing."""
+"""The files of a training in its output folder, each written as a whole or not at all."""
 
 import json
 import os

@@ -36,7 +36,7 @@ _LEAST_GAIN = 1.03  # that a setting is kept for: less may be chance
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A candidate beside the best until then, in turn."""
+    """The comparison of a candidate with the best settings so far, run in turn."""
 
     candidate: SettingsCandidate
     ratios: tuple[float, ...]  # of their tokens a second; none: it could not be tried

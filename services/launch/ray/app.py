@@ -77,7 +77,7 @@ def with_whole_paths(config: Config) -> Config:
 
 
 def _whole_files(section: Section) -> dict[str, Any]:
-    """Of a section: settings that are called so are paths."""
+    """Returns the file settings of `section` with absolute paths."""
     return {
         name: os.path.abspath(os.path.expanduser(path)) for name, path in section if name.endswith("_file") and path
     }

@@ -92,12 +92,12 @@ class RayApplication:
             logger.info("%s", sentence)
 
     def urls(self) -> list[str]:
-        """Of the routers."""
+        """Returns the routers' URLs."""
         view = find_view(self.name, "router")
         return [] if view is None else [f"{self.config.router.scheme}://{member.address}" for member in view.members]
 
     def is_joined(self) -> bool:
-        """Whether every router can use every target, and these have all their links."""
+        """Returns whether every router can use every target, and these have all their links."""
         urls = self.urls()
         return len(urls) == self.config.ray.router.replicas and all(map(self._is_router_joined, urls))
 

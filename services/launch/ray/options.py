@@ -1,4 +1,4 @@
-"""What the configuration means to Serve: the options of each pool's deployment. Imports no Ray."""
+"""Translates the configuration for Serve: the options of each pool's deployment. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
 
 
 def sidecar_options(config: Config) -> dict[str, Any]:
-    """Of a draft worker's actor in its target's placement group."""
+    """Returns the options of a draft worker's actor in its target's placement group."""
     return {
         name: value
         for name, value in _draft_actor_options(config, config.ray.draft).items()
@@ -137,7 +137,7 @@ def host_cpu_threads(config: Config) -> int:
 
 
 def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
-    """What an actor of such options takes of its node."""
+    """Returns the resources that an actor with these options takes of its node."""
     bundle = {"CPU": actor["num_cpus"], "GPU": actor["num_gpus"], **actor.get("resources", {})}
     if "accelerator_type" in actor:
         bundle[f"accelerator_type:{actor['accelerator_type']}"] = 0.001  # as Ray itself asks for it

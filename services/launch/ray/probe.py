@@ -28,7 +28,7 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a worker says of itself."""
+    """A worker's description of itself."""
 
     fingerprint: str | None = None
     load: Load | None = None
@@ -39,14 +39,14 @@ class Probe(Protocol):
         """Why it does not serve; None: it does."""
 
     def is_joined(self) -> bool:
-        """Whether it knows those whom it needs; a worker needs nobody."""
+        """Returns whether the program knows the others that it needs; a worker needs none."""
 
     def facts(self) -> Facts:
         """Empty where it does not say."""
 
 
 class WorkerProbe:
-    """Of a target or a draft worker: gRPC's health service, and its description."""
+    """Probes a target or a draft worker: gRPC's health service, and its description."""
 
     def __init__(self, pool: Literal["target", "draft"], address: str, config: Config) -> None:
         """It is called with its own certificate, which those who call it trust as well."""

@@ -24,7 +24,7 @@ _COMPLAINT = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b.*|outrider \w
 
 
 def python_path() -> str:
-    """What lets a program import what this process runs: Ray may have put it into `sys.path` only."""
+    """Returns the path with which a program can import this process's modules: Ray may have changed only `sys.path`."""
     root = str(Path(services.__file__).parent.parent)
     return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
 

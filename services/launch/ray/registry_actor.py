@@ -137,7 +137,7 @@ class RegistryClient:
 
 
 def find_view(application: str, pool: Pool) -> View | None:
-    """What the registry knows; None when there is no registry that can be asked."""
+    """Returns the registry's view; None if there is no registry that answers."""
     view: View | None = _ask(application, "view", pool)
     return view
 

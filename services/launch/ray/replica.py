@@ -1,4 +1,4 @@
-"""What Serve runs: an actor that starts one program, and is as well as that is. No data goes through it."""
+"""The actor that Serve runs: it starts one program and reports its health. No data goes through it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class ProgramReplica:
         return self._program.end() is not None
 
     def _describe(self) -> Announcement | None:
-        """What the registry is told; None when the program does not answer."""
+        """Returns the announcement for the registry; None if the program does not answer."""
         if self._find_problem() is not None:
             return None
         facts = self._probe.facts()

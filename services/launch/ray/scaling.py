@@ -50,7 +50,7 @@ class Autoscaler:
         self._input = Gauge("outrider_scaling_input", "What the policy decides by.", (*_POOL, "input"))
 
     def configure(self, config: Config) -> None:
-        """From now on; delays begin anew where it is another than before."""
+        """Applies `config`; resets the scaling delays if it changed."""
         if config != self._config:
             self._config = config
             self._scaler = Scaler(config) if config.ray.scaling.mode != "manual" else None

@@ -71,7 +71,7 @@ class SidecarActor:
 
 
 class Sidecars:
-    """Of the replica that makes it, which goes on without them when they are lost."""
+    """Draft workers next to the replica that makes them; the replica goes on without them if they are lost."""
 
     def __init__(self, config: Config) -> None:
         group = ray.util.get_current_placement_group()

@@ -27,7 +27,7 @@ _WATCHED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What has become known of a request, so far as it got."""
+    """Facts about a request, filled in while it is answered."""
 
     arrived_at: float = field(default_factory=time.perf_counter)
     id: str | None = None  # of the answer
@@ -55,7 +55,7 @@ class RequestRecord:
         self.num_accepted_tokens += num_accepted_tokens
 
     def fields(self) -> dict[str, Any]:
-        """By the names that they have in the log; without those that a request did not come to."""
+        """Returns the fields of the log line by name, without those that the request did not reach."""
         found: dict[str, Any] = {
             "id": self.id,
             "model": self.model,
@@ -79,7 +79,7 @@ class RequestRecord:
 
 
 def record_of(scope: Mapping[str, Any]) -> RequestRecord:
-    """Of the request of `scope`."""
+    """Returns the record of the request of `scope`."""
     record: RequestRecord = scope["state"]["record"]
     return record
 

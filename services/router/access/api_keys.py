@@ -41,10 +41,9 @@ class ApiKeys:
             raise ConfigurationError(f"{setting}: {_explain(path, error)}") from error
 
     def name_of(self, key: bytes) -> str | None:
-        """Whose key it is; None: nobody's. How long it takes tells nothing of how much of a key is right.
+        """Returns the name of `key`; None if it is unknown. Takes the same time for every wrong key.
 
-        What the table is asked for is a digest, of which a caller cannot choose the beginning; what is found is
-        compared whole all the same.
+        The table is searched for a digest, whose beginning a caller cannot choose; candidates are compared as a whole.
         """
         digest = hashlib.sha256(key).digest()
         for known, name in self._names.get(digest[:8], ()):
@@ -57,7 +56,7 @@ class ApiKeys:
         return frozenset(name for entries in self._names.values() for _, name in entries)
 
     async def follow(self) -> None:
-        """Reads the file anew when it has changed, until cancelled."""
+        """Reads the file again whenever it has changed, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
             self.look()

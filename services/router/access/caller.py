@@ -29,7 +29,7 @@ def caller_of(scope: Mapping[str, Any]) -> Caller | None:
 
 
 def is_still_let_in(scope: Mapping[str, Any]) -> bool:
-    """Whether the key that the request of `scope` came with would open its way now, for what goes on for hours."""
+    """Returns whether the key of the request of `scope` is still valid, for answers that last for hours."""
     ask: Callable[[], object] | None = scope.get("state", {}).get("ask_again")
     return ask is None or ask() is not None
 

@@ -1,14 +1,14 @@
-"""Who is let in: by default nobody without a key, once there are keys.
+"""Decides who may use the router: by default nobody without a key, once there are keys.
 
 | who | comes with | may |
 | --- | --- | --- |
 | client | a key of `router.api_keys_file` | all of the public address, within the limits of its name |
 | operator | a key of `router.admin_keys_file`, or of the file above where that is not set | all of the admin address |
 | scraper | the token in `router.metrics_token_file` | GET /metrics, at both |
-| launcher | a key that it made for itself, of which it told the router the hash | GET /health and /metrics |
+| launcher | a key that it made for itself; the router has its hash | GET /health and /metrics |
 | anybody | nothing | probes: is the router alive, can it serve; the files of the page |
 
-Whoever is refused is told why, before any of the body is read, and leaves a line in the log.
+A refused request gets the reason before any of its body is read, and a line in the log.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Credentials:
         *,
         is_private: bool = False,
     ) -> None:
-        """`is_private`: only this machine reaches the public address, and so whoever does may run the router too."""
+        """`is_private`: only this machine reaches the public address, so its clients may be operators too."""
         self._clients = clients
         self._own_operators = operators
         self._open = Caller("", "client", sees_workers=is_private and operators is None)
@@ -130,7 +130,7 @@ class Gate:
         metrics: RouterMetrics,
         open_paths: frozenset[str] = frozenset(),
     ) -> None:
-        """`open_paths`: those that nobody needs a key for, beside probes."""
+        """`open_paths`: paths that need no key, in addition to probes."""
         self._app = app
         self._credentials = credentials
         self._limits = limits

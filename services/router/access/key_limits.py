@@ -15,7 +15,7 @@ _BUSY_RETRY_S = 1  # a request of the key's own has to end first
 
 
 class KeyLimits:
-    """Of every name by itself; None: no limit. It belongs to one thread."""
+    """Limits for each key; None: no limit. Not thread-safe."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ R = TypeVar("R", bound=ApiRequest)
 
 @dataclass(frozen=True)
 class Serving:
-    """What is served, and what serving it takes."""
+    """The served model, and the objects that all endpoints share."""
 
     model_id: str
     tokenizer: Tokenizer

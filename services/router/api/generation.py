@@ -71,7 +71,7 @@ async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncG
 
     The first error of one ends them all and is raised. Closing it closes them all.
     """
-    if len(sequences) == 1:  # needs no task beside the caller's, which every stream of one choice would pay for
+    if len(sequences) == 1:  # needs no task of its own, which every stream of one choice would pay for
         async with contextlib.aclosing(sequences[0]) as pieces:
             async for piece in pieces:
                 yield 0, piece

@@ -1,4 +1,4 @@
-"""What the answers of both endpoints have in common: pieces of text, usage, and the frame of every JSON object."""
+"""Base of the replies of all APIs: usage, and the common fields of every JSON object."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
-        """What a streamed answer has to say of a piece of the choice `index`: nothing, or one object or more.
+        """Yields the objects of a streamed answer for a piece of the choice `index`, if any.
 
-        `usage` is that of the choice with the piece, where it is to be in every chunk (`continuous_usage`).
+        `usage` is that of the choice so far, with this piece; None unless every chunk has it (`continuous_usage`).
         """
 
     @abc.abstractmethod
@@ -71,11 +71,11 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def ending(self, usage: Usage, speculation: SpeculationStats | None) -> Iterator[bytes]:
-        """What a streamed answer is ended with; `speculation` of its only choice, if it has one."""
+        """Yields the events that end a streamed answer; `speculation`: that of its only choice, if it has one."""
 
     @abc.abstractmethod
     def failure(self, error: OutriderError) -> bytes:
-        """What a streamed answer that has begun is broken off with."""
+        """Returns the event that ends a streamed answer with `error`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ChoicesReply(Reply):
         return frame | {"usage": usage.to_json()} | _metrics(speculation)
 
     def _of_prompts(self, choices: Sequence[Piece]) -> dict[str, Any]:
-        """What an answer says of its prompts beside its choices."""
+        """Returns the fields that describe the prompts, next to `choices`."""
         return {}
 
     def chunks(self, index: int, piece: Piece, usage: Usage | None, *, is_first: bool) -> Iterator[dict[str, Any]]:
@@ -125,7 +125,7 @@ class ChoicesReply(Reply):
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]: ...
 
     def _prompt_logprobs(self, choice: Piece) -> list[dict[str, Any] | None] | None:
-        """Of the prompt of `choice`, in vLLM's form; None where they were not asked for."""
+        """Returns the log-probabilities of the prompt of `choice` in vLLM's form; None if not asked for."""
         prompt = choice.prompt
         if self.num_prompt_logprobs is None or self.logprobs is None or prompt is None or prompt.logprobs is None:
             return None

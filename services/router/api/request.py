@@ -1,4 +1,4 @@
-"""What the requests of both endpoints have in common: their fields, and how a body becomes a request.
+"""Base of the requests of all endpoints: their fields, and how a body becomes a request.
 
 A field of a request is checked strictly: no "0.5" and no true for a number. A field among its
 `unsupported_fields` is known but not served yet: anything but its default is refused. Any other field is
@@ -191,12 +191,12 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @functools.cached_property
     def grammar(self) -> Grammar | None:
-        """What the text of the answer has to be. Raises InvalidRequestError naming the field."""
+        """Returns the grammar of the answer's text. Raises InvalidRequestError naming the field."""
         return grammar_of(self.__dict__)
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to be told of beside each of the answer's; None: not even of these."""
+        """Number of likeliest tokens to report with each token of the answer; None: no log-probabilities."""
         return None
 
     @property
@@ -210,7 +210,7 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @property
     def continuous_usage(self) -> bool:
-        """As in vLLM: only beside `include_usage`."""
+        """As in vLLM: only together with `include_usage`."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
@@ -219,7 +219,7 @@ class ApiRequest(BaseModel, abc.ABC):
         return "max_tokens", self.max_tokens
 
     def truncate(self, token_ids: list[int], max_model_len: int) -> list[int]:
-        """What is kept of a prompt's `token_ids`: at -1 what leaves room for the answer within `max_model_len`."""
+        """Returns the part of a prompt's `token_ids` to keep; at -1 the part that leaves room for the answer."""
         kept = self.truncate_prompt_tokens
         if kept is None:
             return token_ids
@@ -233,7 +233,7 @@ class ApiRequest(BaseModel, abc.ABC):
 
     @property
     def has_echo(self) -> bool:
-        """Whether an answer begins with its prompt."""
+        """True if an answer begins with its prompt."""
         return False
 
 

@@ -29,7 +29,7 @@ def build_choice_requests(
     adapter: AdapterRef | None = None,
     may_speculate: bool = True,
 ) -> list[ChoiceRequest]:
-    """What to ask of targets with `limits`: for each of `prompts` (token IDs), each of its `request.n` choices.
+    """Returns the requests to targets with `limits`: for each of `prompts` (token IDs) its `request.n` choices.
 
     `turn_end_ids` also end an answer. Each choice has noise of its own: choice j of prompt i
     has the index `i * request.n + j`, as in the answer.

@@ -1,4 +1,4 @@
-"""From a conversation to the token IDs of its prompt."""
+"""Turns a conversation into the token IDs of its prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWER = "an answer"  # rendered to find the token that the template writes aft
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a chat template is given."""
+    """The arguments of a chat template."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()

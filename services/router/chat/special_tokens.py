@@ -1,9 +1,9 @@
-"""What a client wrote stays text, even where it spells one of the model's special tokens.
+"""Keeps a client's text as text, even if it spells one of the model's special tokens.
 
 Only the chat template writes special tokens. A user who could write `<|im_end|>` would end the message, and with
-`<|im_start|>system` begin one of the operator's. So before a template is rendered, the first character of every
-special token that a client spelled is replaced by a stand-in, which the tokenizer turns back once it has found the
-special tokens that are left. A stand-in is one character, so a template may cut, measure or escape what it is given.
+`<|im_start|>system` begin one of the operator's. So before a template is rendered, a stand-in replaces the first
+character of every special token that a client spelled. The tokenizer turns it back once it has found the special
+tokens that are left. A stand-in is one character, so a template may cut, measure or escape its input.
 
 A token may also be spelled across a border: by two strings that a template writes one after the other, or by one and
 the template's own text. So where a string ends with a token's beginning, or begins with one's end, that gets a stand-in
@@ -76,7 +76,7 @@ class SpecialTokenGuard:
         return disguised, {chosen: first for first, chosen in stand_ins.items()}
 
     def _places(self, run: Run) -> set[int]:
-        """Of the characters that get a stand-in, in all of `run`."""
+        """Returns the positions in `run` of the characters that get a stand-in."""
         if self._spelled is None:
             return set()
         places = {match.start() for match in self._spelled.finditer("".join(run))}
@@ -118,7 +118,7 @@ def _escape(character: str) -> str:
 
 
 def _is_parts(value: object) -> bool:
-    """Whether `value` is the content of a message in parts, which templates write one after the other."""
+    """Returns whether `value` is a message's content in parts, which templates write one after the other."""
     return (
         isinstance(value, list)
         and bool(value)

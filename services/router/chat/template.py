@@ -177,7 +177,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _goes_through_contents(template: nodes.Template) -> bool:
-    """Whether there is a loop over `message.content`, or over a variable that holds it."""
+    """Returns whether there is a loop over `message.content`, or over a variable that holds it."""
     names = {"content"}  # what macros call their argument
     for assignment in template.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):

@@ -27,7 +27,7 @@ TOKEN_PATHS = frozenset({_TOKENIZE_PATH, _DETOKENIZE_PATH})
 
 
 class TokenizeRequest(TemplateVariables):
-    """Of a prompt, or of a chat's messages: one of the two."""
+    """A request to tokenise a prompt or a chat's messages: one of the two."""
 
     model_config = ConfigDict(strict=True)
 

@@ -1,4 +1,4 @@
-"""From the bytes of an HTTP body to a JSON object, within limits that hold while reading."""
+"""Reads the bytes of an HTTP body into a JSON object, within limits that hold while reading."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class BodyRoom:
 
 
 class BodyShare:
-    """What one body has of a room."""
+    """The bytes of a room that one body holds."""
 
     def __init__(self, room: BodyRoom) -> None:
         self.num_bytes = 0
         self._room = room
 
     def grow_to(self, length: int) -> None:
-        """For a body of so many bytes. Raises OverloadedError."""
+        """Takes room for a body of `num_bytes`. Raises OverloadedError."""
         more = length - _FREE_BYTES - self.num_bytes
         if more > 0:
             self._room.take(more)

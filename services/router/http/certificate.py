@@ -18,7 +18,7 @@ _SETTING = "router.tls_certificate_file"
 
 
 class HttpsCertificate:
-    """What all listeners of the router show. New connections have the files of now; older ones keep theirs."""
+    """The certificate of all listeners of the router. New connections use the current files; older ones keep theirs."""
 
     def __init__(self, certificate: str, key: str) -> None:
         """Raises ConfigurationError when the files cannot be used."""

@@ -55,7 +55,7 @@ class Connections:
         return cls(metrics, limit=limit, limit_per_address=per_address, timeouts=Timeouts.of(config))
 
     def enter(self, host: str) -> bool:
-        """Whether there is room for one from `host`; then it is counted until it leaves."""
+        """Returns whether there is room for a connection from `host`, and counts it until it leaves."""
         key = _network(host)
         if self._num_open >= self._limit:
             self.count_closed("full")
@@ -82,7 +82,7 @@ class Connections:
 
 
 def _network(host: str) -> str:
-    """Whom a share is of: an IPv4 address, or the /64 that a client with IPv6 has for itself."""
+    """Returns the owner of a share: an IPv4 address, or the /64 that an IPv6 client has for itself."""
     if ":" not in host:
         return host
     try:
@@ -95,7 +95,7 @@ def _network(host: str) -> str:
 
 
 def allow_open_files(num_connections: int) -> None:
-    """Raises the process's limit of open files to what so many connections need, as far as it may."""
+    """Raises the process's limit of open files for `num_connections`, as far as it may."""
     needed = num_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

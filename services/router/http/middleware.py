@@ -1,4 +1,4 @@
-"""What surrounds every request: its ID, and whether it is let in."""
+"""Middleware of every request: its ID, and its admission."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._linger()
 
     def _end_requests(self) -> None:
-        """What runs learns that nobody waits for it: of pipelined requests uvicorn tells but the last."""
+        """Marks the running request as disconnected; with pipelining, uvicorn only notifies the last one."""
         self.pipeline.clear()
         for cycle in (self._running, self.cycle):
             if cycle is not None and not cycle.response_complete:

@@ -1,4 +1,4 @@
-"""The router's spans: of each request, and within it of each call on a target, of which one that is moved has several.
+"""The router's spans: one for each request, and below it one for each call on a target.
 
 POST /v1/completions
     speculation.v1.Target/GenerateMany    one for each choice and target; the target's own span is below it

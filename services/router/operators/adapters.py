@@ -1,4 +1,4 @@
-"""What operators ask about LoRA adapters: which target holds which, and to load or unload one on all of them."""
+"""Operators' calls for LoRA adapters: list them by target, load or unload one on all targets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _B = TypeVar("_B", bound=BaseModel)
 
 
 class AdapterCalls:
-    """Calls all targets at once, each of which loads from its own disk. Other routers hear of it from the targets."""
+    """Calls all targets at once. Each loads from its own disk; other routers learn of it from the targets."""
 
     def __init__(self, pool: ReplicaPool, model_id: str) -> None:
         """`model_id`: what no adapter can be called."""
@@ -110,7 +110,7 @@ class AdapterCalls:
         return _as_vllm(done, f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     async def load(self, name: str, path: str, replace: bool, why: str) -> dict[str, Any]:
-        """What came of it, target by target. Raises OutriderError where none has it now."""
+        """Returns the outcome for each target. Raises OutriderError if no target has it now."""
         if name == self._model_id:
             raise InvalidRequestError(f"{name!r} is the name of the model itself: give another", param="name")
 
@@ -121,7 +121,7 @@ class AdapterCalls:
         return {"name": name, "targets": await self._ask_all(load)}
 
     async def unload(self, name: str, why: str) -> dict[str, Any]:
-        """What came of it, target by target. Raises OutriderError where none had it."""
+        """Returns the outcome for each target. Raises OutriderError if no target had it."""
 
         async def unload(replica: Replica) -> dict[str, Any]:
             return {"num_running": await replica.unload_adapter(name)}

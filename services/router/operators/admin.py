@@ -1,4 +1,4 @@
-"""What the router answers to whoever runs it, at an address of its own (`router.admin_listen`)."""
+"""The operators' endpoints, at an address of their own (`router.admin_listen`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the router can answer, and what it knows of its targets. Where they are is shown to operators alone."""
+"""Health of the router and of its targets. Only operators see where the targets are."""
 
 from __future__ import annotations
 

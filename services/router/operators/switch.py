@@ -1,4 +1,4 @@
-"""The lever of whoever is on call: speculation for all requests, for none, or for a share of them.
+"""Operator switch: the percentage of new requests that may speculate.
 
 It changes no token of an answer (but with `acceptance: rejection`, where drafts have a say). A request is decided on
 when it comes; those that run end as they began.
@@ -22,7 +22,7 @@ class SpeculationSwitch:
         metrics.speculation_percentage.set(percentage)
 
     def draw(self) -> bool:
-        """Whether the request that has just come may be speculated for.
+        """Returns whether a new request may be speculated for.
 
         At random: clients that ask in turns would otherwise have all of one kind on one side.
         """

@@ -62,7 +62,7 @@ class TrafficLog:
                 return
 
     def _append(self, line: bytes) -> None:
-        """Of a line that the disk takes a part of, nothing is left, for the next to begin a line. Raises OSError."""
+        """Writes `line` as a whole or not at all, so that the next begins a line. Raises OSError."""
         num_written = os.write(self._file, line)
         if num_written < len(line):
             end = os.lseek(self._file, 0, os.SEEK_CUR)

@@ -27,7 +27,7 @@ class AnswerRound:
 
 
 def answer_rounds(texts: Sequence[str], rounds: Sequence[RoundCounts]) -> Iterator[AnswerRound]:
-    """All tokens of a reply, of which `texts` has one each, by the step that added them.
+    """Yields the tokens of a reply, whose texts are `texts`, by the step that added them.
 
     There may be fewer tokens than the `rounds` had: a stop string ended the choice.
     """

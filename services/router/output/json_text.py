@@ -48,7 +48,7 @@ class JsonScanner:
 
     @property
     def is_in_string(self) -> bool:
-        """Whether all characters but quotes, backslashes and controls leave it as it is."""
+        """True if only quotes, backslashes and control characters change the state."""
         return self._expects is _Expects.STRING
 
     def repaired(self, character: str) -> str:

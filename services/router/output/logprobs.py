@@ -23,9 +23,10 @@ class LogprobsFormat:
     def completion(
         self, token_ids: Sequence[int], scores: TokenLogprobs, *, has_first: bool, text_offset: int
     ) -> tuple[dict[str, Any], int]:
-        """Of a completion's choice, of whose tokens earlier ones have `text_offset` characters; how many with these.
+        """Returns the log-probabilities of a completion's choice, and the number of characters so far.
 
-        Without `has_first` nothing is known of the first token, which is a prompt's, and `scores` begin after it.
+        Earlier tokens have `text_offset` characters. Without `has_first` the first token, which is a prompt's, has no
+        score, and `scores` begin after it.
         """
         texts = [self._text(token) for token in token_ids]
         tokens = [self._name(token) for token in token_ids] if self.as_token_ids else texts
@@ -41,7 +42,7 @@ class LogprobsFormat:
         return {"text_offset": offsets, "token_logprobs": own, "tokens": tokens, "top_logprobs": top}, end
 
     def chat(self, token_ids: Sequence[int], scores: TokenLogprobs) -> dict[str, Any]:
-        """Of a chat's choice."""
+        """Returns the log-probabilities of a chat's choice."""
         content = [
             self._entry(token, scores.logprobs[index])
             | {"top_logprobs": [self._entry(*likely) for likely in scores.top(index)]}
@@ -50,7 +51,7 @@ class LogprobsFormat:
         return {"content": content, "refusal": None}
 
     def prompt(self, token_ids: Sequence[int], scores: TokenLogprobs) -> list[dict[str, Any] | None]:
-        """Of a prompt, as vLLM writes them: nothing is known of its first token."""
+        """Returns the log-probabilities of a prompt as vLLM writes them: null for its first token."""
         entries: list[dict[str, Any] | None] = [None]
         for index, token in enumerate(token_ids[1:]):
             likely = dict(scores.top(index))

@@ -59,7 +59,7 @@ class MessageReader:
         return self._writer.reasoning_text
 
     def push(self, text: str, *, is_last: bool) -> list[Said]:
-        """What is clear of the answer now that `text` has come."""
+        """Reads `text`, and returns the parts of the answer that are certain now."""
         if text:
             self._program.send(text)
         if is_last:

@@ -13,7 +13,7 @@ from services.router.output.speculation_stats import SpeculationStats
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What an answer tells of the prompt of a choice."""
+    """The prompt of a choice, for an answer that reports it."""
 
     token_ids: Sequence[int]
     logprobs: TokenLogprobs | None  # from the second token on

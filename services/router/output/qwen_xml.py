@@ -46,7 +46,7 @@ def read_function(source: Source, writer: Writer, schemas: Mapping[str, Mapping[
 
 
 def _attribute(source: Source) -> Reading[str | None]:
-    """What comes before `>`; None where it can't be a name."""
+    """Returns the text before `>`; None if it cannot be a name."""
     text = ""
     while (character := (yield from source.read())) not in ("", ">", "<", "\n"):
         text += character

@@ -47,7 +47,7 @@ class Source:
         return character
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """What there is by now of `pattern`, which is of single characters: it saves reading them one by one."""
+        """Reads the characters that match `pattern` and have arrived, which saves reading them one by one."""
         match = pattern.match(self._piece, self._position)
         if match is None:
             return ""
@@ -67,7 +67,7 @@ class Source:
         self._since_mark = []
 
     def since_mark(self) -> str:
-        """What was read since `mark`."""
+        """Returns the text that was read since `mark`."""
         return "".join(self._since_mark)
 
     def skip(self, characters: str = WHITE_SPACE) -> Reading[str]:
@@ -78,7 +78,7 @@ class Source:
                 return character
 
     def expect(self, text: str) -> Reading[bool]:
-        """Whether `text` comes next; if not, nothing is read."""
+        """Reads `text` and returns True if it comes next; otherwise reads nothing."""
         for length, expected in enumerate(text):
             character = yield from self.read()
             if character != expected:
@@ -114,9 +114,9 @@ def _without(characters: str) -> re.Pattern[str]:
 
 
 class Writer:
-    """Collects what a program says.
+    """Collects the output of a program.
 
-    White space beside calls belongs to the markup: it is content only where content follows.
+    White space around calls belongs to the markup: it is content only if content follows.
     """
 
     def __init__(self, *, include_reasoning: bool = True, parallel_calls: bool = True) -> None:
@@ -174,7 +174,7 @@ class Writer:
         self._held_content = ""
 
     def take(self) -> list[Said]:
-        """What was said since the last time."""
+        """Returns what was written since the last call."""
         said, self._said = self._said, []
         return said
 

@@ -1,4 +1,4 @@
-"""What speculation did for one choice, for a client that asks."""
+"""Statistics of speculation for one choice, for clients that ask for them."""
 
 from __future__ import annotations
 

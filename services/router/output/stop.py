@@ -33,7 +33,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What can be passed on now that `text` has come; once it has stopped, nothing."""
+        """Returns the text that can be passed on after `text` has come; "" once it has stopped."""
         if self.stopped_at is not None:
             return ""
         pending = self._held + text

@@ -17,7 +17,7 @@ MAX_NAME_CHARACTERS = 256
 
 
 class _MalformedError(Exception):
-    """What comes is not what a call goes on with; the character that tells is unread."""
+    """The next character cannot continue a call; it is left unread."""
 
 
 def read_call(source: Source, writer: Writer, names: Collection[str] | None = None) -> Reading[bool]:
@@ -134,7 +134,7 @@ class _Call:
 
 
 def is_name(text: str) -> bool:
-    """Whether a function can be called that; lone surrogates, which JSON can spell, are not printable."""
+    """Returns whether a function can have that name; lone surrogates, which JSON can spell, are not printable."""
     return 0 < len(text) <= MAX_NAME_CHARACTERS and text.isprintable()
 
 

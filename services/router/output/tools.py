@@ -130,10 +130,11 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
 
 
 def tool_grammar(choice: ToolChoice, tools: Sequence[Tool], *, parallel: bool) -> Grammar | None:
-    """What the whole answer has to be where a call is demanded.
+    """Returns the grammar of the whole answer if a call is demanded.
 
-    Of a named function it is the arguments; else a list of {"name": ..., "parameters": ...}, of one call unless they
-    may be `parallel`. Raises InvalidRequestError if the parameters of a tool that may be called cannot be enforced.
+    For a named function it is that of the arguments; otherwise that of a list of {"name": ..., "parameters": ...},
+    with one call unless they may be `parallel`. Raises InvalidRequestError if the parameters of a tool that may be
+    called cannot be enforced.
     """
     indices = {tool.name: index for index, tool in enumerate(tools)}
     if choice.mode == "named":

@@ -1,7 +1,6 @@
-"""What runs, as it runs, for those who watch the page: how many tokens each step added to each choice, and how many of
-them were accepted drafts. No text, no token, no request's ID.
+"""Live events for viewers of the page: the tokens that each step added to each choice, and its accepted drafts.
 
-While nobody watches nothing is kept: a reply costs a look at `is_watched`.
+It has no text, no token and no request's ID. Without viewers nothing is kept: a reply costs a look at `is_watched`.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ class Feed:
     async def events(
         self, hello: Mapping[str, Any], is_let_in: Callable[[], bool] = lambda: True
     ) -> AsyncGenerator[bytes, None]:
-        """The server-sent events of one viewer, of which the first is `hello`.
+        """Yields the server-sent events of one viewer; the first is `hello`.
 
-        They end when the viewer `is_let_in` no more, which is asked before each: about once a second at least, as
-        there is word of the workers so often. Raises OverloadedError when there are `MAX_VIEWERS` already.
+        They end when `is_let_in` returns False. It is asked before each event, and so about once a second at least, when
+        the workers' state comes. Raises OverloadedError if there are `MAX_VIEWERS` already.
         """
         if len(self._viewers) >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} pages are fed already; close one, or retry later")
@@ -128,7 +127,7 @@ class Feed:
 
 
 class _Viewer:
-    """The events that wait for one, the oldest of which are dropped."""
+    """The events that wait for one viewer; the oldest are dropped."""
 
     def __init__(self) -> None:
         self._waiting: deque[bytes] = deque(maxlen=_MAX_BEHIND)

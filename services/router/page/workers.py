@@ -1,4 +1,4 @@
-"""What the page tells of the workers: their state, steps and answers, without where any of them is."""
+"""The workers as the page shows them: state, steps and answers, without their addresses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Workers:
         seen = self._seen.get(replica.address, target_pb2.Observation())
         request = target_pb2.ObserveRequest(from_step=seen.next_step, from_answer=seen.next_answer)
         observation = await replica.observe(request)
-        if observation is not None and seen.epoch not in (0, observation.epoch):  # it was started anew
+        if observation is not None and seen.epoch not in (0, observation.epoch):  # it was restarted
             observation = await replica.observe(target_pb2.ObserveRequest())
         return observation
 

@@ -21,7 +21,7 @@ from services.router.responses.request import ResponsesChat
 
 @dataclass
 class _Progress:
-    """What has come of the one choice of a response."""
+    """The state of the only choice of a response."""
 
     writer: MessageWriter
     output: OutputItems

@@ -44,7 +44,7 @@ _NAMES = {
 
 
 class ResponsesRequest(BaseModel):
-    """What is not passed on to the chat as it is."""
+    """Fields that are not passed on to the chat unchanged."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -38,7 +38,7 @@ def schema_text(schema: object) -> str:
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
-    """What the values of `response_format`, `structured_outputs` and `guided_*` ask for: at most one thing.
+    """Returns the grammar that `response_format`, `structured_outputs` or `guided_*` asks for; at most one may.
 
     Raises InvalidRequestError naming the field.
     """

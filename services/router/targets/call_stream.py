@@ -71,7 +71,7 @@ class Call:
 
 
 class _OtherWorkerError(Exception):
-    """What serves a stream is not the worker that was described."""
+    """Another worker than the described one serves the stream."""
 
 
 class CallStream:
@@ -89,10 +89,10 @@ class CallStream:
         explain: Callable[[str | None], OutriderError],
         epoch: int | None = None,
     ) -> None:
-        """What callers are told: `translate`, of an error that the target reports; `explain`, of the stream's end.
+        """`translate` returns the caller's error for one that the target reports, `explain` the one for the stream's end.
 
-        The latter is given why it broke, or None where the worker ended it in good order. Nothing is passed on from a
-        worker of another `epoch` than that, if it is given: what is known is of another worker.
+        `explain` gets the reason why the stream broke, or None if the worker ended it in good order. Replies of a worker
+        with another `epoch` are dropped, as the description is not that worker's.
         """
         self.has_begun = False  # a worker serves it
         self.has_ended = False

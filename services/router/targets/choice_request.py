@@ -10,7 +10,7 @@ from protos.speculation.v1 import target_pb2
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """What to ask of targets for one choice. The message is made when it is sent: choices share all of this."""
+    """The request for one choice. Its message is made when it is sent, as choices share all of this."""
 
     template: target_pb2.GenerateRequest  # without what follows
     prompt_token_ids: Sequence[int]

@@ -66,7 +66,7 @@ async def run_anywhere(
                 del continued  # it may be large, and nobody needs it here while it runs
                 async with contextlib.aclosing(replies):
                     async for reply in replies:
-                        if reply.prompt_logprobs is not None:  # the next worker begins them anew
+                        if reply.prompt_logprobs is not None:  # the next worker begins them again
                             scores, start = reply.prompt_logprobs, max(0, num_scored - num_rescored)
                             num_rescored += len(scores)
                             reply.prompt_logprobs = scores.part(start, len(scores))

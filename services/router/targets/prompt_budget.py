@@ -42,7 +42,7 @@ class PromptBudget:
         scope["state"]["num_budgeted_tokens"] = num_tokens
 
     def give_back(self, scope: Mapping[str, Any]) -> None:
-        """What the request of `scope` took, if anything."""
+        """Gives back the tokens that the request of `scope` took, if any."""
         self._num_tokens -= scope["state"].pop("num_budgeted_tokens", 0)
 
 
@@ -75,7 +75,7 @@ class StartWindow:
 
     @contextlib.asynccontextmanager
     async def place(self, num_tokens: int) -> AsyncIterator[StartPlace]:
-        """The place of a choice of so many tokens, which is waited for; it may go on when it has left it."""
+        """Waits for a place for a choice of `num_tokens`; the choice may run on after it has left the place."""
         await self._enter(num_tokens)
         place = StartPlace(self, num_tokens)
         try:
@@ -97,7 +97,7 @@ class StartWindow:
             raise
 
     def leave(self, num_tokens: int) -> None:
-        """A choice of so many tokens waits no more: whose turn it is now may begin."""
+        """Gives back the place of a choice of `num_tokens`, and lets the next ones begin."""
         self._num_tokens -= num_tokens
         while self._queue:
             wanted, turn = self._queue[0]
@@ -113,7 +113,7 @@ class StartWindow:
 
 
 class StartPlace:
-    """Of one choice among those that wait at targets."""
+    """The place of one choice among those that wait at targets."""
 
     def __init__(self, window: StartWindow, num_tokens: int) -> None:
         self._window = window

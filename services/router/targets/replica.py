@@ -107,8 +107,8 @@ class Replica:
         notify: Callable[[], None] = lambda: None,
         dialer: Dialer = PLAIN,
     ) -> None:
-        """`object_to`: what speaks against using it beside the others; `notify`: called when its problem changes, or
-        its silence ends; `dialer`: makes the channel."""
+        """`object_to` returns why it cannot be used together with the others; `notify` is called when its problem
+        changes or its silence ends; `dialer` makes the channel."""
         self.address = address
         self.description: target_pb2.TargetDescription | None = None
         self.traits: Traits = ()  # as it last said; (): unknown
@@ -136,7 +136,7 @@ class Replica:
         self._is_closed = False
 
     def has(self, adapter: AdapterRef | None) -> bool:
-        """Whether it can answer with `adapter`; with None, without any."""
+        """Returns whether it can answer with `adapter`; None: with the base model."""
         return adapter is None or (self.adapters or {}).get(adapter.name) == adapter.fingerprint
 
     def forget(self, adapter: AdapterRef) -> None:
@@ -159,7 +159,7 @@ class Replica:
         return reply.num_running
 
     async def observe(self, request: target_pb2.ObserveRequest) -> target_pb2.Observation | None:
-        """What it is doing; None: it does not answer now, or is of a version that does not say."""
+        """Returns its current work; None if it does not answer, or its version has no such call."""
         try:
             observation: target_pb2.Observation = await self._stub.Observe(request, timeout=POLL_TIMEOUT_S)
         except grpc.aio.AioRpcError:
@@ -177,12 +177,12 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """Sequences there now: ours, and those it reported beside them."""
+        """Number of sequences there now: ours, and the others that it reported."""
         return self.num_in_flight + self._num_others
 
     @property
     def is_silent(self) -> bool:
-        """Whether the last poll was not answered in time: others are chosen before it, even while it is up."""
+        """True if the last poll was not answered in time; others are chosen first, even while it is up."""
         return self._num_silent_polls > 0
 
     async def poll(self) -> None:
@@ -323,7 +323,7 @@ class Replica:
         return ReplicaLostError("lost", was_reached=self._calls is not None and self._calls.has_begun)
 
     def _translate(self, error: OutriderError) -> OutriderError:
-        """What the client is told. Only a message about the request is passed on; others may hold secrets."""
+        """Returns the error for the client. Only messages about the request are passed on; others may hold secrets."""
         if isinstance(error, InvalidRequestError):
             return error
         logger.warning("target %s: %s: %s", self.address, error.grpc_code.name, error.message)

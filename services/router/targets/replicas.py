@@ -33,7 +33,7 @@ _NO_TARGET = "no target worker can answer now; see /health"
 
 @dataclass(frozen=True)
 class Limits:
-    """What every usable replica can serve, so that it doesn't matter which one a sequence goes to."""
+    """The limits that every usable replica keeps, so that a sequence can go to any of them."""
 
     vocab_size: int
     max_model_len: int
@@ -119,7 +119,7 @@ class ReplicaPool:
         return {adapter.name: adapter for adapter, _ in sorted(held.items(), key=lambda item: (item[1], item[0]))}
 
     def knows(self, adapter: str) -> bool:
-        """Whether a listed replica held one of that name when it last answered, or may hold it for all we know."""
+        """Returns whether a listed replica held such an adapter when it last answered, or has not answered yet."""
         is_unknown = not self.usable and any(replica.adapters is None for replica in self.replicas)
         return is_unknown or any(adapter in (replica.adapters or {}) for replica in self.replicas)
 
@@ -137,7 +137,7 @@ class ReplicaPool:
     def find(
         self, like: Traits | None, adapter: AdapterRef | None = None, avoided: Collection[Replica] = ()
     ) -> Replica | None:
-        """What `choose` returns, of those that are neither silent nor `avoided`."""
+        """Returns the replica that `choose` would, among those that are neither silent nor `avoided`; None without one."""
         answering = [replica for replica in self.usable if not replica.is_silent and replica not in avoided]
         return self._least_loaded(answering, like, adapter)
 
@@ -155,8 +155,9 @@ class ReplicaPool:
         timeout: float,  # noqa: ASYNC109
         adapter: AdapterRef | None = None,
     ) -> Replica:
-        """What `find` returns as soon as there is one: what was just moved is not risked at a silent replica. Raises
-        UnavailableError after `timeout` seconds without."""
+        """Waits until `find` returns a replica: a moved request is not risked at a silent one.
+
+        Raises UnavailableError after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while (replica := self.find(like, adapter)) is None:
@@ -221,7 +222,7 @@ class ReplicaPool:
         )
 
     def nobody(self) -> UnavailableError:
-        """What a request is answered that nobody can serve now."""
+        """Returns the error for a request that no replica can serve now."""
         error = UnavailableError(_NO_TARGET)
         error.retry_after = self.retry_after
         return error

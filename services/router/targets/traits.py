@@ -1,4 +1,4 @@
-"""What the answers of a pool's workers depend on, and which of the workers may answer beside each other."""
+"""Traits: what the answers of a worker depend on. Workers of one pool have equal traits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reference:
         self._held_at = 0.0  # when a usable worker was last seen to have them
 
     def objection(self, traits: Traits, *, usable: Collection[Traits], listed: Collection[Traits]) -> str | None:
-        """What speaks against a worker with `traits`, given those of the other `usable` and `listed` ones, or None."""
+        """Returns the objection to a worker with `traits`, given those of the other `usable` and `listed` ones, or None."""
         now = time.monotonic()
         if self._traits in usable:
             self._held_at = now
