@@ -1,4 +1,4 @@
-"""What a token may be, whatever its probability: as requests say it, before an engine works with it. No torch."""
+"""Constraints of a request on its tokens, before an engine works with them. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GrammarForm = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text of an answer has to be: the sequence ends where the grammar does."""
+    """The grammar of an answer's text: the sequence ends where the grammar does."""
 
     form: GrammarForm
     text: str  # the schema as JSON, the expression, the rules as GBNF writes them, or the tags as JSON

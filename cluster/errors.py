@@ -82,7 +82,7 @@ class InternalError(OutriderError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message; its type's name where it has none."""
+    """Returns the first line of the message of `error`; its type's name if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

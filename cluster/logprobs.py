@@ -10,7 +10,7 @@ MAX_LOGPROBS = 20
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Of consecutive tokens: natural logarithms of the model's own probabilities, before anything shapes them.
+    """Natural logarithms of the model's own probabilities of consecutive tokens, before any shaping.
 
     `ranks` and `logprobs` have an entry for each token; `top_token_ids` and `top_logprobs` have `width` for each,
     the likeliest first.

@@ -1,4 +1,4 @@
-"""From the name of a model to the folder that holds it. Imports no torch: the router needs the tokenizer."""
+"""Resolves the name of a model to its folder. Imports no torch: the router needs the tokenizer."""
 
 from __future__ import annotations
 

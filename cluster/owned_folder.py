@@ -1,7 +1,7 @@
 """Temporary folders of programs that may be killed at any time.
 
-A folder belongs to the process that holds its lock, which the kernel lets go of when that process ends, however it
-does. So a folder that can be locked is nobody's, and whoever comes next on this machine removes it.
+A folder belongs to the process that holds its lock. The kernel releases the lock when that process ends, however it
+ends. So a folder that can be locked has no owner, and the next such program on this machine removes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OwnedFolder:
         self._remover()
 
     def replace(self, name: str, text: str) -> Path:
-        """Makes `text` the contents of the file `name` in one step, for whoever reads it meanwhile."""
+        """Makes `text` the contents of the file `name` in one step, so that readers never see a part of it."""
         path = self.path / name
         new = self.path / f".{name}.new"
         new.write_text(text, encoding="utf-8")

@@ -79,7 +79,7 @@ class Tokenizer:
         return _DisguisedTokenizer(self._tokenizer)
 
     def _surroundings(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before a prompt and after it."""
+        """Returns the tokens that the tokenizer puts before a prompt and after it."""
         bare, whole = (self.encode("a", add_special_tokens=adds) for adds in (False, True))
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:
@@ -141,7 +141,7 @@ class _DisguisedTokenizer:
             self._tokenizer.normalizer = original.normalizer
         if original.pre_tokenizer is not None:
             self._tokenizer.pre_tokenizer = original.pre_tokenizer
-        # Tokens that the model's own vocabulary does not spell are numbered anew.
+        # Tokens that the model's own vocabulary does not spell get new numbers.
         self._original_id: dict[int, int] = {}
         special: list[str] = []
         for token_id, token in sorted(original.get_added_tokens_decoder().items()):
@@ -228,7 +228,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _text(self, token_ids: list[int]) -> str:
-        """Of `token_ids` after the context."""
+        """Returns the text of `token_ids` after the context."""
         return self._decode(self._context + token_ids)[len(self._context_text) :]
 
     def _settle(self, num_tokens: int, text: str) -> None:
@@ -253,5 +253,5 @@ class IncrementalDetokenizer:
 
 
 def _is_continuation(byte: int) -> bool:
-    """Whether, in UTF-8, `byte` goes on with a character."""
+    """Returns whether `byte` continues a character in UTF-8."""
     return byte & 0xC0 == 0x80

@@ -194,17 +194,17 @@ class Config(Section):
 
     @property
     def has_drafter(self) -> bool:
-        """Whether a drafter of ours proposes at all, wherever it is."""
+        """True if a drafter of ours proposes, wherever it is."""
         return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
 
     @property
     def drafts_in_process(self) -> bool:
-        """Whether each target has its drafter in its own process."""
+        """True if each target has its drafter in its own process."""
         return self.has_drafter and self.draft.placement == "in-process"
 
     @property
     def has_draft_workers(self) -> bool:
-        """Whether there are draft workers at all."""
+        """True if there are draft workers."""
         return self.has_drafter and self.draft.placement != "in-process"
 
     def with_further_drafts(self, name: str) -> Config:
@@ -218,7 +218,7 @@ class Config(Section):
 
     @property
     def has_sidecars(self) -> bool:
-        """Whether they belong to one target each."""
+        """True if each draft worker belongs to one target."""
         are_beside = self.draft.placement in ("sidecar", "host-cpu")
         return self.has_draft_workers and are_beside and self.draft.replicas > 0
 

@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of."""
+"""Types of the configuration's sections."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def is_adapter_name(name: str) -> bool:
 
 
 def is_host_port(address: str) -> bool:
-    """Whether `address` is that of one worker."""
+    """Returns whether `address` is a host and a port."""
     return re.fullmatch(HOST_PORT, address) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs of this machine reach who listens at `host`."""
+    """Returns whether only programs of this machine reach a listener at `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

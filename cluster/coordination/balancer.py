@@ -56,7 +56,7 @@ class LinkBalancer:
         return self.active.pop(link, None)
 
     def best(self, temperature: float, now: float) -> ActiveLink | None:
-        """What to reckon with for a sequence that has no link yet; None while no link is up."""
+        """Returns the link that a sequence without one would probably get; None while no link is up."""
         links = self._usable(list(self.active.values()), now)
         if len(links) < 2:
             return links[0] if links else None

@@ -1,4 +1,4 @@
-"""What a coordinator asks of the links to its draft workers, wherever these are."""
+"""Interfaces of a coordinator's links to its draft workers, wherever these are."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class LinkPool(ABC):
 
     @abstractmethod
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
-        """What happened since the last call; waits up to `timeout` seconds for something to happen.
+        """Returns the events since the last call, waiting up to `timeout` seconds for the first.
 
-        For the engine's thread, as is `lend_turn`.
+        To be called by the engine's thread, like `lend_turn`.
         """
 
     def lend_turn(self) -> None:  # noqa: B027  # drafters with threads of their own need none
@@ -80,7 +80,7 @@ class LinkPool(ABC):
 
 
 def take_all(events: queue.SimpleQueue[LinkEvent], timeout: float) -> list[LinkEvent]:
-    """What is in `events`, which only the caller takes from; waits up to `timeout` seconds for something to be."""
+    """Returns all `events`, waiting up to `timeout` seconds for the first. Only the caller takes from the queue."""
     taken: list[LinkEvent] = []
     if timeout > 0.0:
         try:

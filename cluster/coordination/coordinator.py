@@ -43,7 +43,7 @@ from cluster.wire.messages import SpeculateReply
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """What a step took, from its drafts to its choices."""
+    """The time of a step, from its drafts to its choices."""
 
     num_rows: int  # that yielded a choice
     seconds: float
@@ -105,7 +105,7 @@ class Coordinator:
         self._ended: list[_EndedStep] = []
 
     def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
-        """Steps of so many rows were tried, and took so many seconds."""
+        """Learns from steps that were timed at start: pairs of rows and seconds."""
         for num_rows, seconds in times:
             self.planner.steps.curve.observe(num_rows, seconds)
 
@@ -207,7 +207,7 @@ class Coordinator:
         self._openings.remove(sequence)
 
     def demand(self) -> DraftDemand | None:
-        """What drafts would give; None: not known. Any thread."""
+        """Returns the predicted gain of drafts; None if unknown. Thread-safe."""
         return self._gains.demand()
 
     def readings(self) -> Iterator[Reading]:

@@ -54,11 +54,11 @@ class Openings:
         self._waiting.pop(sequence, None)
 
     def may_be_drafted_for(self, sequence: SpeculativeSequence, now: float) -> bool:
-        """Whether `sequence` has a drafter, or may have one by now."""
+        """Returns whether `sequence` has a drafter, or may have one by now."""
         return sequence.link is not None or (sequence in self._waiting and sequence.may_open_at <= now)
 
     def would_be_drafted_for(self, sequence: SpeculativeSequence) -> bool:
-        """Whether it has a drafter, or waits for one."""
+        """Returns whether `sequence` has a drafter, or waits for one."""
         return sequence.link is not None or sequence in self._waiting
 
     def rearrange(self) -> None:

@@ -72,7 +72,7 @@ class DraftPool(LinkPool):
             self._tasks[address] = asyncio.create_task(link.run())
 
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
-        """What happened since the last call; waits up to `timeout` seconds for something to happen."""
+        """Returns the events since the last call, waiting up to `timeout` seconds for the first."""
         return take_all(self._events, timeout)
 
     def readings(self) -> Iterator[Reading]:

@@ -73,7 +73,7 @@ class SpeculativeSequence:
 
     @property
     def useful_depth(self) -> int:
-        """`depth`, as far as so many drafts could be committed: the bonus token takes the last place."""
+        """`depth`, bounded by the drafts that could be committed: the bonus token takes the last place."""
         return max(0, min(self.depth, self.max_len - len(self.token_ids) - 1))
 
     @property
@@ -223,7 +223,7 @@ class SpeculativeSequence:
         return self.expected_by[num_drafts]
 
     def drafts(self, depth: int) -> Drafts:
-        """What of the last proposal follows the committed tokens, `depth` tokens at most."""
+        """Returns the part of the last proposal that follows the committed tokens, at most `depth` tokens."""
         if self.proposal is None or depth == 0:
             return NO_DRAFTS
         if self.shape is None:
@@ -241,7 +241,7 @@ class SpeculativeSequence:
         return proposal.drafts.main_path(depth, self.token_ids[proposal.base :])
 
     def what_fits(self, proposal: Proposal) -> Drafts | None:
-        """What is left of `proposal` after the tokens committed since its base; None unless it begins with them."""
+        """Returns `proposal` without the tokens committed since its base; None unless it begins with them."""
         if proposal.base == len(self.token_ids):  # nearly always
             return proposal.drafts
         return proposal.drafts.after(self.token_ids[proposal.base :])
@@ -270,7 +270,7 @@ class ActiveLink:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether its place says how far it is, and nothing was measured yet."""
+        """True while its round trip is guessed by its place, as nothing was measured yet."""
         return self.expected_round_trip is not None and not self.costs.is_known and not self.sequences
 
     def send(self) -> None:
@@ -284,7 +284,7 @@ class ActiveLink:
         self.late_since = self.late_since or now
 
     def heard(self, reply: SpeculateReply, answer_seconds: float) -> None:
-        """`reply` came, so long after the last message was sent; its proposals and refusals are the caller's."""
+        """Learns from `reply`, which came `answer_seconds` after the last message; the caller takes its proposals."""
         self.owes_since = self.late_since = None
         self.credit = reply.credit
         self.has_proposed = self.has_proposed or bool(reply.proposals)

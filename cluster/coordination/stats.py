@@ -1,4 +1,4 @@
-"""What a coordinator counts."""
+"""Counters of a coordinator."""
 
 from __future__ import annotations
 

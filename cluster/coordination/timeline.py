@@ -1,4 +1,4 @@
-"""The last steps of a target and the last answers of its drafters, for whoever wants to see who waits for whom.
+"""The last steps of a target and the last answers of its drafters, to show which waits for which.
 
 Times are of the coordinator's clock, in seconds. The engine's thread writes, any thread reads.
 """
@@ -60,7 +60,7 @@ class Timeline:
         self.answers: Spans[AnswerSpan] = Spans()
 
     def add(self, news: News) -> None:
-        """What came of another one, such as of another process."""
+        """Adds the entries of another timeline, such as one of another process."""
         for step in news.steps:
             self.steps.add(step)
         for answer in news.answers:
@@ -68,7 +68,7 @@ class Timeline:
 
 
 class News(NamedTuple):
-    """What came in a timeline since somebody last looked."""
+    """New entries of a timeline since a reader last looked."""
 
     steps: Sequence[StepSpan] = ()
     answers: Sequence[AnswerSpan] = ()
@@ -82,7 +82,7 @@ class TimelineReader:
         self._next_step = self._next_answer = 0
 
     def news(self, timeline: Timeline) -> News:
-        """Of `timeline`, which need not be the one of last time."""
+        """Returns the new entries of `timeline`, which may be another one than before."""
         if timeline is not self._timeline:
             self._timeline, self._next_step, self._next_answer = timeline, 0, 0
         self._next_step, steps = timeline.steps.since(self._next_step)

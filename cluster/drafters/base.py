@@ -151,7 +151,7 @@ class DraftSequence:
         return max(1, min(number, self.window - depth, max_model_len - self.num_committed - depth))
 
     def proposal(self) -> Drafts:
-        """What is there of the tree that is owed."""
+        """Returns the finished part of the due tree."""
         if self.shape is None:
             return Drafts(self.draft_token_ids[: self.num_speculative_tokens])
         found = self._find(self.shape, -1)
@@ -212,7 +212,7 @@ class DraftSequence:
             start = end
 
     def is_behind(self, base: int) -> bool:
-        """Whether tokens before `base` were committed that this worker was never told."""
+        """Returns whether tokens before `base` were committed that this worker never received."""
         return base > self.num_committed
 
 

@@ -138,7 +138,7 @@ class Burst:
             self._tokens[:size].index_copy_(1, self._place % MAX_STEPS, ids)
             for numbers in moved_on:
                 numbers.add_(1)
-            view.positions.clamp_(max=last_position)  # rows that have ended go on beside the others
+            view.positions.clamp_(max=last_position)  # rows that have ended go on with the others
             view.slots.copy_(self._slots(size))
 
         return step

@@ -36,7 +36,7 @@ def load_draft_model(config: Config, progress: Progress | None = None) -> ModelR
 
 
 def is_model(drafter: DrafterName) -> bool:
-    """Whether it is a model of the PyTorch engine."""
+    """Returns whether `drafter` is a model of the PyTorch engine."""
     return drafter in _MODELS
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Cache:
-    """What the KV cache holds of one sequence: node n of its tree has the n-th place after the committed tokens."""
+    """The KV cache of one sequence: node n of its tree has the n-th place after the committed tokens."""
 
     block_table: list[int]
     num_computed_tokens: int  # committed ones; all of them when there are drafts
@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
         return self._num_uncomputed(sequence)
 
     def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
-        """Gives `sequence` its rows in `step`, so many at most."""
+        """Gives `sequence` its rows in `step`, at most `most`."""
         if most > 0:
             segment, nodes = _next_segment(sequence, self._caches[sequence], most)
             step.add(segment)
@@ -178,7 +178,7 @@ class ModelDrafter(Drafter):
         return cache.counts
 
     def _may_burst(self, burst: Burst, extended: Sequence[tuple[DraftSequence, int, int]]) -> bool:
-        """Whether all of a step's sequences are chains that no token shapes, and some are owed more than one token."""
+        """Returns whether all sequences of a step are chains without penalties, and some need more than one token."""
         return len(extended) <= burst.max_rows and (
             all(
                 node == sequence.tip

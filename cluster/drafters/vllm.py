@@ -14,7 +14,7 @@ from cluster.vllm.draft_engine import DraftEngine
 
 @dataclass(slots=True)
 class _Request:
-    """What the engine has of a sequence: it goes on by itself as long as all that it made came true."""
+    """The engine's request for a sequence: it continues as long as all of its tokens were accepted."""
 
     id: str
     params: SamplingParams

@@ -1,4 +1,4 @@
-"""What a draft worker keeps of its links and their sequences."""
+"""State of a draft worker's links and of their sequences."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Entry:
     is_behind: bool = False  # by more than a round commits: it was left in peace for some
 
     def has_proposal(self, max_model_len: int) -> bool:
-        """Whether the proposal that is owed is complete, or as much as it can become."""
+        """Returns whether the due proposal is complete, or cannot grow further."""
         if self.lacks is None:
             self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
         return not self.lacks

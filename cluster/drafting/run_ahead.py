@@ -1,8 +1,8 @@
-"""What a draft worker drafts before it is asked, while the targets verify.
+"""Run-ahead: what a draft worker drafts before it is asked, while the targets verify.
 
 The main path goes on past the proposal: under the shared noise its next token is the best guess of the bonus token.
 Branches start where the target may choose otherwise, at the draft's next best, and go on as far as a proposal needs.
-The likeliest nodes are extended first. They are rows of the steps that draft what is owed, as far as these have room.
+The likeliest nodes are extended first. They are rows of the steps that draft due proposals, if these have room.
 """
 
 from __future__ import annotations
@@ -186,5 +186,5 @@ def num_nodes_ahead(
 
 
 def runs_ahead(sequence: DraftSequence) -> bool:
-    """Whether its window reaches beyond a proposal."""
+    """Returns whether the window of `sequence` reaches beyond a proposal."""
     return sequence.window > sequence.num_speculative_tokens > 0

@@ -28,7 +28,7 @@ class TemperatureTuning:
             yield Reading("outrider_draft_temperature_factor", what, factor_of(search.best), labels=labels)
 
     def learn(self, entry: Entry, advance: Advance) -> None:
-        """From the last proposal of `entry`, before `advance` is taken in; now and then changes its temperature."""
+        """Learns from the last proposal of `entry`, before `advance` is applied; sometimes changes its temperature."""
         sequence, params = entry.sequence, entry.target_params
         if params.is_greedy:
             return

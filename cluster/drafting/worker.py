@@ -32,11 +32,11 @@ _BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no ne
 
 
 class DraftWorker:
-    """Drafts in a thread of its own, or, never started, in that of whoever calls `step`.
+    """Drafts in a thread of its own or, if it is never started, in the thread of the caller of `step`.
 
-    A turn of the loop: take in what arrived and answer what running ahead has already completed; run one step of the
-    drafter for the sequences whose proposal is owed, or, when none is, for those that may still run ahead; send what
-    became complete, one message a link. With nothing to do the thread sleeps.
+    A turn of the loop takes in the requests and answers those that run-ahead has completed. It runs one step of the
+    drafter, for due proposals and for run-ahead. Then it sends the complete proposals, one message for each link.
+    Without work the thread sleeps.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class DraftWorker:
 
     @property
     def has_work(self) -> bool:
-        """Whether something has arrived that was not looked at, or a proposal is owed."""
+        """True if a request was not taken in yet, or a proposal is due."""
         return bool(self._inbox) or any(entry.owes_proposal for entry in self._entries.values())
 
     @property
     def is_drafting(self) -> bool:
-        """Whether a proposal is owed that has no prompt before it. For the thread that calls `step`."""
+        """True if a proposal is due that has no prompt before it. For the thread that calls `step`."""
         return any(entry.owes_proposal and entry.is_computed for entry in self._entries.values())
 
     def readings(self) -> Iterator[Reading]:
@@ -135,7 +135,7 @@ class DraftWorker:
             self._wake.notify()
 
     def num_waiting_bytes(self, link: int) -> int:
-        """Of the requests of `link` that the loop has not come to."""
+        """Returns the bytes of the requests of `link` that wait for the loop."""
         known = self._links.get(link)
         return 0 if known is None else known.num_waiting_bytes
 
@@ -170,7 +170,7 @@ class DraftWorker:
         self._draft()
 
     def take_in(self) -> None:
-        """What has arrived; answers what is there to be answered."""
+        """Takes in the requests that arrived, and answers those that are complete."""
         replies: dict[int, SpeculateReply] = {}
         for link, request, arrived_at in self._take_inbox():
             reply = replies.setdefault(link, SpeculateReply())
@@ -245,10 +245,10 @@ class DraftWorker:
         return inbox
 
     def _next_batch(self) -> list[Entry]:
-        """The sequences of the next step: those whose proposal is owed, and those that run ahead beside them.
+        """Returns the sequences of the next step: those with due proposals, and those that run ahead.
 
-        The first of a sequence has its prompt before it. A step with that is long, and everybody in it waits; nobody
-        waits for the prompt, while the target computes it too. So it takes its turn when no others are owed.
+        The first step of a sequence includes its prompt. It is long, and all sequences in it wait, while the target
+        still computes that prompt too. So it takes its turn when no other proposals are due.
         """
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
@@ -363,8 +363,8 @@ class DraftWorker:
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
-        """False when the sequence, the tokens before the advance's base or one of its tokens are not known here, or it
-        is so long that nothing will ever be drafted for it again."""
+        """Applies `advance`. Returns False if its sequence, the tokens before its base or one of its tokens are unknown
+        here, or if the sequence is too long to be drafted for again."""
         entry = self._entries.get((link, advance.wire_id))
         if entry is None:
             return False
@@ -393,7 +393,7 @@ class DraftWorker:
         return True
 
     def _outcome(self, entry: Entry, advance: Advance) -> str | None:
-        """What became of the last proposal, before `advance` is taken in; None when that does not say."""
+        """Returns the outcome of the last proposal, before `advance` is applied; None if it does not show one."""
         sequence = entry.sequence
         news = advance.token_ids[sequence.num_committed - advance.base :]
         if not news or not runs_ahead(sequence):
@@ -401,7 +401,7 @@ class DraftWorker:
         return self.run_ahead.observe(sequence, news)
 
     def _want(self, entry: Entry, wanted: Open | Advance) -> None:
-        """From now on proposals of its sequence are to be as `wanted` says."""
+        """Makes further proposals of the sequence as `wanted` asks."""
         sequence = entry.sequence
         sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
@@ -409,7 +409,7 @@ class DraftWorker:
         sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)
 
     def _knows(self, token_ids: Sequence[int]) -> bool:
-        """Whether the draft has all these tokens: a target may have more, with the same tokenizer."""
+        """Returns whether the draft has all these tokens: a target may have more, with the same tokenizer."""
         return max(token_ids, default=0) < self._drafter.vocab_size
 
     def _release(self, entry: Entry) -> None:

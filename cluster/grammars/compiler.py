@@ -79,7 +79,7 @@ class GrammarCompiler:
             # than nearly every grammar to compile.
             if not work.num_waiting and not work.has_begun:
                 work.result.cancel()
-                del self._work[grammar]  # now, as it ends later: whoever comes next begins anew
+                del self._work[grammar]  # now, as it ends later: the next request starts a new one
 
     async def _compile_in_turn(self, grammar: Grammar) -> CompiledGrammar:
         async with self._turn:
@@ -144,7 +144,7 @@ class GrammarCompiler:
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _ask(self, process: asyncio.subprocess.Process, asked: bytes) -> tuple[dict[str, Any], str]:
-        """What became of it, and the grammar, if it became one."""
+        """Returns the child's report, and the compiled grammar if there is one."""
         assert process.stdin is not None
         process.stdin.write(asked)
         await process.stdin.drain()

@@ -112,7 +112,7 @@ def probe(grammar: ReadGrammar) -> None:
 
 
 def _follow(grammar: ReadGrammar, choose: Callable[[int], int]) -> None:
-    """Of the tokens that go on after so many steps, the one that `choose` says comes next."""
+    """Follows `grammar` for some tokens that `choose` picks. Raises InvalidRequestError if that takes too long."""
     vocab_size = grammar.vocabulary.info.vocab_size
     matcher, ends = make_matcher(grammar), set(grammar.vocabulary.info.stop_token_ids)
     bits = torch.empty(1, -(-vocab_size // 32), dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What a grammar needs to know of a tokenizer: the text of every token."""
+"""The vocabulary of a tokenizer for grammars: the text of every token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 
 def read_vocabulary(folder: Path, vocab_size: int, end_token_ids: Sequence[int]) -> xgrammar.TokenizerInfo:
-    """Of the model in `folder`, whose logits have `vocab_size` columns; any of `end_token_ids` ends a text.
+    """Reads the vocabulary of the model in `folder`, with `vocab_size` logits; any of `end_token_ids` ends a text.
 
     Special tokens spell nothing: no grammar allows them, but for those that end.
     """

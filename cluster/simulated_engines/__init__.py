@@ -1,4 +1,4 @@
-"""What simulated engines share, for load, fault and planning runs.
+"""Common parts of simulated engines, for load, fault and planning runs.
 
-All else in such a cluster is real: scheduler, blocks, rounds, wire.
+Everything else in such a cluster is real: scheduler, blocks, rounds, wire.
 """

@@ -33,7 +33,7 @@ class StepCurve:
 
 
 class Timekeeper(Protocol):
-    """What simulated engines have for time; seconds."""
+    """The clock of simulated engines, in seconds."""
 
     def now(self) -> float: ...
 

@@ -27,7 +27,7 @@ _QUIET = {
 }
 _TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
-_PLAIN_VALUE = re.compile(r"[!#-<>-~]+")  # needs no quotes beside `=`
+_PLAIN_VALUE = re.compile(r"[!#-<>-~]+")  # needs no quotes next to `=`
 
 
 def setup_logging(program: str, level: LogLevel = "info", form: LogFormat = "text") -> None:
@@ -48,7 +48,7 @@ class LoggedLine(NamedTuple):
 
 
 def read_line(line: str) -> LoggedLine | None:
-    """What `line` says; None where it was not logged but written in another way, such as a traceback."""
+    """Parses `line`; None if it was not logged but written in another way, such as a traceback."""
     if match := _TEXT_LINE.fullmatch(line):
         return LoggedLine(logging.getLevelNamesMapping()[match[1]], match[2])
     if not line.startswith('{"time": '):
@@ -105,5 +105,5 @@ def _text(value: object) -> str:
 
 
 def _log_end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """What ends the program is a line like all others."""
+    """Logs the exception that ends the program as a line like all others."""
     logging.getLogger(__name__).critical("the program failed", exc_info=(kind, error, traceback))

@@ -36,9 +36,9 @@ class PageGuard:
 
     @classmethod
     def of(cls, listener: Listener, metrics_token_file: str | None) -> PageGuard:
-        """Of a program whose callers `listener` knows: they may read its page, and so may who has the file's token.
+        """Makes the guard of a page: callers that `listener` accepts may read it, and holders of the file's token.
 
-        Raises ConfigurationError when that cannot be read.
+        Raises ConfigurationError if the file cannot be read.
         """
         token = None if metrics_token_file is None else TokenFile(metrics_token_file, "metrics_token_file")
         if token is None and not listener.asks_for_token:

@@ -1,7 +1,7 @@
 """Spans by OpenTelemetry, exported by OTLP over HTTP. Needs the extra `outrider[tracing]`.
 
-Spans are exported by a thread of their own, in batches. It never holds up whoever ends a span: where the collector is
-slow or away, spans are dropped.
+A thread exports spans in batches. Ending a span never waits for it: if the collector is slow or away, spans are
+dropped.
 
 The SDK's own environment variables work where no setting of ours says the same: OTEL_RESOURCE_ATTRIBUTES,
 OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS, OTEL_BSP_SCHEDULE_DELAY and so on.

@@ -46,7 +46,7 @@ class Span:
     def set(self, attributes: Attributes) -> None: ...
 
     def fail(self, error_type: str, message: str = "") -> None:
-        """What it stands for has failed. It goes on until its end."""
+        """Marks the span as failed. It lasts until it is ended."""
 
     def end(self, at: int | None = None) -> None: ...
 
@@ -72,14 +72,14 @@ def check_tracing(config: TracingConfig) -> None:
 
 
 def make_tracer(config: TracingConfig, service: str, instance: str) -> Tracer:
-    """The tracer of the program `service`, of which there may be several: `instance` tells them apart.
+    """Returns the tracer of the program `service`; `instance` distinguishes several of them.
 
     Raises ConfigurationError when OpenTelemetry is not installed.
     """
     if config.endpoint is None:
         return Tracer()
     check_tracing(config)
-    from cluster.telemetry.otlp import OtlpTracer  # here: whoever does without tracing does without the package
+    from cluster.telemetry.otlp import OtlpTracer  # here: without tracing the package is not needed
 
     return OtlpTracer(config.endpoint, config.sample_ratio, service, instance)
 

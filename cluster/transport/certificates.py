@@ -47,7 +47,7 @@ class Certificates:
             return self._pems
 
     def page_context(self) -> ssl.SSLContext:
-        """For a page that is served to whoever has a certificate of the same CA."""
+        """Returns the context of a page that is served to holders of a certificate of the same CA."""
         return _server_context(self._ca, self._certificate, self._key)
 
     def reader_context(self) -> ssl.SSLContext:

@@ -20,7 +20,7 @@ _MAX_REASON_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class PageDialing:
-    """What the workers' metrics pages are read with, over HTTPS. `server_name`: as of the `Dialer`."""
+    """Credentials for workers' metrics pages over HTTPS. `server_name`: as for the `Dialer`."""
 
     context: ssl.SSLContext
     server_name: str | None
@@ -44,7 +44,7 @@ class Dialer:
 
     @classmethod
     def of(cls, tls: TlsConfig, program: str, server_name: str | None = None) -> Dialer:
-        """Of `program`. Raises ConfigurationError when a file cannot be used."""
+        """Makes the dialer of `program`. Raises ConfigurationError if a file cannot be used."""
         tls = tls.of(program)
         if not tls.is_on:
             return PLAIN

@@ -22,7 +22,7 @@ class FileWatch:
         self._known = self._seen = self._look()
 
     def has_changed(self) -> bool:
-        """Whether they have since the last time that this was true."""
+        """Returns whether the files have changed since this last returned True."""
         before, self._seen = self._seen, self._look()
         if self._seen == self._known or (self._settles and self._seen != before):
             return False

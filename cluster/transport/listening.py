@@ -29,7 +29,7 @@ class Listener:
 
     @classmethod
     def of(cls, tls: TlsConfig, program: str) -> Listener:
-        """Of `program`. Raises ConfigurationError when a file cannot be used."""
+        """Makes the listener of `program`. Raises ConfigurationError if a file cannot be used."""
         tls = tls.of(program)
         if not tls.is_on:
             return cls()
@@ -66,7 +66,7 @@ class Listener:
         return server.add_secure_port(address, credentials)
 
     def page_context(self) -> Callable[[], ssl.SSLContext] | None:
-        """What a metrics page makes each connection with: the context of the files of now. None: plaintext."""
+        """Returns a function that makes a metrics page's TLS context from the current files; None: plaintext."""
         if self._certificates is None:
             return None
         certificates, context, version = self._certificates, self._certificates.page_context(), 0
@@ -81,7 +81,7 @@ class Listener:
         return current
 
     def accepts(self, token: bytes) -> bool:
-        """Whether it is the shared one."""
+        """Returns whether `token` is the shared one."""
         return self._token is not None and self._token.accepts(token)
 
     @property

@@ -1,7 +1,7 @@
-"""What coordinator and draft worker say to each other, as the code on both sides handles it.
+"""Messages between coordinator and draft worker, as the code on both sides handles them.
 
-A message holds at most one entry a sequence. Two messages that wait for the same link are merged into one, so
-that a sender never queues more than one entry a sequence however slow the link is.
+A message holds at most one entry for each sequence. Messages that wait for the same link are merged, so that a sender
+never queues more than one entry for a sequence, however slow the link is.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Proposal:
 
 @dataclass(slots=True)
 class SpeculateRequest:
-    """From coordinator to draft worker; entries by wire ID."""
+    """A message from coordinator to draft worker; entries by wire ID."""
 
     opens: dict[int, Open] = field(default_factory=dict)
     advances: dict[int, Advance] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class SpeculateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What the draft worker's part of an answer took."""
+    """The draft worker's time for an answer."""
 
     held_seconds: float  # from the arrival of the link's last request to the reply
     step_seconds: float  # the last step of the drafter in which the link had a sequence
@@ -130,7 +130,7 @@ class Timing:
 
 @dataclass(slots=True)
 class SpeculateReply:
-    """From draft worker to coordinator; entries by wire ID."""
+    """A message from draft worker to coordinator; entries by wire ID."""
 
     proposals: dict[int, Proposal] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)  # not held, or a base it was never told

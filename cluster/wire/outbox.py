@@ -30,7 +30,7 @@ class Outbox(Generic[MessageT]):
         self._waiting: MessageT | None = None
         self._wake_receiver, self._wake_sender = os.pipe()
         self._is_closed = False
-        # At the latest with the object, of which others may have forgotten to close it.
+        # At the latest with the object, which others may have forgotten to close.
         self._descriptors = [
             weakref.finalize(self, os.close, descriptor) for descriptor in (self._wake_receiver, self._wake_sender)
         ]

@@ -1,4 +1,4 @@
-"""What a target tells a router of many calls at once: to and from the columns of `GenerateReplies`. No torch."""
+"""Replies of a target for many calls at once, to and from the columns of `GenerateReplies`. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED
 
 
 class RoundCounts(NamedTuple):
-    """What came of one round that verified at least one draft token.
+    """The outcome of one round that verified at least one draft token.
 
     Its tokens are the accepted ones and the target's own after them, unless the sequence ended before it.
     """
@@ -28,7 +28,7 @@ class RoundCounts(NamedTuple):
 
 @dataclass(slots=True)
 class CallReply:
-    """What was committed for one call since its last reply: by one step, or by several where nobody took it."""
+    """The tokens committed for one call since its last reply, by one step or by several."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: target_pb2.FinishReason.ValueType = UNFINISHED
@@ -118,7 +118,7 @@ def _follow_one_another(rounds: Sequence[RoundCounts]) -> bool:
 
 
 def _starts(counts: Sequence[tuple[int, int]], num_rounds: Sequence[int]) -> list[int]:
-    """Of the rounds of each entry, which follow one another: (drafted, accepted) of all, and how many each has."""
+    """Returns the start of each round; `counts`: (drafted, accepted) of each, `num_rounds`: rounds of each entry."""
     starts: list[int] = []
     for own in split(counts, num_rounds):
         start = 0

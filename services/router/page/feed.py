@@ -62,8 +62,8 @@ class Feed:
     ) -> AsyncGenerator[bytes, None]:
         """Yields the server-sent events of one viewer; the first is `hello`.
 
-        They end when `is_let_in` returns False. It is asked before each event, and so about once a second at least, when
-        the workers' state comes. Raises OverloadedError if there are `MAX_VIEWERS` already.
+        They end when `is_let_in` returns False. It is asked before each event, and so about once a second at least,
+        when the workers' state comes. Raises OverloadedError if there are `MAX_VIEWERS` already.
         """
         if len(self._viewers) >= MAX_VIEWERS:
             raise OverloadedError(f"{MAX_VIEWERS} pages are fed already; close one, or retry later")

@@ -89,10 +89,10 @@ class CallStream:
         explain: Callable[[str | None], OutriderError],
         epoch: int | None = None,
     ) -> None:
-        """`translate` returns the caller's error for one that the target reports, `explain` the one for the stream's end.
+        """`translate` returns the caller's error for one that the target reports, `explain` for the stream's end.
 
-        `explain` gets the reason why the stream broke, or None if the worker ended it in good order. Replies of a worker
-        with another `epoch` are dropped, as the description is not that worker's.
+        `explain` gets the reason why the stream broke, or None if the worker ended it in good order. Replies of a
+        worker with another `epoch` are dropped, as the description is not that worker's.
         """
         self.has_begun = False  # a worker serves it
         self.has_ended = False

@@ -137,7 +137,7 @@ class ReplicaPool:
     def find(
         self, like: Traits | None, adapter: AdapterRef | None = None, avoided: Collection[Replica] = ()
     ) -> Replica | None:
-        """Returns the replica that `choose` would, among those that are neither silent nor `avoided`; None without one."""
+        """Returns the replica that `choose` would, without silent and `avoided` ones; None if there is none."""
         answering = [replica for replica in self.usable if not replica.is_silent and replica not in avoided]
         return self._least_loaded(answering, like, adapter)
 

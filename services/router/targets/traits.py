@@ -24,7 +24,7 @@ class Reference:
         self._held_at = 0.0  # when a usable worker was last seen to have them
 
     def objection(self, traits: Traits, *, usable: Collection[Traits], listed: Collection[Traits]) -> str | None:
-        """Returns the objection to a worker with `traits`, given those of the other `usable` and `listed` ones, or None."""
+        """Returns the objection to a worker with `traits`, given those of other `usable` and `listed` ones, or None."""
         now = time.monotonic()
         if self._traits in usable:
             self._held_at = now
