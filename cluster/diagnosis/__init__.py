@@ -1,1 +1,1 @@
-"""What keeps a cluster's speculation from paying more: reckoned from what was measured of it. No I/O."""
+"""Computes from measurements what keeps a cluster's speculation from paying more. No I/O."""

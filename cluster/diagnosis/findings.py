@@ -1,8 +1,8 @@
-"""What is wrong with a cluster's speculation, what it costs, and what to change.
+"""Findings: problems of a cluster's speculation, their cost, and their remedies.
 
-Each rule is one of the published failure modes. What a mended cluster would give is reckoned with one number put right:
-the acceptance, or the time, of the best draft that the same publication has, a network within one host, or a
-cache that holds all sequences. The cost of oversubscribed threads is not predicted: no measured number shows it.
+Each rule is one of the published failure modes. The speed of the mended cluster is predicted with one number
+corrected: the acceptance or the time of the best draft of the same publication, a network within one host, or a cache
+that holds all sequences. The cost of oversubscribed threads is not predicted: no measured number shows it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was measured of a cluster while it did one known thing."""
+"""Measurements of a cluster under a known load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepTotals:
         return self.seconds / self.count if self.count else 0.0
 
     def times(self, factor: float) -> StepTotals:
-        """As many, each so many times as long."""
+        """Returns as many steps, each `factor` times as long."""
         return StepTotals(self.count, factor * self.seconds)
 
     def __add__(self, other: StepTotals) -> StepTotals:
@@ -32,7 +32,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What grew in `seconds` of a load; times of steps are sums over all targets."""
+    """Growth of the counters in `seconds` of a load; times of steps are sums over all targets."""
 
     seconds: float = 0.0
     num_tokens: float = 0.0  # committed
@@ -61,7 +61,7 @@ class Counts:
 
     @property
     def bookkeeping_a_step(self) -> float:
-        """Of the busy time, what is neither a step nor a wait for proposals."""
+        """Busy time for each step that is neither the step nor a wait for proposals."""
         steps = (self.verify + self.decode + self.prefill).seconds
         return max(0.0, self.busy_seconds - steps - self.wait_seconds) / max(self.num_steps, 1.0)
 
@@ -98,7 +98,7 @@ class Counts:
 
     @property
     def rows(self) -> float:
-        """Of a step with drafts, or of a plain one."""
+        """Rows of a step: its sequences and their drafts."""
         return self.mean_batch * (1.0 + self.mean_depth)
 
     @property
@@ -108,7 +108,7 @@ class Counts:
 
     @property
     def wait_a_step(self) -> float:
-        """By those with drafts, prompts beside them or not."""
+        """Mean wait of a step with drafts, whether it has prompts or not."""
         return self.wait_seconds * self.mean_batch / self.num_rounds if self.num_rounds else 0.0
 
 
@@ -187,12 +187,12 @@ class Examination:
 
     @property
     def is_cache_full(self) -> bool:
-        """Whether sequences were preempted or waited for the target's blocks."""
+        """True if sequences were preempted or waited for the target's blocks."""
         return self.auto.counts.num_preemptions > 0 or self.auto.counts.mean_waiting > 0.5
 
     @property
     def has_drafts(self) -> bool:
-        """Whether anything was drafted where it was asked for."""
+        """True if anything was drafted under the loads that asked for drafts."""
         return any(one.counts.num_rounds and one.counts.verify.count for one in self.fixed)
 
     @property
@@ -203,7 +203,7 @@ class Examination:
 
     @property
     def reached(self) -> Sequence[Measured]:
-        """Of the fixed depths those that were reached: where drafts come too late rounds have fewer. All, if none."""
+        """The fixed depths that were reached; with late drafts rounds have fewer. All of them if none was reached."""
         return [one for one in self.fixed if one.has_reached_its_depth] or self.fixed
 
     @property

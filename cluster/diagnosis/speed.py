@@ -80,7 +80,7 @@ class SpeedModel:
         return tokens_per_round(self.survival_at(place) for place in range(1, depth + 1))
 
     def acceptance(self, depth: int) -> float:
-        """Of the draft tokens of rounds so deep whose predecessors were all accepted."""
+        """Returns the acceptance of draft tokens in rounds of `depth` whose predecessors were all accepted."""
         num_tested = self.tokens_per_round(depth - 1)
         return (self.tokens_per_round(depth) - 1.0) / num_tested
 
@@ -97,7 +97,7 @@ class SpeedModel:
         return (1.0 - self.plain_share) / self.tokens_per_round(depth) + self.plain_share
 
     def rate(self, depth: int) -> float:
-        """Tokens a second with so many draft tokens for every sequence."""
+        """Returns the tokens per second with `depth` draft tokens for every sequence."""
         rest, prompts = (
             (self.rest_seconds, self.prompt_seconds) if depth else (self.plain_rest_seconds, self.plain_prompt_seconds)
         )
@@ -126,9 +126,10 @@ class SpeedModel:
         return high
 
     def with_draft(self, seconds: float) -> SpeedModel:
-        """With another draft, each step of which takes so long, and with it what it adds to the target's prompts.
+        """Returns the model with another draft whose steps take `seconds`.
 
-        Where both compute on the same cores a prompt takes the target longer while the draft reads it, too.
+        What the draft adds to the target's prompts changes with it: on shared cores a prompt takes the target longer
+        while the draft reads it, too.
         """
         beside = max(0.0, self.prompt_seconds - self.plain_prompt_seconds)
         less = min(1.0, seconds / self.draft_seconds) if self.draft_seconds else 1.0

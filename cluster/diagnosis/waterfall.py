@@ -1,4 +1,4 @@
-"""From the speedup that the formula promises to the one that is measured, cause by cause.
+"""Explains the difference between the formula's speedup and the measured one, cause by cause.
 
 The formula, E(a, k) t / (k t_draft + t + t_net), takes four numbers as they are thought to be: one acceptance a for
 every position, the draft's time when it has nothing else to do, a verify step that takes no longer than a decode step,
@@ -32,13 +32,13 @@ class Waterfall:
 
     @property
     def unexplained(self) -> float:
-        """Of the measured speedup, the share that no cause accounts for; below nought where they take too much."""
+        """The share of the measured speedup that no cause accounts for; negative if they account for too much."""
         return self.stages[-1].speedup / max(self.measured, 1e-9) - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What the draft was thought to be, before it served."""
+    """The expectations of the draft, before it served."""
 
     acceptance: float  # of a draft token
     draft_seconds: float
@@ -89,8 +89,9 @@ def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seco
 
 
 def _bookkeeping(counts: Counts, asked_seconds: float) -> float:
-    """Of a round, beside its step and the drafting: what the wait is longer (shorter, where it overlaps), and what the
-    engine's loop does between steps."""
+    """Returns the part of a round that is neither its step nor drafting.
+
+    It is the time by which the wait is longer (or shorter, if it overlaps), and the engine's loop between steps."""
     longer = counts.wait_a_step - asked_seconds if counts.verify.count else 0.0
     return longer + counts.bookkeeping_a_step
 

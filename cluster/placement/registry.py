@@ -1,4 +1,4 @@
-"""Who is alive, where, with what model, how loaded: what workers announced lately. No I/O; whoever calls says the time.
+"""The live workers of a cluster: place, model and load, as they announced them lately. No I/O; callers give the time.
 
 It is soft state. A worker announces itself every second or so and is forgotten when it has not for a while, so that a
 registry that was lost is a new one that fills again. Until it has settled, its lists only add to those that callers
@@ -38,9 +38,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a worker says of itself.
+    """A worker's announcement of itself.
 
-    `epoch` grows with every start of a program: of two at one address, or of one replica, the greater is there.
+    `epoch` grows with every start of a program: if two have one address, or one replica, the greater counts.
     """
 
     replica: str
@@ -54,7 +54,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A pool as a registry knows it. A `version` is of one registry (`incarnation`): another begins anew."""
+    """A pool as a registry knows it. Versions belong to one registry (`incarnation`); another one starts over."""
 
     incarnation: int
     version: int
@@ -99,7 +99,7 @@ class Registry:
         return not self._members
 
     def announce(self, announcement: Announcement, now: float) -> bool:
-        """Whether it is listed: not when a newer program of the same replica, or at the same address, was there."""
+        """Returns False if a newer program of the same replica, or at the same address, is known; else lists it."""
         address, epoch = announcement.address, announcement.epoch
         fence, _ = self._fences.get(address, (-1, 0.0))
         same = self._members.get(address)

@@ -1,4 +1,4 @@
-"""How many targets and draft workers there should be: one policy for both. No I/O; whoever calls says the time.
+"""Decides how many targets and draft workers there should be. No I/O; callers give the time.
 
 Targets follow what they have to do: how full they are, and the tokens that wait for them.
 
@@ -41,7 +41,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Of one pool. `inputs` are what it rests on, by name."""
+    """A decision about one pool. `inputs` are the numbers that it rests on, by name."""
 
     pool: ScaledPool
     current: int  # that are there, or were asked for
@@ -66,11 +66,11 @@ class Scaler:
         self._asked = {"target": config.target.replicas, "draft": config.draft.replicas + further} if is_obeyed else {}
 
     def asked(self, pool: ScaledPool, number: int) -> None:
-        """So many workers there are going to be."""
+        """Notes that the pool is going to have `number` workers."""
         self._asked[pool] = number
 
     def decide(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> Sequence[Decision]:
-        """What the workers' loads ask for; nothing while no target is there to say something."""
+        """Returns the decisions for the workers' loads; none while there is no target."""
         loads = [member.load for member in targets if member.load is not None]
         if not loads:
             return ()
@@ -111,7 +111,7 @@ class Scaler:
         room = self._room(draft_loads)
 
         def rate(num_workers: int) -> float:
-            """Of all targets with something to do, in units of one without drafts."""
+            """Returns the rate of all busy targets, in units of one without drafts."""
             if not num_workers:
                 return float(sum(demand.num_sequences > 0 for demand in demands))
             batch = num_sequences / num_workers
@@ -152,7 +152,7 @@ class Scaler:
 
 
 class _Delay:
-    """Lets a change through when it was wanted all the time for so long: the smallest change of that time."""
+    """Lets a change through if it was wanted for the whole delay: the smallest change of that time."""
 
     def __init__(self, up_seconds: float, down_seconds: float) -> None:
         self._up_seconds = up_seconds
@@ -170,7 +170,7 @@ class _Delay:
         return most if most is not None and most < current else current
 
     def _extreme(self, choose: Callable[[Iterable[int]], int], since: float) -> int | None:
-        """Of what was wanted since then; None: nobody asked so long ago."""
+        """Returns the extreme of the numbers wanted since `since`; None if there was no decision that long ago."""
         if self._wanted[0][0] > since:
             return None
         ends = [*[at for at, _ in self._wanted][1:], math.inf]

@@ -1,4 +1,4 @@
-"""What a cluster would do before there is one: throughput, latency, dollars. Pure functions.
+"""Predicts throughput, latency and dollars of a cluster by formula. Pure functions.
 
 hardware    GPUs, their data sheets and prices
 kernels     what a forward pass reads and computes

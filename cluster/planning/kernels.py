@@ -1,4 +1,4 @@
-"""What the kernels of a step read and compute on a GPU, by formula. Imports neither torch nor Triton.
+"""Bytes and operations of the kernels of a step on a GPU, by formula. Imports neither torch nor Triton.
 
     linears     reads the weights once a step; 2 * parameters * rows operations
     attention   reads a sequence's KV once for every tile of its rows (`cluster.engine.gpu_kernels.tiles`), of each KV
@@ -51,16 +51,16 @@ class Segments:
 
     @property
     def positions_seen(self) -> float:
-        """By all rows together; each sees the cache, the rows before it and itself."""
+        """Positions that all rows see together; each sees the cache, the rows before it and itself."""
         return self.num_seqs * (self.rows * self.cached_tokens + self.rows * (self.rows + 1) / 2)
 
     @property
     def positions(self) -> float:
-        """Of all contexts together, the rows' own included."""
+        """Positions of all contexts together, including the rows' own."""
         return self.num_seqs * (self.cached_tokens + self.rows)
 
     def positions_read(self, rows_per_tile: int) -> float:
-        """By all tiles together; each reads as far as its last row sees."""
+        """Returns the positions that all tiles read together; each reads as far as its last row sees."""
         num_full = max(0, math.ceil(self.rows / rows_per_tile - _ROUNDING) - 1)  # before the last one
         of_full = num_full * self.cached_tokens + rows_per_tile * num_full * (num_full + 1) / 2
         return self.positions + self.num_seqs * of_full

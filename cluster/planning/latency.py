@@ -35,7 +35,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What steps are like at some load."""
+    """The steps at some load."""
 
     seconds: tuple[float, ...]  # by the number of prompts in it, from 0 to as many as fit
     prompts_a_step: float  # mean
@@ -113,7 +113,7 @@ def _poisson(mean: float) -> Iterator[tuple[int, float]]:
 
 
 def _quantile(weighted: Sequence[tuple[float, float]], share: float) -> float:
-    """Of values in ascending order, with their weights."""
+    """Returns the quantile of ascending values with weights."""
     total, passed = sum(weight for _, weight in weighted), 0.0
     for value, weight in weighted:
         passed += weight

@@ -21,7 +21,7 @@ LOCAL_ROUND_TRIP_SECONDS = 0.9e-3
 
 @dataclass(frozen=True, slots=True)
 class ClusterRequest:
-    """What is to be planned."""
+    """The cluster to plan."""
 
     target: PlannedModel
     target_gpus: GpuGroup

@@ -1,4 +1,4 @@
-"""What each way of placing a draft would give: throughput, latency, dollars, memory.
+"""Predicts throughput, latency, dollars and memory of each way to place a draft.
 
 Throughput is that of a closed loop (Little 1961): S sequences run at all times, an answer takes its first token's time
 and the rounds of the others, so S / (t_first + rounds * t_step) answers a second are given. A step's mean is the round
@@ -25,7 +25,7 @@ _ITERATIONS = 20  # of a fixed point that a few settle
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLoad:
-    """What clients ask for."""
+    """The load of the clients."""
 
     num_seqs: int  # at once, on one target
     prompt_tokens: int
@@ -74,8 +74,9 @@ class Option:
         return range(MAX_DEPTH + 1) if given is None else (given,)
 
     def step_seconds(self, round_: PredictedRound, num_seqs: float, load: ExpectedLoad) -> tuple[float, ...]:
-        """Of a round with 0, 1, 2, ... prompts in it, as many as fit: their rows are in a step of the target, and in
-        the first of the draft's, for which the others wait."""
+        """Returns the seconds of a round with 0, 1, 2, ... prompts in it, up to those that fit.
+
+        Their rows are in a step of the target, and in the draft's first step, for which the others wait."""
         rows = round_.num_speculative_tokens + 1
         drafting = self.drafting if round_.num_speculative_tokens else None
 
@@ -177,13 +178,13 @@ class _Steady:
 
 
 def _steady(option: Option, num_seqs: int, load: ExpectedLoad) -> _Steady:
-    """Of the depth that gives the most answers."""
+    """Returns the steady state at the depth that gives the most answers."""
     each = [_steady_at(option, num_seqs, load, depth) for depth in option.depths]
     return max(each, key=lambda steady: steady.answers_per_second)
 
 
 def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) -> _Steady:
-    """The closed loop of `num_seqs` sequences, of which those that wait for their first token do not decode."""
+    """Returns the closed loop of `num_seqs` sequences; those that wait for their first token do not decode."""
     decoding, prompts_a_step = float(num_seqs), 0.0
     rounds = mean_rounds(option.acceptance_rate, depth, load.answer_tokens - 1)
     for _ in range(_ITERATIONS):

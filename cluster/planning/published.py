@@ -1,4 +1,4 @@
-"""The published figures of the cluster this project was modelled on, beside what its GPUs can do at best.
+"""The published figures of the cluster this project was modelled on, and the limits of its GPUs.
 
 Both floors are laws of the data sheet, at full bandwidth and peak, without KV, all-reduces or any other work:
 
@@ -39,7 +39,7 @@ class PublishedRow:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What no software can go below, or above."""
+    """A limit that no software can pass."""
 
     tokens_a_round: float
     draft_token_ms: float  # reading the draft's weights once

@@ -68,7 +68,7 @@ def published_table(rows: Sequence[CheckedRow]) -> str:
 
 
 def notes(efficiency: Efficiency, prompt_tokens: int, answer_tokens: int, *, is_measured: bool) -> str:
-    """What of the figures is formula and what is assumed."""
+    """Returns notes that say which figures are formulas and which are assumptions."""
     formulae = {
         "E": ["(1 - a^(K+1)) / (1 - a), bonus included; of K from 0 to 16 the one with the most tokens/s"],
         "round": [

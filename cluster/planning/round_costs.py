@@ -1,4 +1,4 @@
-"""What a round takes.
+"""The time of a round.
 
     E(a, k)    tokens a round, bonus included (`cluster.speculation.speed`)
     round      (1 - h) (k * t_draft(S) + round trip) + t_verify(S * (k + 1)) for all S sequences, and at least
@@ -50,7 +50,7 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class PredictedRound:
-    """Of all sequences of a target. Times are in seconds."""
+    """A round of all sequences of a target. Times are in seconds."""
 
     num_speculative_tokens: int
     num_tokens: float  # committed for one sequence, on the average
@@ -84,7 +84,7 @@ def plain_round(target: StepPredictor, num_seqs: float, context: float) -> Predi
 def round_of(
     target: StepPredictor, drafting: Drafting, num_seqs: float, context: float, num_speculative_tokens: int
 ) -> PredictedRound:
-    """Of `num_seqs` sequences with `context` tokens each."""
+    """Returns the round of `num_seqs` sequences with `context` tokens each."""
     return PredictedRound(
         num_speculative_tokens,
         expected_tokens(drafting.acceptance_rate, num_speculative_tokens),

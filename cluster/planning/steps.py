@@ -1,10 +1,10 @@
-"""What a forward pass takes: by the roofline of the GPUs, or as it was measured.
+"""The time of a forward pass, by the roofline of the GPUs or as measured.
 
     kernel    max(bytes / bandwidth, operations / peak), of linears, attention and sampling (`kernels`)
     step      their sum, as they run one after the other, + 2 * layers * all-reduce (on several GPUs) + a fixed time
 
-The roofline is that of Williams, Waterman, Patterson (CACM 2009); that a decode step is bound by reading weights and a
-verify step of few rows therefore costs as much is what speculation lives on.
+The roofline is that of Williams, Waterman, Patterson (CACM 2009). A decode step is bound by reading weights, so a
+verify step of few rows costs as much: speculation depends on that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """How much of a data sheet is had. Assumptions, none of which was measured on a GPU by this project."""
+    """The shares of a data sheet that are reached. Assumptions: this project did not measure them on a GPU."""
 
     bandwidth: float = 0.8
     compute: float = 0.6
@@ -94,7 +94,7 @@ class MeasuredSteps:
 
 @dataclass(frozen=True, slots=True)
 class NoSteps:
-    """Of a drafter whose proposals cost nothing beside a step, such as n-gram."""
+    """Steps of a drafter whose proposals cost next to nothing, such as n-gram."""
 
     def seconds(self, step: Step) -> float:
         return 0.0

@@ -177,10 +177,10 @@ class DraftStep(NamedTuple):
 
 
 class LinkCosts:
-    """What one draft worker's proposals take.
+    """The time of one draft worker's proposals.
 
     A step of the draft costs by its rows. The first step of a proposal has more than one row per sequence: the last
-    accepted draft of a round was never an input of the drafter. So a proposal of one token is dearer per token than a
+    accepted draft of a round was never an input of the drafter. So a proposal of one token costs more per token than a
     deeper one, and alone says little about the deeper one. A drafter that `is_one_pass` takes the first step only; its
     time is that of the depths asked for lately.
     """

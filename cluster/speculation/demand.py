@@ -1,4 +1,4 @@
-"""What drafts would give a target, for whoever decides how many draft workers there are."""
+"""The predicted gain of drafts for a target, from which the number of draft workers is decided."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NUM_BATCHES = 10  # 1, 2, 4, ... 512 sequences a draft worker
 
 @dataclass(frozen=True, slots=True)
 class DraftDemand:
-    """Of one target, by its controller's own measures."""
+    """The demand of one target, by its controller's own measures."""
 
     num_sequences: int  # that may be drafted for
     goodputs: tuple[float, ...]  # tokens a second over plain decoding, with 1, 2, 4, ... sequences a draft worker

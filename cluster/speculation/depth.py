@@ -37,7 +37,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """What depths are chosen for."""
+    """The step for which depths are chosen."""
 
     candidates: Sequence[Candidate]
     num_rows: int  # of the step without drafts
@@ -47,7 +47,7 @@ class NextStep:
 
 @dataclass(slots=True)
 class Choice:
-    """What the candidates get."""
+    """The depths chosen for the candidates."""
 
     num_drafts: list[int]
     expected_tokens: list[float]  # that a round of each commits

@@ -47,7 +47,7 @@ def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Ten
 
 
 def _by_kernel(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor | None:
-    """What the Triton kernel gives; None where it cannot be had, which is said once."""
+    """Returns the Triton kernel's noise; None without Triton, which is logged once."""
     global _has_kernel
     if not _has_kernel:
         return None

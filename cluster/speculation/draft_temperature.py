@@ -42,12 +42,12 @@ class DraftTemperature:
         self._counts: dict[int, _Count] = defaultdict(_Count)
 
     def next_exponent(self) -> int:
-        """What the next rounds of some sequence are to be drafted with."""
+        """Returns the exponent for the next rounds of some sequence."""
         self._turn = (self._turn + 1) % len(_TURNS)
         return max(-_MAX_EXPONENT, min(self.best + _TURNS[self._turn], _MAX_EXPONENT))
 
     def observe(self, exponent: int, num_tested: int, num_accepted: int) -> None:
-        """Of drafts made with `exponent`, `num_tested` met the target's choice and `num_accepted` equalled it."""
+        """Learns that of `num_tested` drafts made with `exponent` the target accepted `num_accepted`."""
         if abs(exponent - self.best) > 1:
             return  # of before the last move
         count = self._counts[exponent]
@@ -71,5 +71,5 @@ class DraftTemperature:
 
 
 def factor_of(exponent: int) -> float:
-    """By which the draft's temperature differs from the target's."""
+    """Returns the factor between the draft's temperature and the target's."""
     return float(_STEP**exponent)

@@ -1,4 +1,4 @@
-"""The draft tokens of one round: a chain, or a tree of which the target's choices walk one path."""
+"""The draft tokens of one round: a chain, or a tree; the target's choices walk one path of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Drafts:
         return self._where(lambda node: node in nodes)
 
     def after(self, token_ids: Sequence[int]) -> Drafts | None:
-        """What is left when `token_ids` have been committed; None when it does not begin with them."""
+        """Returns the drafts that follow `token_ids`, which were committed; None if they do not begin with them."""
         num_committed = len(token_ids)
         if num_committed == 0:
             return self
@@ -81,8 +81,10 @@ class Drafts:
         return self._below(node)
 
     def main_path_outcome(self, chosen: Sequence[int]) -> tuple[int, int]:
-        """What a chain would have been worth: the tokens on the main path, from first child to first child, and how
-        many of them begin the tokens `chosen` by the target, the last of which is the bonus token."""
+        """Returns the outcome of the main path, from first child to first child, as if it were a chain.
+
+        It is the number of its tokens, and the number of them that begin the tokens `chosen` by the target; the last
+        chosen token is the bonus token."""
         if self.parents is None:
             return len(self.token_ids), len(chosen) - 1
         first_child: dict[int, int] = {}

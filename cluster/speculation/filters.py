@@ -1,9 +1,9 @@
 """Min-p, top-k and top-p, by arithmetic that gives every device the same bits.
 
-A token's weight, in proportion to its probability, is an integer: `2**40 * exp(score - best score)`, the exponential by
-Cephes' polynomial (Moshier, 1989) in float32 products and sums of which each is rounded by itself. Sums of integers
-have no order. A softmax and its running sums differ in the last bits from one device, and one number of threads, to
-another, and with them would the tokens at the border of a filter.
+A token's weight, in proportion to its probability, is an integer: `2**40 * exp(score - best score)`. The exponential is
+Cephes' polynomial (Moshier, 1989) in float32 products and sums that are rounded one by one. Sums of integers do not
+depend on their order. A softmax and its running sums differ in the last bits between devices and numbers of threads,
+and so would the tokens at the border of a filter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MANTISSA_BITS = 24  # of float32
 
 
 def weights(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Of `scores` [num_rows, vocab_size], float32, beside the `best` of each row [num_rows, 1]: int64."""
+    """Returns the int64 weights of `scores` [num_rows, vocab_size], float32; `best`: row maxima [num_rows, 1]."""
     from_best = torch.where(scores == best, 0.0, scores - best)  # the best may be +inf
     distance = torch.where(scores > -torch.inf, from_best, LOWEST).clamp_(min=LOWEST)
     power = (distance * LOG2_E).add_(0.5).floor_()

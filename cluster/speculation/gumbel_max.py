@@ -1,8 +1,8 @@
 """The largest of `x + g` in every row, on a CPU with AVX-512: the choices that computing all of `g` would give.
 
 A kernel (`kernels/`) finds by an upper bound of the noise the few tokens that can win, and computes the
-noise of those alone. It runs on the calling thread: 64 rows of 4,096 tokens take 0.3 ms, little beside a step of as
-many rows.
+noise of those alone. It runs on the calling thread: 64 rows of 4,096 tokens take 0.3 ms, little compared with a step
+of 64 rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RUN = struct.Struct("qqQQQd")
 
 
 def has_kernel() -> bool:
-    """Whether the kernel was built and runs on this processor."""
+    """Returns whether the kernel was built and runs on this processor."""
     return _sampling is not None and _sampling.is_supported()
 
 

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Imports no torch, as the wire's codec, which builds these, needs none."""
+"""Sampling parameters of a request. Imports no torch, as the wire's codec, which builds these, needs none."""
 
 from __future__ import annotations
 

@@ -22,12 +22,11 @@ def accept_by_rejection(
     key: NoiseKey,
     first_position: int,
 ) -> list[int]:
-    """The tokens that a round commits: the accepted drafts, and one that is drawn from the residual or, after the last
-    draft, from the target's own distribution.
+    """Returns the tokens that a round commits: the accepted drafts and one more.
 
+    That one is drawn from the residual or, after the last draft, from the target's own distribution.
     `target_probabilities` [k + 1, vocab_size] and `draft_probabilities` [k, vocab_size] are those at `first_position`
-    and after. The noise is that of `key`, the sequence's own, of which the draft, drawing its tokens in another domain,
-    knew nothing.
+    and after. The noise is that of `key`, the sequence's own; the draft drew its tokens in another domain.
     """
     acceptance_key = key.within(NoiseDomain.ACCEPTANCE)
     for place, token in enumerate(draft_token_ids):

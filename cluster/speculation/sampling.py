@@ -1,4 +1,4 @@
-"""From logits to choices: the distribution is shaped as the request asks, then drawn by the Gumbel-max rule.
+"""Samples from logits: shapes the distribution as the request asks, then draws by the Gumbel-max rule.
 
     choice = argmax_i (log p_i + g_i)            exact sample of p (Gumbel 1954; Maddison et al. 2014)
 
@@ -51,7 +51,7 @@ class SampleRequest:
 
     @property
     def is_shaped(self) -> bool:
-        """By more than the temperature."""
+        """True if more than the temperature shapes the distribution."""
         return self.params.is_shaped or self.allowed is not None
 
     @property
@@ -127,7 +127,7 @@ def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) ->
 
 
 def probabilities(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """What the choice of every row is a sample of, after every filter: float32 [num_rows, vocab_size].
+    """Returns the distribution of every row's choice, after every filter: float32 [num_rows, vocab_size].
 
     No request is greedy.
     """

@@ -10,7 +10,7 @@ import torch
 
 
 class TokenCounts:
-    """Of the first `num_counted` tokens of a sequence."""
+    """Counts of the first `num_counted` tokens of a sequence."""
 
     __slots__ = ("generated", "in_prompt", "num_counted")
 
@@ -20,7 +20,7 @@ class TokenCounts:
         self.generated = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # how often, after the prompt
 
     def count(self, token_ids: Sequence[int] | npt.NDArray[np.int32], end: int, num_prompt_tokens: int) -> None:
-        """Takes in the tokens up to `end`, of which those that were counted before have not changed."""
+        """Counts the tokens up to `end`; those that were counted before have not changed."""
         start, border = self.num_counted, max(self.num_counted, min(num_prompt_tokens, end))
         if start < border:
             self.in_prompt[self._tensor(token_ids[start:border])] = True

@@ -36,7 +36,7 @@ AcceptanceTable = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RoundTime:
-    """What a round takes; all times in one unit."""
+    """The times of a round, all in one unit."""
 
     draft: Callable[[int], float]  # a step of the draft with that many rows
     verify: Callable[[int], float]  # a step of the target with that many rows of this sequence

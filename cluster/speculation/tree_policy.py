@@ -1,4 +1,4 @@
-"""What is known of trees: acceptance by depth and rank, as measured, and the shapes that follow from it."""
+"""Acceptance by depth and rank, as measured, and the tree shapes that follow from it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TreePolicy:
 
     @property
     def may_branch(self) -> bool:
-        """Whether there are trees, and something to measure."""
+        """True if there are trees, and something to measure."""
         return self._width > 1
 
     def shape(self, num_nodes: int, time: Callable[[], RoundTime]) -> Shape | None:
@@ -88,7 +88,7 @@ class TreePolicy:
         return self._shapes[num_nodes]
 
     def templates(self) -> Sequence[Template]:
-        """What trees of any number of nodes are cut from, one for every depth worth a thought; none with width 1."""
+        """Templates from which trees of any size are cut, one for each candidate depth; none with width 1."""
         if not self.may_branch:
             return ()
         self._renew()

@@ -17,7 +17,7 @@ _BLOCKS_PER_PROGRAM = 128
 def philox(key_low, key_high, position, block):  # type: ignore[no-untyped-def]
     """Philox4x64-10 of the counters (block, position, 0, 0): four uint64 words, each of the shape of `block`.
 
-    Key words and position are scalars, the bits of which count.
+    Key words and position are scalars; their bits count.
     """
     c0 = block.to(tl.uint64)
     c1 = position.to(tl.uint64) + tl.zeros_like(c0)

@@ -40,7 +40,7 @@ _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """What the kernels are told of every row of logits, on their device."""
+    """Sampling parameters of every row of logits, on the kernels' device."""
 
     rows: torch.Tensor  # int64 [num_rows, len(COLUMNS)]
     appendix: torch.Tensor  # int64: biased tokens and their biases, tokens that are not counted
@@ -95,7 +95,7 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
             shaped_rows.extend(range(start, end))
         start = end
 
-    # Triton compiles anew for pointers that are not multiples of 16 bytes: each part has an even number of words.
+    # Triton compiles again for pointers that are not multiples of 16 bytes: each part has an even number of words.
     border = rows.size + len(shaped_rows) + len(shaped_rows) % 2
     packed = np.zeros(border + appendix_len, dtype=np.int64)
     packed[: rows.size] = rows.ravel()
@@ -117,7 +117,7 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
 
 
 def empty_table(num_rows: int, device: torch.device) -> RowTable:
-    """Of greedy rows, to be written over with those of requests that no tokens shape."""
+    """Returns a table of greedy rows, to be overwritten with those of requests without penalties."""
     rows = np.tile(_columns_of(SamplingParams(temperature=0.0)), (num_rows, 1))
     rows[:, _COLUMN["logit_row"]] = np.arange(num_rows)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)

@@ -139,7 +139,7 @@ def shape_kernel(  # type: ignore[no-untyped-def]
 def bias_kernel(  # type: ignore[no-untyped-def]
     shaped, logits, table, shaped_rows, allowed, appendix, logit_stride, vocab_size, mask_words, step: tl.constexpr
 ):
-    """Program (row of `shaped_rows`, biased tokens from there): these anew, over what `shape_kernel` left of them."""
+    """Program (row of `shaped_rows`, biased tokens from there): computes these again, over `shape_kernel`'s results."""
     row = table + tl.load(shaped_rows + tl.program_id(0)) * WIDTH
     start, count = tl.load(row + _BIAS_START), tl.load(row + _NUM_BIASES)
     place = tl.program_id(1) * step + tl.arange(0, step)
@@ -153,7 +153,7 @@ def bias_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scores(row, shaped, logits, logit_stride, vocab_size, tokens):  # type: ignore[no-untyped-def]
-    """What the row's request leaves of the logits of `tokens` before its filters; -inf past the vocabulary."""
+    """Returns the shaped logits of `tokens`, before the filters of the row's request; -inf past the vocabulary."""
     is_there = tokens < vocab_size
     source = tl.load(row + _SOURCE)
     if source >= 0:
