@@ -61,7 +61,7 @@ def unknown_hosts(addresses: Sequence[str]) -> Iterator[str]:
 
 
 def warn_of_unknown_hosts(addresses: Sequence[str], setting: str) -> None:
-    """In the log and beside what follows: a name may be known later, and the one who serves names may be slow."""
+    """Logs hosts that cannot be found, in a thread: a name may be known later, and name servers may be slow."""
 
     def look() -> None:
         for complaint in unknown_hosts([address for address in addresses if is_host_port(address)]):

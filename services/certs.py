@@ -1,6 +1,6 @@
 """`outrider certs`: an authority for development, certificates of the programs that it signs, and a shared token.
 
-Whoever has a cluster in production has an authority already, or cert-manager; this is for trying TLS in a minute.
+Clusters in production have an authority already, or cert-manager; this command is for trying TLS in a minute.
 """
 
 from __future__ import annotations

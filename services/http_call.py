@@ -108,9 +108,9 @@ def trusted_context(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 def pinned_context(certificate_file: str | None) -> ssl.SSLContext | None:
-    """For a launcher that calls its own router: whoever shows that very certificate is it, under whatever name.
+    """Returns a context that trusts exactly this certificate, under any name, for a launcher that calls its own router.
 
-    None: for a router without TLS. Raises OSError when the file cannot be read.
+    None: for a router without TLS. Raises OSError if the file cannot be read.
     """
     if certificate_file is None:
         return None

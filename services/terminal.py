@@ -1,4 +1,4 @@
-"""What is printed to a terminal of words that others chose: names of workers and models, errors, answers.
+"""Makes text from others safe to print on a terminal: names of workers and models, errors, answers.
 
 A terminal obeys what it is sent: escapes move its cursor, set its title, fill its clipboard. So what a command prints
 goes through here, and a character that is no text is shown as it would be written in a program (`\\x1b`).

@@ -14,7 +14,7 @@ _Resources = dict[str, Annotated[float, Field(gt=0)]]
 
 
 class RayPoolConfig(Section):
-    """What Ray sets aside for each replica of a pool, on one node, and on which."""
+    """Resources that Ray sets aside for each replica of a pool, on one node, and the nodes it may use."""
 
     num_cpus: NotNegative = Field(
         1.0,
@@ -51,7 +51,7 @@ class RayDraftConfig(RayPoolConfig):
 
 
 class RayFurtherDraftsConfig(RayPoolConfig):
-    """Draft workers beside those of `draft.replicas`, such as those of another zone, or with another model."""
+    """Draft workers in addition to those of `draft.replicas`, such as those of another zone, or with another model."""
 
     num_cpus: NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
     replicas: PositiveInt = Field(1, description="how many; they are not scaled")

@@ -22,7 +22,7 @@ _Curve = Annotated[
 
 
 class SimulationConfig(Section):
-    """What simulated engines do; a curve is linear between its points, and beyond the last goes on as before it."""
+    """Settings of simulated engines; curves are linear between their points, and continue beyond the last one."""
 
     vocab_size: PositiveInt | None = Field(
         None, description="tokens in the vocabulary; null: as many as the target's model has"

@@ -27,7 +27,7 @@ _MAX_EJECT_SECONDS = 60.0
 _ALIKE = 1.03  # workers that are worth so little less than the best share the sequences evenly
 _WORSE = 1.1  # a worker that is worth so much less than another would be hands sequences over
 _BALANCE_SECONDS = 1.0
-_SETTLE_SECONDS = 5.0  # a sequence that was moved stays so long
+_SETTLE_SECONDS = 5.0  # the least time that a moved sequence stays
 
 
 class LinkBalancer:

@@ -47,7 +47,7 @@ class StepTiming:
 
     num_rows: int  # that yielded a choice
     seconds: float
-    is_pure: bool = True  # nothing else was computed beside, such as a chunk of a prompt
+    is_pure: bool = True  # nothing else was computed in it, such as a chunk of a prompt
     num_prompts: int = 0  # prompts with a chunk in it
     num_prompt_tokens: int = 0  # in these chunks
     left_prompts: bool = False  # more prompt tokens were waiting than the step had room for

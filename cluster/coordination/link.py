@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _RECONNECT_SECONDS = 0.5  # at most, to a worker that cannot be reached: it may be back any time
 _REPAIR_SECONDS = 30.0  # at most, to one that cannot be used, or whose stream ends as soon as it is up
-_STABLE_SECONDS = 5.0  # a stream that has lived so long was not ended by what was sent first
+_STABLE_SECONDS = 5.0  # a stream that has lived for this time was not ended by its first message
 _MAX_OPEN_TOKENS = 2**18  # in one message, of at most 5 bytes each, but for a longer sequence: workers take 16 MiB
 _NUM_ROUND_TRIPS = 64
 _LABEL_DIGITS = 8

@@ -49,7 +49,9 @@ class SpeculativeSequence:
     # What is planned for it.
     acceptance: SequenceAcceptance | None = None  # None before it has joined
     depth: int = 0  # draft tokens wanted in the next round
-    template: Template | None = None  # from which a tree of so many is cut; None: a chain, or what its number asks for
+    template: Template | None = (
+        None  # from which a tree of `depth` nodes is cut; None: a chain, or as the request's own number asks
+    )
     expected_tokens: float = 1.0  # what a round of that depth commits on the average
     expected_by: Sequence[float] | None = None  # and one of fewer drafts, by their number; None: not computed yet
 

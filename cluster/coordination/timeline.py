@@ -23,7 +23,7 @@ class StepSpan(NamedTuple):
     seconds: float
     num_sequences: int  # that decoded
     num_rows: int  # that yielded a choice: a sequence's own, one for each of its drafts, the last one of a prompt
-    has_prompts: bool  # parts of some were computed beside
+    has_prompts: bool  # it also computed parts of prompts
 
 
 class AnswerSpan(NamedTuple):

@@ -14,13 +14,13 @@ from cluster.diagnosis.measurements import Examination, WorkerThreads
 from cluster.diagnosis.speed import SpeedModel
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 
-# A draft fits when it costs less of a target step, commits at least so many tokens a round of five, and is accepted
-# more often than where the published controller takes two draft tokens away; ...
+# A draft fits if it costs less than this share of a target step, if a round of five drafts commits at least this number
+# of tokens, and if its acceptance is above the limit at which the published controller takes two draft tokens away.
 MAX_COST_RATIO = 0.15
 MIN_TOKENS_PER_ROUND = 2.0
 MIN_ACCEPTANCE = 0.6
 _RULE_DEPTH = 5
-# ... what is promised of another is what a distilled 1B draft gives a 70B target: 0.8 ms beside steps of 15.
+# The draft that is promised instead is a distilled 1B draft of a 70B target: steps of 0.8 ms, the target's 15 ms.
 GOOD_ACCEPTANCE = 0.82
 GOOD_COST_RATIO = 0.8 / 15
 _LEAST_LOSS = 0.05  # that is told of: less is within what two measurements of one cluster differ by

@@ -13,7 +13,7 @@ from cluster.simulated_engines.tokens import token_at, uniform_at
 
 _GAPS = [float(rank) for rank in range(64)]  # of siblings, the likeliest first
 # How often a next best draft is right when all better ones are wrong. Of a distilled pair the target's choice was among
-# the first 1, 2, 4 with .772, .898, .962: .55 for the second, .39 for the third and fourth.
+# the first 1, 2, 4 with 0.772, 0.898, 0.962: 0.55 for the second, 0.39 for the third and fourth.
 _NEXT_BEST = 0.5
 
 

@@ -12,9 +12,9 @@ from cluster.speculation.drafts import is_chain
 from cluster.speculation.params import SamplingParams
 from cluster.wire.messages import Proposal, SpeculateReply, Timing
 
-# Learning rates of `Link.round_seconds`, after a longer and after a shorter round. About four rounds in five are longer
-# than this estimate, because a draft step that still runs when an outcome arrives costs the target more than an idle
-# draft worker costs when the outcome is late.
+# Learning rates of `CoordinatorLink.round_seconds`, after a longer and after a shorter round. About four rounds in five
+# are longer than this estimate. A draft step that still runs when an outcome arrives costs the target more than an idle
+# draft worker does when the outcome is late.
 _LONGER_RATE, _SHORTER_RATE = 0.03, 0.3
 _LEAST_REST_SECONDS = 1e-4
 _MAX_CHANGE = 2.0  # a round counts as at most this many times the estimate: one with a prompt is no guide to the next

@@ -2,14 +2,14 @@
 
 1. A step takes the round's time, and longer by what the rows of the prompts in it add; prompts come at random, so
    their number in a step is Poisson.
-2. The first token takes what is left of the running step, which is met the likelier the longer it is, and the step of
-   its own prompt, with those prompts that came during the same running step; what exceeds the step's token budget
-   takes further steps. (Nobody waits where there is one sequence.)
-3. The tokens after it take as many rounds as chance gives: n tokens take (n + overshoot) / E rounds on the average,
-   where the last round's overshoot is (E[X^2] / E - 1) / 2 of its tokens X, with a variance of n * Var(X) / E^3
-   (renewal theory: Cox 1962), and so a sum of steps, taken as normal.
+2. The first token takes the rest of the running step, and the step of its own prompt. A request is more likely to
+   arrive in a longer step. Prompts that came during the same running step share the next one; prompt tokens beyond
+   the step's budget take further steps. (With one sequence there is no wait.)
+3. The tokens after it take a random number of rounds: (n + overshoot) / E on average for n tokens. The last round's
+   overshoot is (E[X^2] / E - 1) / 2 of its tokens X, the variance n * Var(X) / E^3 (renewal theory: Cox 1962). Their
+   sum of steps is taken as normal.
 
-Requests that queue for memory or that come faster than they are answered are not in it: `planner` says when that is so.
+It leaves out requests that queue for memory or come faster than they are answered; `prediction` reports these cases.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def latency(load: StepLoad, acceptance_rate: float, num_speculative_tokens: int,
         first_token_p99=_quantile(first, 0.99),
         between_tokens=rounds * step / rest,
         between_tokens_p99=(rounds * step + _Z99 * deviation) / rest,
-        # Of the gaps between tokens one in E is a step's, the others are nought.
+        # One in E gaps between tokens is that of a step, the others are zero.
         pause_p99=_quantile(load.lengths(), max(0.0, 1 - 0.01 * mean_tokens)),
     )
 

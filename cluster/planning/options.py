@@ -12,9 +12,9 @@ from cluster.planning.prediction import Option
 from cluster.planning.round_costs import MAX_DEPTH, RUN_AHEAD_HIDES, Drafting
 from cluster.planning.steps import ASSUMED, Efficiency, NoSteps, Roofline
 
-# Published: a 7B draft of a 70B target is accepted .78 of the time in FP16, .724 in INT4.
+# Published: a 7B draft of a 70B target has an acceptance of 0.78 in FP16 and 0.724 in INT4.
 INT4_ACCEPTANCE_SHARE = 0.724 / 0.78
-NGRAM_ACCEPTANCE = 0.3  # published: .20 to .40
+NGRAM_ACCEPTANCE = 0.3  # published: 0.20 to 0.40
 # Coordination that target or draft waits for, and transport, of one sequence: `bench.coordination`, 2 cores of Zen 5.
 LOCAL_ROUND_TRIP_SECONDS = 0.9e-3
 

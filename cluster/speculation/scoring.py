@@ -26,7 +26,7 @@ def token_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequenc
 
 def _score(logits: torch.Tensor, token_ids: Sequence[int], width: int) -> TokenLogprobs:
     logprobs = logits.log_softmax(dim=-1)
-    if logprobs[:, 0].isnan().any():  # of rows with a logit of +inf, beside which nothing else has a share
+    if logprobs[:, 0].isnan().any():  # of rows with a logit of +inf, which has the whole probability
         infinite = logits == torch.inf
         shares = torch.where(infinite, 0.0, -torch.inf)
         logprobs = torch.where(infinite.any(dim=-1, keepdim=True), shares, logits).log_softmax(dim=-1)

@@ -5,10 +5,10 @@
     draw     the best of `score + noise` in each chunk of a row's vocabulary
     merge    the best of a row's chunks
 
-What is computed is what `sampling.py` defines. Every operation rounds as PyTorch's on a CPU does (no fused products,
-IEEE division; `filters.py` has the integers that filters sum), except for the noise's float64 logarithms, which are the
-device's. They are within 2 units in the last place, so that a noise rounded to float32 is another one for about one
-word in 2**27, and a choice only where its score is within that last bit of the next one's.
+`sampling.py` defines the results. Every operation rounds as PyTorch's on a CPU does (no fused products, IEEE division;
+`filters.py` has the integers that filters sum), except for the noise's float64 logarithms, which are the device's.
+They are within 2 units in the last place, so the noise rounded to float32 differs for about one word in 2**27. A choice
+differs only if its score is within that last bit of the next one's.
 
 In `draw` an upper bound of a token's noise, that of the CPU's kernel (`kernels/sampling.c`), leaves the few tokens
 whose noise is computed in float64: consumer GPUs have a 64th of float32's speed there.
@@ -300,7 +300,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
         num_equal = tl.where(start == cut_order, tl.minimum(num_equal, first_out), first_out)
         cut_order = start
 
-    # The ID up to which there are so many of that order; seldom are there more.
+    # The ID up to which there are `num_equal` tokens of that order; more are rare.
     equals = tl.zeros([chunk], tl.int64)
     for first in range(0, vocab_size, chunk):
         scores = _scores(row, shaped, logits, logit_stride, vocab_size, first + lanes)

@@ -40,7 +40,9 @@ class Dialer:
         self._certificates = certificates
         self._token = token
         self._server_name = server_name
-        self._reading: tuple[int, ssl.SSLContext] | None = None  # of pages, and of which version of the certificates
+        self._reading: tuple[int, ssl.SSLContext] | None = (
+            None  # version of the certificates, and the context of pages made with it
+        )
 
     @classmethod
     def of(cls, tls: TlsConfig, program: str, server_name: str | None = None) -> Dialer:

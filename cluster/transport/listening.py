@@ -51,7 +51,7 @@ class Listener:
         certificates, pems = self._certificates, self._certificates.current()
         last = pems.version
 
-        def renew() -> Any:  # or None, of which grpcio's types know nothing
+        def renew() -> Any:  # or None, which grpcio's types leave out
             """Asked for at every handshake; None: as before."""
             nonlocal last
             pems = certificates.current()

@@ -136,11 +136,9 @@ def examine_cluster(
     access: Access | None = None,
     earlier_survival: Sequence[float] = (),
 ) -> DoctorReport:
-    """Of the router at `url`; `access`: None: as `config` says, a router with TLS as this machine trusts it.
+    """Returns the report of the cluster whose router is at `url`. Raises ConfigurationError.
 
-    `num_streams`: on each target.
-
-    Raises ConfigurationError.
+    `access`: None: as `config` says; a router with TLS as this machine trusts it. `num_streams`: on each target.
     """
     config = config or Config()
     access = access or Access.of(config)
@@ -201,7 +199,7 @@ def read_prompts(file: Path | None) -> list[str]:
 
 
 def survival_of(report: Mapping[str, Any], temperature: float) -> tuple[float, ...]:
-    """Of draft tokens by depth, as far as any was committed, as a report has it for `temperature`.
+    """Returns the survival of draft tokens by depth that `report` has for `temperature`.
 
     Raises ConfigurationError when it has none for that, and ValueError when its numbers are no shares.
     """

@@ -25,10 +25,10 @@ class ExaminationPlan:
 
     @property
     def runs(self) -> list[Workload]:
-        """Of one repeat, in order.
+        """The loads of one repeat, in order.
 
-        The controller's are three, as every loss is told in proportion to what they give, and apart from each other: a
-        machine that is slow for some seconds is so for them as for the loads between them.
+        The controller has three, as every loss is computed in proportion to them. They are apart from each other, so
+        that some slow seconds of the machine affect them like the loads between them.
         """
         first, streams = self.temperatures[0], self.num_streams
         depths = sorted({min(depth, self.max_depth) for depth in (2, TOLD_DEPTH, 10)})

@@ -193,7 +193,7 @@ class LocalCluster:
         workers = [*self.proxies, *self.drafts]
 
         def watch_workers() -> None:
-            """What still runs may need one that dies now; that one never can start again is no reason not to end."""
+            """Restarts workers that die while others drain; one that cannot start again does not stop the end."""
             for worker in (*self.targets, *workers):
                 with contextlib.suppress(ConfigurationError):
                     worker.watch()
@@ -276,8 +276,8 @@ def _resolve(config: Config) -> Config:
         number = config.draft.replicas * config.target.replicas
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": number})})
     if _drafts_share_cores(config):
-        # What runs ahead beside a target that computes is taken from it, and comes true one time in three or four: of
-        # 2k+2, k+2 and k tokens, k was as good as k+2 and a tenth faster than 2k+2 (190M target, 2 cores).
+        # On shared cores run-ahead takes time from the target, and comes true one time in three or four. Of 2k+2, k+2
+        # and k tokens, k was as good as k+2 and a tenth faster than 2k+2 (190M target, 2 cores).
         closed = {"max_run_ahead": 0, "run_ahead_branches": 0}
         unset = {key: value for key, value in closed.items() if getattr(config.speculation, key) is None}
         config = config.model_copy(update={"speculation": config.speculation.model_copy(update=unset)})

@@ -56,14 +56,12 @@ class LoadMaker:
     check: Callable[[ClusterFacts, Access], None] = check_unchanged
 
     def run(self, workload: Workload, seconds: float, *, part: int = 0, num_parts: int = 1) -> Numbers:
-        """How counters grew in so many seconds in which all streams were busy. Raises ConfigurationError, too when a
-        worker was started anew meanwhile, and its counters with it.
+        """Returns the growth of the counters in `seconds` in which all streams were busy.
 
-        It begins with the first prompt of `part` of so many parts of them: repeats that each begin with a part of their
-        own ask more of the prompts, and loads of one part the same ones, some of which are easier to draft than others.
-
-        Metrics pages are read before and after. How many sequences wait is no counter, and so looked at in between as
-        well, once a second: but for the controller's k alone, as nobody asks it of other loads.
+        It begins with the first prompt of `part` of `num_parts`. Repeats with parts of their own ask more of the
+        prompts; loads of one part ask the same ones, as some are easier to draft. Metrics pages are read before and
+        after. The number of waiting sequences is not a counter, so under the controller's own k it is also read once a
+        second. Raises ConfigurationError, also if a worker was restarted meanwhile, and its counters with it.
         """
         with self._streams(workload, part * len(self.prompts) // num_parts) as failed:
             before, started_at = self._look(), time.perf_counter()

@@ -61,7 +61,7 @@ def read_page(
     token: str | None = None,
     without_token: str = "none is known",
 ) -> MetricsPage:
-    """Past any proxy, and nowhere else than at `url`, whoever answers there.
+    """Reads the page at `url`, past any proxy and without following redirects.
 
     `context`: what is taken for its certificate; None: what this machine trusts. `server_name`: what that has to be
     for; None: the host. The token is sent when the certificate has been looked at. `without_token`: what to do about a

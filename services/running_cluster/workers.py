@@ -99,7 +99,7 @@ def look_around(url: str, access: Access) -> ClusterFacts:
 
 def check_unchanged(facts: ClusterFacts, access: Access) -> None:
     """Raises ConfigurationError if one of its workers has ended since, or was restarted."""
-    gone: list[str] = []  # which is told by whom is left
+    gone: list[str] = []  # which `found` shows by what is missing
     found = [
         *_describe_all(access.target, [worker.address for worker in facts.targets], _describe_target, gone),
         *_describe_all(access.draft, [worker.address for worker in facts.drafts], _describe_draft, gone),

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.05
 _MAX_ENDED_REPLIES = 1024  # of a stream, to calls that have ended; further calls wait until they are read
-_MIN_WAITING_TOKENS = 256  # what a sequence takes beside its tokens is no more than so many of them
+_MIN_WAITING_TOKENS = 256  # a sequence takes at most the memory of this many tokens in addition to its own
 
 _FINISH_REASONS = {
     None: UNFINISHED,
@@ -130,7 +130,7 @@ class Calls:
                 self.cancel(stream, call)
 
     def start(self, stream: RouterStream, call: int, request: target_pb2.GenerateRequest) -> None:
-        """What is wrong with `request` becomes a reply. Raises InvalidRequestError when `call` is running already."""
+        """Starts `call`; answers a wrong `request` with an error. Raises InvalidRequestError if `call` runs already."""
         if call in stream.running:
             raise InvalidRequestError(f"call {call} has been started already")
         request_id = f"{request.request_id}#{next(self._suffixes)}"  # callers' IDs need not be unique

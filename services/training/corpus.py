@@ -1,7 +1,7 @@
-"""Which text is trained on, and which is held out. Imports neither torch nor transformers.
+"""Divides text into a part to train on and a part to hold out. Imports neither torch nor transformers.
 
-A file is held out by the hash of its path relative to the folder it was found in (``json/decoder.py``),
-so the same files are held out on every Python installation, whatever its version and wherever it lives.
+A file is held out by the hash of its path relative to the folder it was found in (``json/decoder.py``). So the same
+files are held out on every Python installation, whatever its version and place.
 Held-out texts are never trained on: not under another path either, since duplicates are dropped by content.
 """
 

@@ -73,11 +73,10 @@ def is_held_out(prompt_token_ids: Sequence[int], one_in: int) -> bool:
 
 
 class AnswersFile:
-    """Answers as JSON lines, each written as it comes, after a line that says how they were `asked`: what a run that
-    failed has had is there for the next. For the owner alone.
+    """Answers as JSON lines, each written as it comes, after a line that records how they were `asked`.
 
-    Answers to other prompts, of another target or of another length, are other answers: a file that was asked
-    otherwise is begun anew.
+    So a run can use the answers of one that failed. Only the owner can read the file. If prompts, target or length
+    differ from those of the file, it is started over.
     """
 
     def __init__(self, file: Path, asked: Mapping[str, Any]) -> None:

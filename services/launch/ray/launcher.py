@@ -102,8 +102,9 @@ class RayApplication:
         return len(urls) == self.config.ray.router.replicas and all(map(self._is_router_joined, urls))
 
     def _is_router_joined(self, url: str) -> bool:
-        """Whether it can use every target. Where it asks for keys and the environment has none, whether it can use one:
-        the router's replica has seen that too."""
+        """Returns whether the router can use every target.
+
+        If it asks for keys and the environment has none, one target is enough: the router's replica has seen that."""
         health = read_health(url, os.environ.get(API_KEY), self.config.router.tls_certificate_file)
         if health is None or "targets" not in health:
             return health is not None

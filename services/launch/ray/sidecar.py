@@ -23,7 +23,7 @@ logger = logging.getLogger("ray.serve.outrider")
 
 _END_SECONDS = 5.0  # beyond what a program may drain
 _PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # before a program that has ended starts again
-_LONG_SECONDS = 60.0  # a program that ran for so long does not end at once again
+_LONG_SECONDS = 60.0  # a program that ran for this time does not end at once again
 
 
 class SidecarActor:
