@@ -27,7 +27,7 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a segment reads of the cache."""
+    """Cache slots that a segment reads, and its mask over them."""
 
     rows: slice
     slots: torch.Tensor  # [num_seen]
@@ -68,7 +68,7 @@ class GatheredAttention:
             mask: torch.Tensor | CausalBias | None = None
             is_chain = batch.paths is None or bool(batch.paths[rows][0, 0] < 0)
             if device.type == "cuda" and is_chain and span >= context_len:
-                # A mask that is written out has cuDNN plan anew for every length of a context: 45 ms on an H100.
+                # With an explicit mask cuDNN plans again for every context length, which takes 45 ms on an H100.
                 from torch.nn.attention.bias import causal_lower_right  # half of what a worker on a CPU would import
 
                 mask = causal_lower_right(rows.stop - rows.start, context_len)
@@ -82,8 +82,11 @@ class GatheredAttention:
 def _mask(
     num_rows: int, prefix_len: int, context_len: int, span: int, paths: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """What each of a segment's rows sees of its context: the last `span` positions up to itself, or, in a tree, of
-    the path to it. The path's nodes have the places from `prefix_len` on."""
+    """Returns the mask of a segment's rows over its context, bool [num_rows, context_len].
+
+    A row sees the last `span` positions up to itself. In a tree it sees those of the prefix and of the path to it. The
+    nodes of the tree are at positions `prefix_len` and after.
+    """
     if paths is None or paths[0, 0] < 0:
         mask = torch.ones(num_rows, context_len, dtype=torch.bool, device=device).tril_(prefix_len)
         return mask.triu_(prefix_len - span + 1)

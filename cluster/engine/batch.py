@@ -1,4 +1,4 @@
-"""What one step computes: consecutive tokens of any mix of sequences, packed without padding."""
+"""Input of one step: consecutive tokens of any mix of sequences, packed without padding."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""Who owns which block of the KV cache, and which contents can be used again.
+"""Manager of the KV cache's blocks: their owners, and a prefix cache over their contents.
 
 A block is in one of three states:
 
-    used    in the table of a sequence, or of several that begin with the same tokens
-    cached  in no table, but what it holds can be used again
-    free    in no table, and nothing in it is of use
+    used    It is in the table of a sequence, or of several that begin with the same tokens.
+    cached  It is in no table, but its contents can be used again.
+    free    It is in no table, and its contents are of no use.
 
-A full block of committed tokens is known by a hash of them and of all tokens before them: SHA-256 over the hash of
-the block before it and the token IDs in it; before the first block is a root, which keeps apart what must not be
-shared. Speculative tokens are never hashed. A shared block is never written, as a
-sequence writes only where its KV is not computed yet.
+A full block of committed tokens is identified by a hash of these and of all tokens before them: SHA-256 over the hash
+of the previous block and the block's token IDs. The first block's previous hash is a root, which separates requests
+that must not share KV. Speculative tokens are never hashed. A shared block is never written, because a sequence writes
+only where its KV is not computed yet.
 
-When blocks are needed and none is free, the cached one that was given back first is taken. A table is given back from
-its end, so that the beginnings of sequences, which others are likelier to share, stay longest.
+If no block is free, the cached block that was given back first is taken. A table is given back from its end, so that
+the beginnings of sequences, which others are likelier to share, stay longest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # the one given back first comes first
         self._num_owners = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        # Two sequences may have computed the same tokens beside each other: only one of those blocks is found.
+        # Two sequences may have computed the same tokens at the same time. Only one of their blocks is found.
         self._block_of: dict[bytes, int] = {}
 
     @property

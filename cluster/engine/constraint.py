@@ -1,4 +1,4 @@
-"""What the next token of a sequence may be, along its drafts: as bits that the sampler lays over the logits."""
+"""Constraints on the next tokens of a sequence and its drafts, as bit masks that the sampler applies to logits."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class TokenConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the grammar has come to its end: nothing can follow."""
+        """Returns whether the grammar has ended, so that no token can follow."""
         return self._matcher is not None and self._matcher.is_terminated()
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is forbidden now."""
+        """Returns whether any token is forbidden now."""
         if self._is_static or self._bad_words or self._matcher is not None:
             return True
         return len(self._generated) < self._min_tokens
@@ -101,8 +101,11 @@ class TokenConstraint:
         return Drafts(token_ids)
 
     def masks(self, drafts: Drafts) -> torch.Tensor | None:
-        """Bits for the token after the last committed one and after each of `drafts`, all of which are allowed:
-        int32 [1 + len(drafts), ceil(vocab_size / 32)]. None: nothing is forbidden."""
+        """Returns masks for the token after the last committed one and after each of `drafts`.
+
+        The masks are int32 [1 + len(drafts), ceil(vocab_size / 32)]. All `drafts` have to be allowed. Returns None if
+        nothing is forbidden.
+        """
         if not self.is_active:
             return None
         masks = torch.full((1 + len(drafts), self._num_words), -1, dtype=torch.int32)

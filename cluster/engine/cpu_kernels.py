@@ -21,7 +21,10 @@ VARIABLE = "OUTRIDER_CPU_ISA"
 
 
 class InstructionSet(enum.IntEnum):
-    """What matrix products are made of; as in kernels.h. The larger, the faster. Each has roundings of its own."""
+    """Instructions that compute matrix products, numbered as in kernels.h.
+
+    A larger one is faster. Each rounds differently.
+    """
 
     AVX512 = 0
     AVX512_BF16 = 1
@@ -31,7 +34,7 @@ class InstructionSet(enum.IntEnum):
 
     @property
     def is_supported(self) -> bool:
-        """Whether the kernels were built for it and run on this processor."""
+        """Returns whether the kernels were built for it and run on this processor."""
         return kernels is not None and kernels.is_supported(self)
 
 
@@ -39,14 +42,15 @@ _CHOICES = {choice.name.lower(): choice for choice in InstructionSet}
 
 
 def has_kernels() -> bool:
-    """Whether the kernels were built and run on this processor."""
+    """Returns whether the kernels were built and run on this processor."""
     return InstructionSet.AVX512.is_supported
 
 
 def instruction_set(dtype: torch.dtype) -> InstructionSet:
-    """The best that there is for a model in `dtype`, or what `OUTRIDER_CPU_ISA` says. There have to be kernels.
+    """Returns the best instruction set for a model in `dtype`, or the one that `OUTRIDER_CPU_ISA` names.
 
-    What is in float32 is computed in float32. Raises ConfigurationError.
+    A model in float32 is computed in float32. Call it only if `has_kernels`. Raises ConfigurationError if the variable
+    names an unknown or unsupported set.
     """
     name = os.environ.get(VARIABLE)
     if name and name not in _CHOICES:
@@ -59,6 +63,6 @@ def instruction_set(dtype: torch.dtype) -> InstructionSet:
 
 
 def best_instruction_set() -> InstructionSet:
-    """Of those that the kernels were built for and that run on this processor. There have to be kernels."""
+    """Returns the best set that the kernels were built for and this processor runs. Call it only if `has_kernels`."""
     real = (choice for choice in InstructionSet if choice is not InstructionSet.AMX_EMULATED)
     return max(choice for choice in real if choice.is_supported)

@@ -1,4 +1,4 @@
-"""Whether two model folders hold the same model, told without reading all of either."""
+"""Fingerprints of model folders, which compare two models without reading all of either."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What recorded steps of the GPU take of its memory, by formula: known before there is a KV cache. Imports no torch.
+"""Formula for the GPU memory of recorded steps, which is needed before there is a KV cache. Imports no torch.
 
-    inputs       8 bytes for every number of a row and for every block of its longest context
-    output       the logits of a row in float32, once for all sizes
-    pool         what a step holds while it computes: activations, logits, and the splits of attention; graphs share it,
-                 so that the largest step counts
+    inputs       8 bytes for every number of a row and for every block of its longest context.
+    output       The logits of a row in float32, once for all sizes.
+    pool         Memory of a step while it computes: activations, logits, and the splits of attention. Graphs share it,
+                 so only the largest step counts.
 
-What the driver keeps for each recorded kernel comes on top and is not known here: it is left what `memory_utilization`
-leaves.
+The driver keeps more for each recorded kernel. Its size is not known here, so it has to fit into the share of memory
+that `memory_utilization` leaves free.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from cluster.engine.model_config import ModelConfig
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows of a step; larger steps are bound by arithmetic, not by launches."""
 
-_NUM_INPUTS = 7  # of a row, beside its table: token, position, slot, logit row, row start, context, prefix
+_NUM_INPUTS = 7  # of a row, without its table: token, position, slot, logit row, row start, context, prefix
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """The rows of the steps that are recorded where no step has more than `max_rows`: the last holds these, or is the
-    largest there is."""
+    """Returns the row counts of the recorded steps if no step has more than `max_rows` rows.
+
+    The last one is at least `max_rows`, or the largest there is.
+    """
     smaller = [size for size in _SIZES if size < max_rows]
     return (*smaller, *_SIZES[len(smaller) : len(smaller) + 1])
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """As much of a model as the memory of its steps depends on."""
+    """The sizes of a model that determine the memory of its steps."""
 
     hidden_size: int
     intermediate_size: int
@@ -54,7 +56,10 @@ class StepModel:
 
 
 def graph_bytes(model: StepModel, sizes: Sequence[int], max_context: int, block_size: int, value_bytes: int) -> int:
-    """Of steps of `sizes` rows over contexts of up to `max_context` tokens, in a dtype of `value_bytes`."""
+    """Returns the bytes of recorded steps of `sizes` rows over contexts of up to `max_context` tokens.
+
+    `value_bytes` is the size of a value in the model's dtype.
+    """
     largest = max(sizes)
     inputs = 8 * largest * (_NUM_INPUTS + -(-max_context // block_size))
     output = 4 * largest * model.vocab_size
@@ -73,7 +78,7 @@ def _step_bytes(model: StepModel, num_rows: int, max_context: int, value_bytes: 
 
 
 def _splits_bytes(model: StepModel, num_rows: int, max_context: int) -> int:
-    """What the splits of a row's context leave, where a step of so many rows has any."""
+    """Bytes of the partial results of a row's attention splits; 0 if a step of `num_rows` rows has none."""
     group, num_splits = model.num_heads // model.num_kv_heads, -(-max_context // SPLIT)
     if not uses_splits(num_tiles(num_rows, num_rows, group) * model.num_kv_heads, num_splits):
         return 0

@@ -1,7 +1,7 @@
-"""`numerics: invariant`: a row's logits have the same bits whatever is computed beside it and however work is cut.
+"""`numerics: invariant`: a row's logits have the same bits in any batch and with any chunking.
 
-That makes a decode step, a verify step, a prefill in any chunks and a recomputation agree, and so the output a
-function of prompt, parameters and seed to the last bit.
+So a decode step, a verify step, a prefill in any chunks and a recomputation agree. The output is a function of prompt,
+parameters and seed to the last bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_invariance(runner: ModelRunner) -> None:
 def _in_pieces(
     runner: ModelRunner, token_ids: Sequence[int], cut: Sequence[int], table: Sequence[int], other_table: Sequence[int]
 ) -> torch.Tensor:
-    """Logits of `token_ids`, computed in pieces of the lengths `cut`, each beside a piece of another sequence."""
+    """Logits of `token_ids`, computed in chunks of the lengths `cut`, each batched with a chunk of another sequence."""
     logits, start = [], 0
     for length in cut:
         company = Segment(token_ids[: 1 + start % 4], 0, other_table, num_logits=1)

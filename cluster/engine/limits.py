@@ -1,4 +1,4 @@
-"""What a worker takes on at once."""
+"""Limits on the work that a worker does at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.config.workers import WorkerConfig
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Of the sequences that run, and of a step over them."""
+    """Limits on the running sequences and on a step over them."""
 
     max_model_len: int  # tokens of a sequence, prompt and generated
     max_num_seqs: int  # sequences that run at once
@@ -18,5 +18,5 @@ class StepLimits:
 
     @classmethod
     def of(cls, config: WorkerConfig, max_model_len: int) -> StepLimits:
-        """Those that `config` sets, for a model that takes `max_model_len` tokens."""
+        """Returns the limits that `config` sets, for a model that takes `max_model_len` tokens."""
         return cls(max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.max_prefill_seconds)

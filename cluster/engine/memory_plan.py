@@ -1,10 +1,10 @@
-"""What a pair of models needs of GPU memory, told before anything is loaded. Imports no torch.
+"""Plan of the GPU memory that a pair of models needs, made before anything is loaded. Imports no torch.
 
-    weights          parameters * bytes of one
-    KV of a token    2 * layers * KV heads * head size * bytes of one value
-    speculation      every sequence may write k tokens past its last one (a draft: its whole window) that are rolled
-                     back when they are rejected; they take blocks like any others
-    recorded steps   of the PyTorch engine: `graph_memory.py`
+    weights          parameters * bytes per parameter.
+    KV of a token    2 * layers * KV heads * head size * bytes per value.
+    speculation      Every sequence may write k tokens past its last one (a draft: its whole window). They are rolled
+                     back when they are rejected, and take blocks like any others.
+    recorded steps   Only in the PyTorch engine: see `graph_memory.py`.
 
 A GB is 10^9 bytes. Quantised weights are counted without their scales, 3 % more for INT4 in groups of 128.
 """
@@ -116,8 +116,11 @@ class PlannedModel:
         return cls(name, _num_parameters(config), config.num_layers, config.kv_size, dtype, steps, ends)
 
     def drafting_in_process(self, drafter: str) -> PlannedModel:
-        """The draft that `drafter`, one of `SELF_DRAFTERS`, makes of this target in its own process, by what it takes
-        beside the target's tensors: layer-skip, keeping every second layer, nothing; self-int4 the layers in INT4."""
+        """Returns the draft that `drafter`, one of `SELF_DRAFTERS`, makes of this target in the target's process.
+
+        Its parameters are those it needs in addition to the target's tensors. layer-skip, which keeps every second
+        layer, needs none; self-int4 needs the layers in INT4.
+        """
         if drafter == "layer-skip":
             return replace(self, name=drafter, num_parameters=0, num_layers=-(-self.num_layers // 2))
         return replace(self, name=drafter, num_parameters=self.num_parameters - self.num_end_parameters, dtype="int4")
@@ -137,7 +140,7 @@ class PlannedModel:
 
     @property
     def _value_bytes(self) -> int:
-        """Of activations and KV; a quantised model has them in 16 bits."""
+        """Bytes of an activation or KV value; a quantised model has them in 16 bits."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -145,7 +148,7 @@ class PlannedModel:
         return 2 * self.num_layers * self.kv_size * self._value_bytes
 
     def recorded_bytes(self, max_rows: int, max_context: int, block_size: int) -> int:
-        """Of recorded steps of up to `max_rows` rows; 0 where too little is known of the model."""
+        """Bytes of recorded steps of up to `max_rows` rows; 0 if the model's sizes are unknown."""
         if self.steps is None:
             return 0
         return graph_bytes(self.steps, graph_sizes(max_rows), max_context, block_size, self._value_bytes)
@@ -162,7 +165,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one GPU, or of several that share their models evenly."""
+    """Memory of one GPU, or of several that share their models evenly."""
 
     gigabytes: float
     utilization: float  # share of what the weights leave that the KV cache gets
@@ -190,7 +193,7 @@ class Budget:
 
     @property
     def left_bytes(self) -> float:
-        """What weights and recorded steps leave; negative when they do not fit."""
+        """Bytes that weights and recorded steps leave free; negative if they do not fit."""
         return self.memory.gigabytes * GB - self.weight_bytes - sum(map(self.recorded_bytes, self.tenants))
 
     @property

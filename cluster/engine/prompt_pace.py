@@ -1,4 +1,4 @@
-"""How much of the prompts a step computes, so that whoever is in it does not wait for them long."""
+"""Pacing of prefill: limits a step's prompt tokens, so that its decoding requests do not wait long for them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class PromptPace:
         self._most_tokens = _FIRST_TOKENS
 
     def know(self, times: Iterable[tuple[int, float]]) -> None:
-        """Steps of so many rows were tried, and took so many seconds."""
+        """Records profiled steps: the rows and seconds of each."""
         for num_rows, seconds in times:
             self._plain.observe(num_rows, seconds)
             self._learn([PromptPart(num_rows, 0)], seconds)
 
     def observe(self, num_rows: int, parts: Sequence[PromptPart], seconds: float) -> None:
-        """A step of `num_rows` rows, those of `parts` among them, took `seconds`."""
+        """Records a step of `num_rows` rows, including those of `parts`, that took `seconds`."""
         if parts:
             num_others = num_rows - sum(part.num_tokens for part in parts)
             plain = self._plain.seconds(num_others) if num_others and self._plain.is_known else 0.0
@@ -64,9 +64,10 @@ class PromptPace:
         return self._max_seconds * (_ALONE_FACTOR if is_alone else 1)
 
     def share(self, prompts: Sequence[PromptPart], num_tokens: int, seconds: float) -> list[int]:
-        """How many tokens of each of `prompts`, of which so many are left, a step computes; the oldest comes first.
+        """Returns how many tokens of each of `prompts` a step computes.
 
-        They are `num_tokens` at most, and add `seconds`, which the prompts share by `share`.
+        `prompts` are the uncomputed parts, the oldest first. The step computes at most `num_tokens` of them, and they
+        add about `seconds` to it. The function `share` divides this time among the prompts.
         """
         lengths = [prompt.num_tokens for prompt in prompts]
         if math.isinf(seconds) or not prompts:
@@ -81,7 +82,7 @@ class PromptPace:
         return share(lengths, min(num_tokens, self._most_tokens))
 
     def seconds(self, parts: Sequence[PromptPart]) -> float:
-        """What `parts` are taken to add to a step."""
+        """Predicted seconds that `parts` add to a step; 0 before any were measured."""
         return sum(map(self._cost.of, parts)) if self._cost.is_known else 0.0
 
 
@@ -142,10 +143,10 @@ class _TokenCost:
 
 
 def share(lengths: Sequence[int], budget: int) -> list[int]:
-    """How many of `budget` tokens go to each of the prompts that have so many left, the oldest first.
+    """Divides a `budget` of tokens among prompts that have `lengths` tokens left, the oldest first.
 
-    The oldest has half of them for sure, so that it is done some day; the others go to the shortest first, which makes
-    the fewest wait.
+    Half of it is reserved for the oldest prompt, so that it finishes eventually. The rest goes to the shortest prompts
+    first, so that the fewest wait.
     """
     shares = [0] * len(lengths)
     order = sorted(range(1, len(lengths)), key=lengths.__getitem__)

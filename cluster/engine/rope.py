@@ -17,7 +17,7 @@ def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     return _table(config.rope, config.head_dim, config.max_position_embeddings)
 
 
-@lru_cache(maxsize=2)  # a target, and a draft beside it
+@lru_cache(maxsize=2)  # a target, and a draft in the same process
 def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, torch.Tensor]:
     theta, scaling = rope.theta, rope.scaling
     # The positions that a frequency takes for one radian.

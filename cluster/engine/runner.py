@@ -51,7 +51,7 @@ class ModelRunner:
 
     @classmethod
     def with_cache(cls, loaded: LoadedModel, config: WorkerConfig, num_bytes: int) -> ModelRunner:
-        """With a cache of `num_bytes`, otherwise as `config` says. Raises ConfigurationError when nothing fits in."""
+        """Returns a runner with a KV cache of `num_bytes`. Raises ConfigurationError if not even one block fits."""
         bytes_per_block = block_bytes(loaded.config, config.block_size, loaded.weights.dtype)
         num_blocks = num_bytes // bytes_per_block
         if num_blocks == 0:
@@ -74,7 +74,7 @@ class ModelRunner:
             torch.cuda.synchronize(self.model.device)
 
     def recovers(self) -> bool:
-        """Whether steps can go on after one that failed. After some errors a GPU answers to nothing any more."""
+        """Returns whether steps can go on after one that failed. After some errors a GPU no longer responds."""
         if self.model.device.type != "cuda":
             return True
         try:
@@ -125,7 +125,7 @@ def load_weights(
 
 
 def recorded_bytes(config: WorkerConfig, model: LoadedModel) -> int:
-    """What the steps that are recorded at start take of a GPU."""
+    """Bytes of GPU memory that the steps recorded at start take; 0 if none are recorded."""
     if model.weights.device.type != "cuda" or not model.form.records_steps:
         return 0
     sizes, max_context = graph_sizes(config.max_num_batched_tokens), _max_context(config, model)
@@ -139,10 +139,10 @@ def _max_context(config: WorkerConfig, model: LoadedModel) -> int:
 def kv_cache_budgets(
     target: WorkerConfig, target_model: LoadedModel, draft: WorkerConfig, draft_model: LoadedModel
 ) -> tuple[int, int]:
-    """What the KV caches of a target and of the draft in its process may take, once the weights of both are loaded.
+    """Returns the bytes of the KV caches of a target and of the draft in its process, once both models are loaded.
 
-    On one GPU a cache whose size is not set gets its share of what the other leaves; where neither is, `target` says
-    how much both get, and they hold as many tokens each.
+    On one GPU, a cache whose size is not set gets its share of the memory that the other leaves. If neither size is
+    set, `target` determines the memory of both, and both hold the same number of tokens.
     """
     device = target_model.weights.device
     of_target, of_draft = recorded_bytes(target, target_model), recorded_bytes(draft, draft_model)
@@ -170,7 +170,7 @@ def _token_bytes(model: LoadedModel) -> int:
 
 
 def kv_cache_budget(config: WorkerConfig, device: torch.device, recorded_bytes: int = 0) -> int:
-    """What the KV cache may take, once the weights are loaded, beside the `recorded_bytes` of steps to come."""
+    """Returns the bytes of the KV cache, once the weights are loaded, leaving `recorded_bytes` for recorded steps."""
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes
     if device.type != "cuda":

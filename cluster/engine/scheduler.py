@@ -33,7 +33,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def yields_choices(self) -> bool:
-        """Whether the step computes the last committed token, so that the next can be chosen."""
+        """Returns whether the step computes the last committed token, so that the next can be chosen."""
         return self.sequence.num_computed_tokens + self.num_new_tokens == len(self.sequence.token_ids)
 
     @property
@@ -71,7 +71,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def parents(self) -> list[int] | None:
-        """Of the last committed token and the drafts, when these are a tree."""
+        """Parents of the last committed token and of the drafts; None unless the drafts are a tree."""
         parents = self.drafts.parents
         return None if parents is None else [-1, *(parent + 1 for parent in parents)]
 
@@ -112,11 +112,11 @@ class Scheduler(Generic[SequenceT]):
         self._watermark = watermark(blocks.num_blocks)
 
     def fits(self, max_len: int) -> bool:
-        """Whether a sequence of at most `max_len` tokens can run. Its drafts take only what room there is."""
+        """Returns whether a sequence of at most `max_len` tokens can run. Drafts use only blocks that are left."""
         return self._blocks.num_blocks_for(max_len) <= self._blocks.num_blocks
 
     def add(self, sequence: SequenceT) -> None:
-        """`sequence`, which must fit, waits for admission."""
+        """Queues `sequence`, which must fit, for admission."""
         assert self.fits(sequence.max_len)
         _insert(self.waiting, sequence)
 
@@ -245,7 +245,7 @@ class Scheduler(Generic[SequenceT]):
 
 
 def watermark(num_blocks: int) -> int:
-    """Blocks, of so many, that admission leaves."""
+    """Returns how many of `num_blocks` blocks admission leaves to running sequences."""
     return max(1, round(_WATERMARK * num_blocks))
 
 

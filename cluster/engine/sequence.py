@@ -40,7 +40,7 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether logits of prompt tokens are still wanted."""
+        """Returns whether logits of prompt tokens are still wanted."""
         return self.first_unscored is not None and self.first_unscored < self.num_prompt_tokens
 
     @property

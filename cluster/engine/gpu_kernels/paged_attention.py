@@ -1,14 +1,16 @@
 """Attention over the paged KV cache in Triton: prefill chunks, decodes, verify chains and trees in one kernel.
 
-Keys and values are read where they lie, through the block table; no context is copied. The queries of up to
-`_TILE // G` rows of a segment share one reading of a KV head, G being the query heads of it.
+Keys and values are read in place, through the block table; no context is copied. The queries of up to `_TILE // G` rows
+of a segment share one reading of a KV head, where G is the number of its query heads.
 
-A row's bits depend on itself alone. Its context is cut into splits of `SPLIT` positions, wherever it ends; each is
-walked from its start in steps of `keys_per_step` positions (online softmax: Milakov, Gimelshein, arXiv 1805.02867; Dao
-et al., arXiv 2205.14135), and splits are merged in their order. What other rows of a tile see besides adds exact zeros.
-Splits are merged by the program that walked them all, or, where a step has too few tiles to fill a GPU, each is walked
-by a program of its own (Dao et al., "Flash-Decoding", 2023) and a second kernel merges them: by the same operations,
-which is why neither kernel may fuse a product with a sum.
+A row's bits depend on itself alone. Its context is cut into splits of `SPLIT` positions, wherever it ends. Each split
+is walked from its start in steps of `keys_per_step` positions (online softmax: Milakov, Gimelshein, arXiv 1805.02867;
+Dao et al., arXiv 2205.14135). Splits are merged in their order. Positions that only other rows of a tile see add exact
+zeros.
+
+One program walks all splits of a tile and merges them. If a step has too few tiles to fill a GPU, each split is walked
+by a program of its own (Dao et al., "Flash-Decoding", 2023), and a second kernel merges them. Both use the same
+operations, so neither kernel may fuse a product with a sum.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def _segment_of(row_starts, place, num_segments, rows_per_tile: tl.constexpr, sp
 
 @triton.jit
 def _merge(maximum, total, summed, split_maximum, split_total, split_summed):  # type: ignore[no-untyped-def]
-    """The next split's part beside that of all before it: maxima (in powers of 2), sums of weights, weighted values."""
+    """Merges the next split into those before it: maxima (in powers of 2), sums of weights, weighted values."""
     merged = tl.maximum(maximum, split_maximum)
     base = tl.where(merged == float("-inf"), 0.0, merged)
     before, after = tl.exp2(maximum - base), tl.exp2(split_maximum - base)
@@ -125,7 +127,7 @@ def _walk(  # type: ignore[no-untyped-def]
     return maximum, total, summed
 
 
-# Sizes that change from step to step: Triton would compile anew for each that is 1 or a multiple of 16.
+# These sizes change from step to step, and Triton would compile again for each that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["num_segments", "num_splits", "parts", "table_stride", "span"])  # type: ignore[untyped-decorator]
 def attention_kernel(  # type: ignore[no-untyped-def]
     output, part_sums, part_totals, part_maxima, query, keys, values,
@@ -245,7 +247,7 @@ def max_group(dtype: torch.dtype) -> int:
 def constants(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int, path_len: int, is_split: bool
 ) -> dict[str, int]:
-    """What `attention_kernel` is compiled for; those that `merge_kernel` has among them are its own too."""
+    """Returns the compile-time constants of `attention_kernel`. Those named in `OF_MERGE` also go to `merge_kernel`."""
     group, sizes = num_heads // num_kv_heads, Sizes.of(dtype)
     assert group <= sizes.tile
     return {

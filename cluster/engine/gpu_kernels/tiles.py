@@ -19,5 +19,8 @@ def num_tiles(num_rows: int, num_segments: int, group: int) -> int:
 
 
 def uses_splits(num_programs: int, num_splits: int) -> bool:
-    """Whether so many tiles, each counted for every KV head, leave parts of a GPU idle that their splits could fill."""
+    """Returns whether a step has too few programs to fill a GPU, and splits that could fill it.
+
+    `num_programs` is the number of tiles times that of KV heads.
+    """
     return num_splits > 1 and num_programs < _FULL
