@@ -22,13 +22,16 @@ from cluster.telemetry.metrics import Reading
 
 
 def root_of(cache_salt: str | None) -> bytes:
-    """What keeps the KV of requests with that salt apart from others'; it does not give the salt away."""
+    """Returns the root of the block hashes of requests with `cache_salt`: its SHA-256, or b"" without a salt.
+
+    It separates the KV of these requests from that of others, and does not reveal the salt.
+    """
     return hashlib.sha256(cache_salt.encode()).digest() if cache_salt else b""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """What others need to know of the model that a target runs."""
+    """Description of the model that a target runs, for other components."""
 
     name: str
     dtype: str
@@ -51,7 +54,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()  # they end it as end-of-sequence tokens do, `ignore_eos` or not
     constraints: Constraints = UNCONSTRAINED
     grammar: CompiledGrammar | None = None  # that of `constraints`
-    num_logprobs: int | None = None  # of so many likeliest tokens beside each generated one; None: not even of that
+    num_logprobs: int | None = None  # likeliest tokens to report with each generated one; None: not even that one
     num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
     priority: int = 0  # of requests that wait, the lowest goes first
     cache_salt: str = ""  # KV is shared only between requests of the same salt
@@ -73,7 +76,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """What one step committed for one request; or, without tokens, that it was admitted."""
+    """Output of one step for one request: the committed tokens, or none if it reports the request's admission."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -128,11 +131,11 @@ class Target(ABC):
     @property
     @abstractmethod
     def is_stuck(self) -> bool:
-        """Whether the engine has work and stands still. Any thread."""
+        """Returns whether the engine has work but makes no progress. Thread-safe."""
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        """The LoRA adapters that requests can name, each with the fingerprint of its contents. Any thread."""
+        """The LoRA adapters that requests can name, each with the fingerprint of its contents. Thread-safe."""
         return {}
 
     async def load_adapter(self, name: str, path: str, *, replace: bool) -> str:

@@ -37,8 +37,9 @@ from cluster.vllm.engine_args import set_environment, wants_v2_runner
 
 logger = logging.getLogger(__name__)
 
-# Of weights that a step of a draft reads. With less, others' work on one of the cores costs more than they gain: the 2M
-# draft took .21 ms with one thread and .23 with two, .28 and .43 on a machine that others used.
+# Drafts that read fewer weights in a step run on one thread by default. More threads gain less than they lose to other
+# work on the same cores. A step of the 2M draft took 0.21 ms with one thread and 0.23 ms with two. On a machine that
+# others used, it took 0.28 ms and 0.43 ms.
 _BYTES_FOR_ALL_THREADS = 2**23
 
 
@@ -73,7 +74,7 @@ def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Targe
 
 
 def _with_drafter(config: Config, fingerprint: str, loaded: LoadedModel) -> tuple[ModelRunner, InProcessPool]:
-    """The target's runner, and its drafter beside it. Raises ConfigurationError."""
+    """Returns the target's runner and a pool with the drafter in its process. Raises ConfigurationError."""
     target, draft, device = config.target, config.draft, loaded.weights.device
     if not is_model(draft.drafter):
         runner = ModelRunner.with_cache(loaded, target, kv_cache_budget(target, device))

@@ -1,6 +1,6 @@
-"""Whether a loop that works in steps still does: its process may answer while its engine stands still.
+"""Watch over an engine's step loop: detects a loop that is stuck although its process still answers.
 
-And for how long it has worked.
+It also measures how long the loop has had work.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _FIRST_STEP_SECONDS = 120.0  # it may compile, or record graphs
 
 
 class Heartbeat:
-    """`begin` and `end` belong to the loop's thread, the rest to any.
+    """Detects a stuck step loop. Call `begin` and `end` in the loop's thread; the rest is thread-safe.
 
-    The loop is stuck when a step has not ended for the longer of 5 s and 4 times the longest of the last 100. What is
-    done before the first step, such as loading, is no step; nor is sleeping while there is nothing to do.
+    The loop is stuck if a step runs for longer than 5 seconds and than 4 times the longest of the last 100 steps. The
+    limit of the first step is 120 seconds. Work before the first step, such as loading, does not count. Nor does the
+    time in which the loop has no work.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,10 +1,11 @@
-"""A drafter in the target's process, behind the interface of a pool of draft workers. Nothing is encoded or sent.
+"""Drafter in the target's process, behind the interface of a pool of draft workers. Nothing is encoded or sent.
 
-It computes in the engine's own thread, in turn with the target: while a step waits for proposals they are drafted, and
-nobody has to be woken. Or in a thread of its own, as in a draft worker, which is
-of use where the target leaves cores or a device free: only so can it run ahead.
+It can compute in the engine's own thread, in turn with the target: proposals are drafted while a step waits for them,
+and no thread has to be woken. Or it computes in a thread of its own, as in a draft worker. Only then can it run ahead,
+which pays if the target leaves cores or a device free.
 
-A drafter that fails is a draft worker that died: sequences decode plainly, and after a pause it begins anew.
+A drafter that fails is handled like a draft worker that died: sequences decode without drafts, and after a pause the
+drafter is restarted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from cluster.wire.messages import SpeculateReply, SpeculateRequest
 logger = logging.getLogger(__name__)
 
 _MAX_PAUSE_SECONDS = 30.0  # about, between a failure and the next attempt
-_STABLE_SECONDS = 5.0  # a drafter that has worked so long did not fail because of what came first
+_STABLE_SECONDS = 5.0  # a drafter that fails after this long did not fail at its start
 
 
 class InProcessLink:
@@ -224,7 +225,7 @@ class InProcessPool(LinkPool):
 
 
 def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
-    """For a thread that computes with so many."""
+    """Initializes a thread that computes with `num_threads` threads, or with the default number if that is None."""
     try:
         # A thread's first look at its number makes it the process's. Later it would undo what is set here.
         torch.get_num_threads()
@@ -236,8 +237,10 @@ def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
 
 @contextlib.contextmanager
 def _keeping_threads() -> Iterator[None]:
-    """Threads to compute are as many afterwards, here and for threads that come later: one that sets its own number
-    sets theirs too."""
+    """Restores the number of compute threads on exit, for this thread and for threads that start later.
+
+    A thread that sets its own number would otherwise set theirs too.
+    """
     num_threads = torch.get_num_threads()
     try:
         yield

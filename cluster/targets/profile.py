@@ -1,4 +1,4 @@
-"""What a step takes before the first request has come: the depth controller should not have to guess."""
+"""Profiles the duration of steps before the first request, so that the depth controller need not guess."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _MAX_SECONDS = 1.5
 
 
 def profile_steps(time_step: Callable[[int], float | None], max_rows: int) -> Iterator[tuple[int, float]]:
-    """Rows and seconds of steps of 1, 2, 4, ... rows, up to `max_rows` or what a second and a half allows.
+    """Yields rows and seconds of steps of 1, 2, 4, ... rows, up to `max_rows` or until 1.5 seconds have passed.
 
-    `time_step` runs one; None: it cannot be tried.
+    `time_step` runs a step and returns its seconds, or None if it cannot be tried.
     """
     started_at = time.perf_counter()
     num_rows = 1

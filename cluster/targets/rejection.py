@@ -17,7 +17,7 @@ from cluster.targets.token_generator import Generation, Scheduled
 
 @dataclass(slots=True)
 class _Cache:
-    """What the copy has computed of one sequence."""
+    """KV of one sequence that the copy of the draft has computed."""
 
     block_table: list[int]
     num_computed_tokens: int = 0  # committed ones
@@ -116,7 +116,7 @@ class RejectionSampler:
         return chains
 
     def _draft_probabilities(self, chains: Sequence[_VerifiedChain]) -> torch.Tensor:
-        """What each draft was sampled from: float32 [drafts of all chains, vocab_size]."""
+        """Returns the distribution each draft was sampled from: float32 [drafts of all chains, vocab_size]."""
         segments: list[Segment] = []
         for verified in chains:
             self._catch_up(verified)

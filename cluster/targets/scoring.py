@@ -9,7 +9,7 @@ from cluster.targets.token_generator import Scheduled
 
 
 class Scoring:
-    """What `add` and `add_prompt` return is filled in by `finish`."""
+    """Collects the log-probabilities that a step owes. `finish` fills in those that `add` and `add_prompt` return."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -17,7 +17,7 @@ class Scoring:
         self._owed: list[tuple[int, TokenLogprobs]] = []  # with the place of its first row
 
     def add(self, rows: Sequence[int], token_ids: Sequence[int], width: int | None) -> TokenLogprobs | None:
-        """Those of `token_ids` in `rows` and of the `width` likeliest tokens; None: nobody asked for them."""
+        """Requests those of `token_ids` in `rows` and of the `width` likeliest tokens. Returns None if `width` is."""
         if width is None:
             return None
         owed = TokenLogprobs(width)

@@ -1,4 +1,4 @@
-"""The step loop of engines that this project schedules itself, with the coordinator that runs the rounds beside it."""
+"""Step loop of the engines that this project schedules itself, including the coordinator of the rounds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SCORED_VALUES = 2**26  # float32: the logits of a step's prompt tokens take 256 MiB at most, where all are wanted
 
-_MAX_FAILED_STEPS = 3  # one after the other: what cannot compute any more has to be started anew
+_MAX_FAILED_STEPS = 3  # in a row: an engine that cannot compute any more has to be restarted
 
 
 class StepLoop(Target):
@@ -93,19 +93,19 @@ class StepLoop(Target):
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
         """Log-probabilities of `token_ids`, one for each of `rows`, and of the `width` likeliest tokens there.
 
-        Rows are those of the logits of the step that `_choose` has run, of which a sequence has `num_logits`.
+        `rows` are rows of the logits of the step that `_choose` has run. Each sequence has `num_logits` of them.
         """
 
     @abstractmethod
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
-        """Of a tree whose node 0 has place `start`, `nodes` are kept: the KV of `nodes[i]` goes to the i-th place."""
+        """Keeps `nodes` of a tree whose node 0 is at place `start`: moves the KV of `nodes[i]` to place `start + i`."""
 
     @abstractmethod
     def _time_step(self, num_rows: int) -> float | None:
         """Seconds that a step of `num_rows` rows takes, tried before the first request; None when it cannot be."""
 
     def _recovers(self) -> bool:
-        """Whether steps can go on after one that failed."""
+        """Returns whether steps can go on after one that failed."""
         return True
 
     def _forget(self, generation: Generation) -> None:
@@ -203,7 +203,7 @@ class StepLoop(Target):
             logger.exception("the target's step loop ended")
 
     def profile(self) -> None:
-        """What steps take, before the first request."""
+        """Measures the duration of steps before the first request, for the coordinator and for prefill pacing."""
         if self._speculation.num_speculative_tokens or self.limits.max_prefill_seconds is not None:
             times = list(profile_steps(self._time_step, self.limits.max_num_batched_tokens))
             self._coordinator.know_step_times(times)
@@ -240,8 +240,8 @@ class StepLoop(Target):
                 self._num_failed_in_row = 0
                 rounds, outputs = self._commit(step, choices)
                 timing = self._time(step, prompts, len(choices), self._clock() - started_at)
-        # Before the drafters are told: they hear of what is admitted in the same message, and so draft its prompt
-        # beside the target's prefill.
+        # New requests are taken in before the drafters are notified: so the same message names the admitted ones, and
+        # drafters compute their prompts during the target's prefill.
         self._take_commands(publish)
         self._coordinator.end(rounds, timing, self._joining())
         if outputs:
@@ -254,10 +254,10 @@ class StepLoop(Target):
         return generation.constraint.drafts(drafts, generation.max_useful_drafts if self._drafts_by_grammar else 0)
 
     def _fail(self, step: Sequence[Scheduled], error: RuntimeError) -> list[GenerationOutput]:
-        """Ends the sequences of a `step` that failed with `error`; the others, and what comes, go on.
+        """Ends the sequences of a `step` that failed with `error`. Other and later sequences are not affected.
 
-        Raises `error` where the device is lost, and after `_MAX_FAILED_STEPS` in a row: the worker is started anew
-        then, and what runs on it goes to other targets.
+        Raises `error` if the device is lost, or if `_MAX_FAILED_STEPS` steps in a row have failed. The worker is then
+        restarted, and its requests go to other targets.
         """
         self._num_failed_steps += 1
         self._num_failed_in_row += 1
@@ -275,7 +275,7 @@ class StepLoop(Target):
     def _time(
         self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
     ) -> StepTiming:
-        """Counts a step that took `seconds`, of which `num_rows` rows yielded a choice."""
+        """Records a step that took `seconds` and in which `num_rows` rows yielded a choice."""
         kind = _kind(step)
         self._step_times[kind].add(seconds)
         num_step_rows = sum(scheduled.num_new_tokens + len(scheduled.drafts) for scheduled in step)
@@ -383,7 +383,7 @@ class StepLoop(Target):
 
 
 def _kind(step: Sequence[Scheduled]) -> str:
-    """What a step was dominated by: the chunk of a prompt, drafts, or neither."""
+    """Returns the kind of a step: "prefill" with a prompt chunk, else "verify" with drafts, else "decode"."""
     if any(scheduled.num_new_tokens > 1 for scheduled in step):
         return "prefill"
     return "verify" if any(scheduled.drafts for scheduled in step) else "decode"

@@ -68,7 +68,7 @@ class Generation(engine.Sequence):
         return None if self.constraint is None else self.constraint.error
 
     def count(self, device: torch.device, vocab_size: int) -> TokenCounts | None:
-        """Of all its tokens by now; None where nothing asks for them."""
+        """Returns the counts of all tokens so far. Returns None if the request has no penalty."""
         if not self.request.params.has_penalty:
             return None
         if self.counts is None:

@@ -1,6 +1,7 @@
-"""What a target's answers depend on beside the request. Two targets with equal traits answer a request alike.
+"""Traits of a target: all that its answers depend on except the request.
 
-A router compares them by name and value and knows none of them, so that one more is one more line here.
+Two targets with equal traits give equal answers to a request. A router compares traits by name and value and has no
+list of them, so a new trait needs a change only here.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
             "engine": f"vllm {import_module('vllm').__version__}, torch {torch.__version__}, {ENGINE_VERSION}",
             "tensor_parallel_size": str(target.tensor_parallel_size),
             "engine_args": json.dumps(target.engine_args, sort_keys=True),
-            # With adapters vLLM runs other kernels, for the base too; what the adapters are is told beside the traits.
+            # With adapters vLLM runs other kernels, for the base too. The adapters themselves are reported separately.
             **({"max_lora_rank": str(LoraLimits.of(target).max_rank)} if target.takes_adapters else {}),
         }
     form = form_on(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device)

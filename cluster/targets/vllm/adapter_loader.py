@@ -77,14 +77,14 @@ class AdapterLoader:
             await self._take_out(replaced)
 
     def release(self, adapter: Adapter) -> None:
-        """A request with it has ended."""
+        """Records that a request with `adapter` has ended. Unloads a replaced adapter after its last request."""
         if self._adapters.release(adapter):
             task = asyncio.get_running_loop().create_task(self._take_out(adapter))
             self._taken_out.add(task)
             task.add_done_callback(self._taken_out.discard)
 
     async def _take_out(self, adapter: Adapter) -> None:
-        """Of the engine, when no request is left that it was told of."""
+        """Unloads `adapter` from the engine, once no request that was sent there uses it."""
         try:
             await self._llm.remove_lora(adapter.number)
         except EngineDeadError:

@@ -1,4 +1,4 @@
-"""What runs in the engine core's process: vLLM's scheduler with our rounds, and the core's end of the channel."""
+"""Part of the engine core's process: vLLM's scheduler with our rounds, and the core's end of the channel."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class CoordinatedScheduler(RoundScheduler):
         return self._constraints.of(request.request_id, extra_args, request.all_token_ids[coupling.num_prompt_tokens :])
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """What vLLM drafts by itself, as far as each request's k allows."""
+        """Takes the drafts of vLLM's own proposer, cut to each request's `num_speculative_tokens`."""
         super().update_draft_token_ids(draft_token_ids)
         if self.rounds is None:
             for request in self.running:
@@ -255,7 +255,7 @@ class CoordinatedScheduler(RoundScheduler):
 
 
 def _extra_args(request: Any) -> dict[str, Any]:
-    """What we sent with `request`; nothing with those that are not ours."""
+    """Returns the extra arguments of `request`; empty if it is not ours."""
     params = request.sampling_params
     return (params.extra_args or {}) if params is not None else {}
 
@@ -280,5 +280,5 @@ class _LastWords(logging.Handler):
 
 
 def _end_process() -> None:
-    """The worker is gone, and with it whoever could use this engine."""
+    """Ends this process: the worker is gone, and nothing else can use this engine."""
     os._exit(1)

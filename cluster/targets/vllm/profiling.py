@@ -1,4 +1,4 @@
-"""What a step of vLLM takes, tried before the first request has come: the depth controller should not have to guess."""
+"""Profiles vLLM's steps before the first request, so that the depth controller need not guess their duration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ STEPS = 3 * len(DEPTHS)  # each depth three times, as the first may compile
 
 
 class ProfilingRounds:
-    """`cluster.vllm.scheduler.Rounds` that has drafts of every depth verified, in turn, and notes what that takes.
+    """`cluster.vllm.scheduler.Rounds` that has drafts of every depth verified in turn, and measures the steps.
 
-    The drafts are one token again and again, nearly always wrong: what counts is their number.
+    The drafts repeat one token and are nearly always wrong. Only their number matters.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -27,7 +27,7 @@ class ProfilingRounds:
 
     @property
     def step_times(self) -> list[tuple[int, float]]:
-        """Rows and seconds, the best of what was tried."""
+        """Rows and seconds of steps, the shortest for each number of rows."""
         return sorted(self._seconds.items())
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
@@ -39,11 +39,11 @@ class ProfilingRounds:
         return {request.request_id: [0] * self._depth for request in decoding}
 
     def scheduled(self, joining: Sequence[Request]) -> None:
-        """Nobody drafts for them."""
+        """Does nothing: there are no drafters."""
 
     def end(self, step: EngineStep) -> None:
         if step.rounds and not step.has_prefill:
             self._seconds[step.num_rows] = min(step.seconds, self._seconds.get(step.num_rows, step.seconds))
 
     def close(self, request: Request) -> None:
-        """Nothing is kept of it."""
+        """Does nothing: no state is kept by request."""

@@ -1,7 +1,7 @@
-"""The coordinator beside vLLM's scheduler: the same two calls a step as in our own step loop.
+"""Connects the coordinator to vLLM's scheduler, with the same two calls a step as in our own step loop.
 
-Nothing here may raise into the engine. What goes wrong ends the rounds: the engine goes on without drafts, the metric
-says why, and after a pause the rounds begin anew, with new links.
+Nothing here may raise into the engine. A failure ends the rounds: the engine goes on without drafts, and a metric
+counts the exception. After a pause the rounds restart with new links.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # after a failure, before the rounds begin anew
+_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # after a failure, before the rounds restart
 
 _FORGIVEN_SECONDS = 600.0
 
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 def _contained(
     method: Callable[Concatenate[CoordinatedRounds, _P], _T],
 ) -> Callable[Concatenate[CoordinatedRounds, _P], _T | None]:
-    """What `method` raises ends the rounds instead; it then returns None."""
+    """Wraps `method`: an exception ends the rounds, and the call returns None. It also does while they are off."""
 
     @functools.wraps(method)
     def call(rounds: CoordinatedRounds, /, *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
@@ -87,7 +87,7 @@ class CoordinatedRounds:
 
     @property
     def is_on(self) -> bool:
-        """Whether there are rounds; they begin anew when it is time."""
+        """Returns whether rounds are on. Restarts them if the pause after a failure is over."""
         if self._begin_anew_at is None:
             return True
         if self._clock() < self._begin_anew_at:
@@ -98,7 +98,7 @@ class CoordinatedRounds:
         return True
 
     def fail(self, error: Exception) -> None:
-        """Ends the rounds until it is time to begin anew."""
+        """Ends the rounds after `error`, for a pause that grows with the number of recent failures."""
         now = self._clock()
         self._failed_at = [at for at in self._failed_at if at > now - _FORGIVEN_SECONDS]
         pause = _PAUSE_SECONDS[min(len(self._failed_at), len(_PAUSE_SECONDS) - 1)]
@@ -146,11 +146,11 @@ class CoordinatedRounds:
 
     @property
     def timeline(self) -> Timeline:
-        """Of these rounds; another one when they begin anew. Any thread."""
+        """Timeline of the current coordinator; replaced when speculation restarts. Thread-safe."""
         return self._coordinator.timeline
 
     def demand(self) -> DraftDemand | None:
-        """As the coordinator's; any thread."""
+        """Returns the coordinator's demand for drafts. Thread-safe."""
         return self._coordinator.demand()
 
     def readings(self) -> Iterator[Reading]:
@@ -221,7 +221,7 @@ class Links:
     # Any thread.
 
     def follow(self, endpoints: Sequence[str]) -> None:
-        """From now on the draft workers are those at `endpoints`."""
+        """Replaces the draft workers by those at `endpoints`."""
         self._loop.call_soon_threadsafe(self._set, endpoints)
 
     def reset(self) -> None:

@@ -73,10 +73,10 @@ from cluster.vllm.sampling import EXTENSION
 
 logger = logging.getLogger(__name__)
 
-_PROFILE_SECONDS = 1.0  # after so long no more sequences are tried at once
-_LAST_WORDS_SECONDS = 10.0  # an older error is not what the engine core ended with
-_SHUTDOWN_SECONDS = 2.0  # for the engine core to end by itself
-_SILENT_SECONDS = 5.0  # without news of an engine that has work
+_PROFILE_SECONDS = 1.0  # Profiling does not go on to larger batches after this time.
+_LAST_WORDS_SECONDS = 10.0  # An older error is not the reason why the engine core ended.
+_SHUTDOWN_SECONDS = 2.0  # Time for the engine core to end by itself.
+_SILENT_SECONDS = 5.0  # An engine that has work and sends no status for longer counts as stuck.
 _WITH_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 _T = TypeVar("_T")
@@ -317,7 +317,7 @@ class VllmTarget(Target):
         return self._adapters.acquire(request.adapter, request.adapter_fingerprint)
 
     async def _finished(self, change: Coroutine[Any, Any, _T]) -> _T:
-        """What `change` returns in the client's thread. A caller who leaves does not stop it half-way."""
+        """Runs `change` in the client's thread and returns its result. Cancelling the caller does not stop it."""
         return await asyncio.shield(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(change, self._loop)))
 
     # The client's thread.
@@ -409,7 +409,7 @@ class VllmTarget(Target):
             case Outputs(outputs):
                 self._publish(outputs)
                 for output in outputs:
-                    if output.error is not None:  # of which vLLM knows nothing
+                    if output.error is not None:  # vLLM does not know of this error
                         self.abort(output.request_id)
             case Status():
                 self._status, self._heard_at = message, time.monotonic()
