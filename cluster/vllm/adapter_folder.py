@@ -29,7 +29,7 @@ _CHUNK_BYTES = 2**20
 _WEIGHT = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)\.(?:lora_(?P<part>[AB])\.weight|lora_embedding_(?P<row>[AB]))"
 )
-# Of the base itself, which PEFT saves beside the adapter where it trains the embedding; engines pass over them.
+# Weights of the base, which PEFT saves with an adapter that trains the embedding. Engines ignore them.
 _OF_THE_BASE = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # others are packed: their shapes say nothing
 
@@ -38,13 +38,13 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What an adapter has to fit."""
+    """Shapes of the base model's weights, which an adapter has to fit."""
 
     shapes: Mapping[str, Shape]  # of each module's weight: outputs, inputs
 
     @classmethod
     def of(cls, folder: Path) -> BaseModel:
-        """Of a checkpoint, from the headers of its shards. Raises ConfigurationError."""
+        """Reads the shapes of a checkpoint from the headers of its shards. Raises ConfigurationError."""
         shapes: dict[str, Shape] = {}
         for file in sorted(set(weight_map(folder).values())):
             for name, (kind, shape) in _header(folder / file).items():

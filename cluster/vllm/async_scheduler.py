@@ -1,8 +1,8 @@
-"""The rounds beside vLLM's asynchronous scheduler: a step is scheduled and submitted while the one before it runs.
+"""Rounds for vLLM's asynchronous scheduler: a step is scheduled and submitted while the previous one runs.
 
-A step without drafts is vLLM's own: nothing waits for the host. One with drafts is *bound*: how many rows each sequence
-has is planned when it is scheduled; the drafts themselves are collected once the output of the step before has been
-processed and the drafters were told, while the device has everything else of the step queued up, behind a gate.
+A step without drafts is vLLM's own, and nothing in it waits for the host. A step with drafts is *bound*. Its number of
+rows for each sequence is planned when it is scheduled. Its drafts are collected later, after the previous step's output
+has been processed and sent to the drafters. Meanwhile the rest of the step is queued on the device, behind a gate.
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return self._landing.drafts
 
     def _open(self, step: _Submitted, drafts: Sequence[Sequence[int]] | None) -> bool:
-        """Whether `step` is bound, and goes on with `drafts`, not without."""
+        """Opens the gate of `step` with `drafts`. Returns whether it is bound and runs with them."""
         return step.bound is not None and self._gate is not None and self._gate.open(step.bound, drafts)
 
     def _watch_gate(self) -> None:
-        """Opens a gate that has been closed for too long: should the host wait for the device, both would for ever."""
+        """Opens gates that stay closed for too long, so that host and device cannot wait for each other forever."""
         while True:
             time.sleep(_STUCK_SECONDS / 4)
             for step in list(self._submitted):

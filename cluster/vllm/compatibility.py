@@ -1,11 +1,12 @@
-"""Whether the vLLM that is installed is the one whose internals this package uses.
+"""Compatibility check: compares the installed vLLM with the internals that this package uses.
 
-They change with every release, without a word: each that is used is a row here, and all are looked at before they are
-touched. A new version is tried, its rows are brought up to date, and `VERSION` is raised.
+These change with every release, without notice. Each internal that is used has a row here, and the rows are checked
+before anything is changed. To support a new version, try it, update its rows, and raise `VERSION`.
 
     python -m cluster.vllm.compatibility --source DIR      (--newest: the newest release; `make vllm-next`)
 
-compares the rows with the source of another version in DIR, and bodies of functions with those that are installed.
+compares the rows with the source of another version in DIR. It also compares the bodies of the functions with those of
+the installed version.
 """
 
 from __future__ import annotations
@@ -295,7 +296,7 @@ def check(internals: Sequence[Internal]) -> None:
 
 
 def check_installation() -> None:
-    """Raises ConfigurationError unless vLLM is there, and what is installed beside it lets it be imported."""
+    """Raises ConfigurationError if vLLM is not installed, or if a broken package keeps it from being imported."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigurationError("vLLM is not installed: run `make setup-vllm`")
     for name in _BROKEN_BESIDE_VLLM:
@@ -330,7 +331,10 @@ def _other_parameters(internal: Internal, parameters: tuple[str, ...]) -> str | 
 
 
 def compare_source(folder: Path, installed: Path) -> tuple[list[str], list[str]]:
-    """What of all rows differs in the source in `folder`; the functions whose bodies are not those in `installed`."""
+    """Compares all rows with the source in `folder`.
+
+    Returns their differences, and the names of the functions whose bodies differ from those in `installed`.
+    """
     tree, own = SourceTree(folder), SourceTree(installed)
     differences, bodies = [], []
     for internal in dict.fromkeys([*V2_FRONT_END, *V2_TARGET, *TARGET, *DRAFTER]):

@@ -1,7 +1,7 @@
-"""The constraints of requests inside vLLM: they travel in `extra_args`, and are followed wherever tokens are chosen.
+"""Constraints of requests inside vLLM: they travel in `extra_args` and are applied wherever tokens are chosen.
 
-vLLM's own (grammars, allowed tokens, bad words, least lengths) stay off: its log-probabilities would be those of what a
-grammar leaves, and it refuses some of them beside speculation.
+vLLM's own constraints (grammars, allowed tokens, bad words, least lengths) stay off. Its log-probabilities would cover
+only the tokens that a grammar allows, and it refuses some of the constraints together with speculation.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], gram
 
 
 def is_constrained(sampling_params: Any) -> bool:
-    """Whether a request of vLLM's with these parameters has any."""
+    """Returns whether a vLLM request with `sampling_params` has constraints."""
     return sampling_params is not None and EXTRA_ARGS_KEY in (sampling_params.extra_args or {})
 
 
 class RequestConstraints:
-    """Those of the requests in one process."""
+    """Constraints of the requests in one process."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -48,14 +48,14 @@ class RequestConstraints:
         self._constraints: dict[str, TokenConstraint] = {}
 
     def know_vocabulary(self, written: str) -> None:
-        """To be called for the first request with a grammar. Any thread."""
+        """Sets the vocabulary. Call it for the first request with a grammar. Thread-safe."""
         self._vocabulary = matching.read_vocabulary(written)
         self._is_known.set()
 
     def of(
         self, request_id: str, extra_args: Mapping[str, Any] | None, generated: Sequence[int]
     ) -> TokenConstraint | None:
-        """The constraint of a request after the tokens `generated`; None where it has none."""
+        """Returns the constraint of a request after the tokens `generated`. Returns None if it has none."""
         asked = (extra_args or {}).get(EXTRA_ARGS_KEY)
         if asked is None:
             return None
@@ -67,7 +67,7 @@ class RequestConstraints:
         return constraint
 
     def keep_only(self, request_ids: Collection[str]) -> None:
-        """The others have ended."""
+        """Forgets all requests except `request_ids`, because they have ended."""
         self._constraints = {key: kept for key, kept in self._constraints.items() if key in request_ids}
 
     def forget(self, request_ids: Collection[str]) -> None:

@@ -79,7 +79,7 @@ class CoupledSampling(LogitsProcessor):
 
 @dataclass(frozen=True)
 class _Slots:
-    """What is drawn with, by slot: [max_num_reqs] each. A slot without anything leaves logits as they are."""
+    """Sampling parameters by slot, [max_num_reqs] each. The defaults leave logits unchanged."""
 
     temperature: torch.Tensor  # float32
     min_p: torch.Tensor  # float32

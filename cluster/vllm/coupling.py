@@ -1,7 +1,8 @@
-"""What Outrider's sampling has to know of a request inside vLLM: it travels in the request's `extra_args`.
+"""Coupling: the parameters of Outrider's sampling for a request inside vLLM, sent in the request's `extra_args`.
 
-vLLM's own parameters stay neutral (greedy, no filters): what it refuses beside speculation, and what it would round,
-never meets it. Noise key and position make the noise, so a request needs nothing else to be moved or repeated.
+vLLM's own parameters stay neutral (greedy, no filters), so that vLLM neither refuses a parameter together with
+speculation nor rounds it. Noise key and position determine the noise, so a request can be moved or repeated with these
+fields alone.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Coupling:
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> Coupling | None:
-        """What `to_extra_args` made; None where it did not."""
+        """Returns the coupling that `to_extra_args` wrote. Returns None if `extra_args` has none."""
         found = (extra_args or {}).get(EXTRA_ARGS_KEY)
         if found is None:
             return None

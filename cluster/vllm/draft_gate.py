@@ -21,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_RING = 4  # steps whose drafts are kept: two are in flight, and the copy of one that has ended is done
-_HEADER_BYTES = 64  # the word, and what keeps the rest in cache lines of its own
-_POLL_SECONDS = 5e-5  # on a CPU, between two looks at the word
+_RING = 4  # Steps whose drafts are kept. Two are in flight, and the copy of one that has ended is done.
+_HEADER_BYTES = 64  # The word, and padding that puts the drafts into other cache lines.
+_POLL_SECONDS = 5e-5  # Time on a CPU between two reads of the word.
 _WORD = 2**32
 
 
 @dataclass(frozen=True, slots=True)
 class BoundStep:
-    """Travels with a step to the ranks: for which of its requests there are drafts behind the gate."""
+    """Message to the ranks, sent with a step: the requests that have drafts behind the gate."""
 
     gate: str  # a path
     number: int  # of the bound steps, from 1
@@ -142,7 +142,7 @@ def _register(word: npt.NDArray[np.uint32], num_bytes: int) -> int:
 
 
 def _wait_in_stream(stream: int, address: int, number: int) -> None:
-    """What is queued in `stream` from now on waits until the word at `address` is `number` or a later one."""
+    """Makes later work in `stream` wait until the word at `address` is `number` or a later number."""
     until_reached = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32)(word - number) >= 0
     failed = _driver().cuStreamWaitValue32_v2(
         ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(number), ctypes.c_uint(until_reached)

@@ -1,4 +1,4 @@
-"""What vLLM is started with, from the configuration of a worker."""
+"""Arguments and environment of vLLM, from the configuration of a worker."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def wants_v2_runner() -> bool:
-    """Whether the target worker is to use vLLM's V2 model runner, with asynchronous scheduling."""
+    """Returns whether the target worker is to use vLLM's V2 model runner, with asynchronous scheduling."""
     return os.environ.get(_RUNNER) == "1"
 
 
 def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
-    """The speculation that the V2 runner prepares for, and in whose place our drafts come.
+    """Returns the speculation that the V2 runner prepares for and that our drafts replace; None without drafts.
 
-    Of its methods the one that needs no model and leaves the committed tokens where they are quickly read.
+    This method needs no model and leaves the committed tokens where they can be read quickly.
     """
     if num_speculative_tokens == 0:
         return None
@@ -109,14 +109,17 @@ def carrier(num_speculative_tokens: int) -> dict[str, Any] | None:
 
 
 def allow_bias() -> None:
-    """Has vLLM take requests with a bias beside speculation: on the V2 runner its own table of biases does them."""
+    """Makes vLLM accept requests with a bias together with speculation: the V2 runner applies the bias itself."""
     from vllm.sampling_params import SamplingParams
 
     wrap_function(SamplingParams, "_validate_spec_decode", lambda original, *arguments: None)
 
 
 def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
-    """What vLLM reads from the environment, for the processes that it starts; a matter of taste stays as it is set."""
+    """Sets the environment variables of the processes that vLLM starts.
+
+    Except for the model runner and the start method of processes, variables that are already set stay as they are.
+    """
     os.environ[_RUNNER] = str(int(v2_runner))
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # threads are running by then
     wanted = {
@@ -132,8 +135,10 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
         if worker.tensor_parallel_size == 1:
             wanted["OMP_NUM_THREADS"] = str(len(cpus))
             wanted["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{','.join(cpus)}]"
-            wanted["KMP_TPAUSE"] = "0"  # as vLLM sets it, which lets threads spin for 5 ms after a step; the cores
-            wanted["KMP_BLOCKTIME"] = "1"  # are shared with whoever drafts the next
+            # KMP_TPAUSE is vLLM's value, with which threads can spin for 5 ms after a step. They must sleep after 1 ms,
+            # because the drafter of the next step needs their cores.
+            wanted["KMP_TPAUSE"] = "0"
+            wanted["KMP_BLOCKTIME"] = "1"
         wanted["LD_PRELOAD"] = ":".join(recommended_libraries())
     for name, value in wanted.items():
         os.environ.setdefault(name, value)

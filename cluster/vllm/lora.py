@@ -1,4 +1,4 @@
-"""What vLLM is set up for where a target has LoRA adapters."""
+"""Settings of vLLM for targets with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_LATER = 64
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """What vLLM sets memory aside for."""
+    """Ranks and numbers of adapters that vLLM reserves memory for."""
 
     max_rank: int
     num_slots: int  # adapters in one step
@@ -27,9 +27,9 @@ class LoraLimits:
 
     @classmethod
     def of(cls, target: TargetConfig) -> LoraLimits:
-        """For the adapters that are listed, and some to come where they may. `engine_args` goes before what is here.
+        """Returns limits for the listed adapters, and for later ones if they may be loaded.
 
-        Raises ConfigurationError.
+        Values in `engine_args` take precedence. Raises ConfigurationError.
         """
         given, ranks = target.engine_args, listed_ranks(target)
         has_later = target.lora_root is not None

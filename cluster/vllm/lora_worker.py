@@ -1,4 +1,4 @@
-"""What a vLLM worker is extended with for LoRA adapters; what of vLLM is put right for them."""
+"""Extension of a vLLM worker for LoRA adapters, including fixes of vLLM's own support for them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from vllm.lora.punica_wrapper import punica_cpu
 
 
 class LoraWorker:
-    """On every rank."""
+    """Extension for LoRA adapters; it runs on every rank."""
 
     model_runner: Any
 
     def prepare_adapters(self) -> None:
-        """Called once, before the first request."""
+        """Prepares vLLM for adapters. Called once, before the first request."""
         spare_the_base_on_cpus()
         self._leave_the_head_alone()
 
     def _leave_the_head_alone(self) -> None:
-        """Takes the adapters' part out of the logits.
+        """Removes the adapters from the computation of logits.
 
-        vLLM has there one row for each token that it samples. Log-probabilities of a prompt have other rows, for which
-        it fails with the whole engine, or takes the wrong ones. Adapters of the head are few, and refused by this.
+        vLLM's adapters of the head expect one row for each token that it samples. Log-probabilities of a prompt have
+        other rows: for them vLLM uses the wrong adapters, or the whole engine fails. Adapters of the head are rare, and
+        are refused because of this.
         """
         manager, model = self.model_runner.lora_manager._adapter_manager, self.model_runner.model
         heads = {name: layer for name, layer in manager.modules.items() if isinstance(layer, LogitsProcessorWithLoRA)}
@@ -38,7 +39,7 @@ class LoraWorker:
             del manager.modules[name]
 
     def unapplied_modules(self, number: int) -> list[str]:
-        """Modules of an adapter that is loaded which nothing of the model takes up: vLLM would pass over them."""
+        """Returns the modules of a loaded adapter that the model does not use and vLLM would ignore."""
         manager = self.model_runner.lora_manager._adapter_manager
         adapter = manager.get_adapter(number)
         # Those of experts have been taken apart or put together by then.
@@ -46,10 +47,11 @@ class LoraWorker:
 
 
 def spare_the_base_on_cpus() -> None:
-    """Has vLLM's operators for CPUs add nothing to rows without an adapter.
+    """Makes vLLM's LoRA operators for CPUs add nothing to rows without an adapter.
 
-    They index the adapters by the slots' numbers, and no adapter is -1: to PyTorch that is the last slot. So the base's
-    own requests would be answered with that adapter wherever others run beside them. Rows of zeros add zeros.
+    The operators index the adapters by slot number. The number for no adapter is -1, which PyTorch takes as the last
+    slot. In a batch with adapters, requests of the base would then be computed with that adapter. Rows of zeros add
+    zeros.
     """
 
     def sparing(operator: Callable[..., None]) -> Callable[..., None]:

@@ -1,10 +1,11 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in every process that it starts.
 
-It is called wherever this package is installed beside vLLM, in our own target worker too, and so only puts two doors
-in, each of which opens when `--additional-config '{"outrider": {"draft_addresses": [...]}}'` is set:
+vLLM calls it wherever this package is installed too, even in our own target worker. So it only wraps two functions. The
+wrappers do nothing unless `--additional-config '{"outrider": {"draft_addresses": [...]}}'` is set or the engine is our
+own target worker:
 
-    EngineArgs.create_engine_config    the front end: how requests are sampled, and which speculation vLLM prepares for
-    init_speculator                    the model runner: who proposes the drafts
+    EngineArgs.create_engine_config    Front end: the sampling of requests, and the speculation that vLLM prepares for.
+    init_speculator                    Model runner: the source of drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cluster.vllm.v2 import is_asked_for
 
 
 def register() -> None:
-    """May be called again and again."""
+    """Wraps vLLM's functions. Calling it repeatedly is safe."""
     # Before `vllm.v1.worker.gpu.model_runner` is imported, which takes the function by its name.
     import vllm.v1.worker.gpu.spec_decode as spec_decode
 
@@ -55,5 +56,5 @@ def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
 
 
 def _drafts_come_with_steps(vllm_config: Any) -> bool:
-    """Whether it is an engine with `cluster.vllm.async_scheduler`, which has the drafts."""
+    """Returns whether the engine uses `cluster.vllm.async_scheduler`, which supplies the drafts."""
     return getattr(vllm_config.scheduler_config.get_scheduler_cls(), "drafts_come_with_steps", False)

@@ -31,10 +31,10 @@ _NO_LIMIT = 1 << 30
 
 
 class CoupledWorker(LoraWorker):
-    """What a vLLM worker is extended with."""
+    """Extension of a vLLM worker with coupled sampling."""
 
     def install_coupled_sampling(self) -> None:
-        """Called once, before the first request."""
+        """Installs the sampler and the verifier. Called once, before the first request."""
         runner = self.model_runner
         assert not runner.use_async_scheduling, "coupled sampling reads committed tokens where they are on the host"
         self._coupled_requests = requests = _Requests(runner)
@@ -141,7 +141,7 @@ class CoupledSampler(Sampler):
 
 
 class CoupledVerifier(RejectionSampler):
-    """A draft is accepted when it is what the target chooses; nothing is sampled anew, as nothing depends on drafts."""
+    """Accepts a draft if the target chooses the same token. It never resamples, as choices do not depend on drafts."""
 
     def __init__(self, sampler: CoupledSampler, requests: _Requests) -> None:
         super().__init__(sampler)
@@ -155,7 +155,10 @@ class CoupledVerifier(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
-        """As vLLM's: int32 [num_requests, most drafts + 1], padded with -1. `draft_probs` don't matter."""
+        """Returns tokens as vLLM's own does: int32 [num_requests, most drafts + 1], padded with -1.
+
+        `draft_probs` are ignored.
+        """
         choices = self._coupled.best(logits, self._requests.of_step(metadata.num_draft_tokens))
         output = accepted(choices, metadata)
         logprobs = None

@@ -26,7 +26,7 @@ from cluster.logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class CommittedRound:
-    """What one step did for one request."""
+    """Result of one step for one request."""
 
     request: Request
     draft_token_ids: Sequence[int]  # that were verified
@@ -53,7 +53,7 @@ class EngineStep:
     rounds: Sequence[CommittedRound]
     num_rows: int  # that yielded a choice
     seconds: float
-    prompts: Sequence[PromptPart]  # that were computed beside
+    prompts: Sequence[PromptPart]  # that the step also computed
     left_prompts: bool  # it had no room for all that could be computed
 
     @property
@@ -215,12 +215,12 @@ class RoundScheduler(Scheduler):
         return proposed[:most]
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """What the runner's own proposer says, which with rounds is nothing."""
+        """Takes the drafts of the runner's own proposer; ignores them if there are rounds."""
         if self.rounds is None:
             super().update_draft_token_ids(draft_token_ids)
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        """Where every request ends, finished or aborted."""
+        """Closes the request in the rounds. vLLM calls this for every request that finishes or is aborted."""
         if self.rounds is not None:
             self.rounds.close(request)
         return super()._free_request(request, delay_free_blocks)
@@ -288,9 +288,10 @@ class RoundScheduler(Scheduler):
             self.scheduler_config.long_prefill_token_threshold = threshold
 
     def _left_prompts(self, num_scheduled_tokens: int) -> bool:
-        """Whether a step of so many tokens, which is scheduled, has no room for all that could be computed.
+        """Returns whether a scheduled step of `num_scheduled_tokens` tokens had no room for all prompt tokens.
 
-        What waits for a slot, or for blocks, does not wait for room; how much of it a prefix cache has is not known.
+        Requests that wait for a slot or for blocks do not count. How many of their tokens the prefix cache has is not
+        known.
         """
         if any(request.is_prefill_chunk for request in self.running):
             return True

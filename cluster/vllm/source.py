@@ -20,14 +20,14 @@ _LAZY_NAMES = "MODULE_ATTRS"  # of vLLM's own `__init__`: names, with the places
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What a name stands for, and the module that defines it."""
+    """Definition of a name, and the module that contains it."""
 
     module: str
     node: ast.AST
 
     @property
     def body_hash(self) -> str | None:
-        """Of a function, without its documentation and layout; None of anything else."""
+        """Hash of a function's body, which ignores its docstring and layout. None if it is not a function."""
         if not isinstance(self.node, ast.FunctionDef | ast.AsyncFunctionDef):
             return None
         body = self.node.body[1:] if ast.get_docstring(self.node) is not None else self.node.body
@@ -67,7 +67,7 @@ class SourceTree:
         return found
 
     def parameters(self, definition: Definition) -> tuple[str, ...]:
-        """Of a function, all its names in order; of a class, those that it is made with."""
+        """Returns the parameter names of a function, or of a class's constructor, in order."""
         node = definition.node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             given = node.args

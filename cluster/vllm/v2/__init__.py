@@ -7,6 +7,6 @@ from __future__ import annotations
 
 
 def is_asked_for(additional_config: object) -> bool:
-    """Whether the plugin is to do anything; our own target worker has a section of the same name."""
+    """Returns whether the plugin is enabled. Our own target worker has a section of the same name."""
     section = additional_config.get("outrider") if isinstance(additional_config, dict) else None
     return isinstance(section, dict) and "draft_addresses" in section

@@ -1,8 +1,8 @@
-"""The rounds of one vLLM engine's requests, without vLLM: what its speculator tells, and is told.
+"""Rounds of one vLLM engine's requests, without vLLM: the interface that its speculator calls.
 
-add, add, ...; opened()     before a step: their prompts are drafted beside the target's prefill
-... = after_step(stepped)   what was sampled; the drafts for the next step
-remove                      finished, aborted or preempted
+add, add, ...; opened()     Before a step: drafters compute their prompts during the target's prefill.
+... = after_step(stepped)   Takes the sampled tokens and returns the drafts for the next step.
+remove                      The request finished, or was aborted or preempted.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RemoteDrafting:
             decoding[request_id] = running
             running.token_ids.extend(token_ids)
             drafts = running.drafts.first(num_verified)
-            # Of the tokens that fill a step up, some may come true: they are nobody's drafts.
+            # Some of the tokens that only fill a step up may be accepted. They don't count as drafts.
             rounds.append(Round(running.sequence, drafts, token_ids[: len(drafts) + 1]))
             self._count(rounds[-1])
         joining = self._joining()
@@ -87,7 +87,7 @@ class RemoteDrafting:
         return {request_id: running.drafts.token_ids for request_id, running in decoding.items()}
 
     def readings(self) -> Iterator[Reading]:
-        """Any thread."""
+        """Yields metrics of drafts and those of the coordinator. Thread-safe."""
         for name, documentation, value in (
             ("drafts", "Rounds that verified a draft.", self._num_rounds),
             ("draft_tokens", "Draft tokens verified, those that only fill a step up apart.", self._num_draft_tokens),

@@ -1,9 +1,10 @@
-"""vLLM's front end: clients send the ordinary fields, the engine gets a greedy request that says how it is drawn.
+"""Extension of vLLM's front end: turns a client's request into a greedy one that carries its sampling parameters.
 
-temperature, top_k, top_p, min_p, seed    to the coupling in `extra_args`, neutral for vLLM
-logit_bias                                to vLLM, which applies it, past a check that refuses it beside speculation
-penalties, bad words, grammar, ...        to vLLM as ever
-vllm_xargs {"num_speculative_tokens": n}  to the coupling
+temperature, top_k, top_p, min_p, seed    Go to the coupling in `extra_args`; vLLM gets neutral values.
+logit_bias                                Goes to vLLM, which applies it. A check that refuses it with speculation is
+                                          bypassed.
+penalties, bad words, grammar, ...        Go to vLLM unchanged.
+vllm_xargs {"num_speculative_tokens": n}  Goes to the coupling.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def prepare(engine_args: Any) -> None:
-    """Before vLLM makes its configuration of `engine_args`. Raises ConfigurationError."""
+    """Adapts `engine_args` before vLLM makes its configuration of them. Raises ConfigurationError."""
     compatibility.check(compatibility.V2_FRONT_END)
     settings = PluginSettings.of(engine_args.additional_config)
     speculation = carrier(settings.num_speculative_tokens)
@@ -52,7 +53,7 @@ def prepare(engine_args: Any) -> None:
 
 
 def check(config: Any) -> None:
-    """What vLLM has made of it. Raises ConfigurationError where coupled sampling would not be exact."""
+    """Checks vLLM's final configuration. Raises ConfigurationError if coupled sampling would not be exact."""
     if not config.use_v2_model_runner:
         raise ConfigurationError(
             "the outrider plugin needs vLLM's V2 model runner, which this configuration does not get: set "
@@ -82,7 +83,7 @@ def _process_inputs(
     shape, k = couple(params, seed, settings.speculation.num_speculative_tokens)
     params._validate_logit_bias(processor.model_config)
     accepted = params.clone()
-    accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them beside speculation
+    accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them together with speculation
     accepted.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != _K}
     request = original(processor, request_id, prompt, accepted, *rest, **options)
     coupling = Coupling(shape, NoiseKey.derive(seed, 0), len(request.prompt_token_ids or ()), k)

@@ -1,4 +1,4 @@
-"""Keeps the links to the draft workers up, in a thread beside vLLM's."""
+"""Keeps the links to the draft workers up, in a thread of its own."""
 
 from __future__ import annotations
 

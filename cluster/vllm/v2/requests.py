@@ -135,7 +135,10 @@ class EngineRequests:
         return [_filled(found.get(request_id, ()), token_ids, k) for request_id, token_ids, _ in stepped]
 
     def _sampled(self, slots: torch.Tensor, num_sampled: torch.Tensor, k: int) -> list[list[int]]:
-        """What each request has got in this step: one copy from the device, which waits for the step to end."""
+        """Returns the tokens that each request got in this step.
+
+        This takes one copy from the device, which waits for the step to end.
+        """
         states = self._req_states
         start = states.total_len.gpu[slots] - num_sampled
         places = (start[:, None] + torch.arange(k + 1, device=slots.device)).clamp_(max=self._max_model_len - 1)
@@ -144,7 +147,7 @@ class EngineRequests:
         return [row[1 : 1 + row[0]] for row in rows]
 
     def readings(self) -> Iterable[Reading]:
-        """Any thread."""
+        """Yields metrics of the speculation and of the links. Thread-safe."""
         yield Reading(
             "outrider_speculation_failed", "1 since an error has turned speculation off.", float(self.has_failed)
         )

@@ -1,4 +1,4 @@
-"""What is set for the plugin: the section `outrider` of vLLM's `--additional-config`.
+"""Settings of the plugin: the section `outrider` of vLLM's `--additional-config`.
 
 {"outrider": {"draft_addresses": ["draft-0:7000", "dns:drafts:7000"], "speculation": {"num_speculative_tokens": 5}}}
 """
