@@ -1,12 +1,12 @@
-"""Coupled acceptance beside the classical ones, greedy and rejection: `python -m bench.acceptance`.
+"""Compares coupled acceptance with the classical rules, greedy and rejection: `python -m bench.acceptance`.
 
-One stream, k fixed. A cluster for each runs beside the others; only one of them works at a time, and repeats are
-interleaved. Rates are medians with their range, the rest is over all repeats. A probability is 4 bytes: a draft worker
-that shipped them for rejection, rather than the target running a copy of the draft, would send k rows of the vocabulary
-a round.
+One stream, fixed k. Each rule has a cluster of its own. All of them are up, only one works at a time, and repeats are
+interleaved. Rates are medians with their range; the other figures are over all repeats. A probability is 4 bytes. For
+rejection the target runs a copy of the draft: a draft worker that sent probabilities instead would send k rows of the
+vocabulary a round.
 
-Memory is the target worker's: weights and KV cache as configured, of the target and of the copy of the draft that
-rejection needs there, and what the process really has in memory at the end.
+Memory is the target worker's: the configured weights and KV cache of the target, those of the draft's copy that
+rejection needs there, and the resident memory of the process at the end.
 """
 
 from __future__ import annotations

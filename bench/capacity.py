@@ -1,17 +1,18 @@
-"""How many clients a target serves within limits of latency, by where its draft is: `python -m bench.capacity`.
+"""Measures how many clients a target serves within latency limits, by draft placement: `python -m bench.capacity`.
 
-A 70B target on 4 A100 and a 1B draft, as simulated engines whose steps take what the planner's formulae say
-(`cluster.planning`): without speculation, with the draft on the target's GPUs (fixed k, the planner's; no run-ahead,
-so nothing of it overlaps), and with a pool of A10G at several round trips (k as the controller chooses). Scheduler,
-rounds, wire and draft workers are real, and draft workers programs of their own. Beside each figure is the planner's.
+A 70B target on 4 A100 and a 1B draft run as simulated engines, whose steps take the time that the planner's formulae
+predict (`cluster.planning`). They run without speculation, with the draft on the target's GPUs, and with a pool of A10G
+at several round trips. On the target's GPUs k is the planner's and fixed, and nothing overlaps, as there is no
+run-ahead. With a pool the controller chooses k. Scheduler, rounds, wire and draft workers are real, and draft workers
+are programs of their own. The planner's prediction is printed next to each figure.
 
-All times are `--scale` times as long as they would be, round trips too, so that what Python takes on this machine's
-cores counts for less; results are divided by it again. A run sleeps nearly all the time (*cores* is what it uses), so
-several are under way at once. Clients ask again within a step, with
-prompts of one length and answers of half to one and a half times a mean.
+All times, round trips included, are stretched by `--scale`, so that Python's own time on this machine counts for less;
+results are divided by it. A run sleeps nearly all the time (*cores* shows its use), so several run at once. Clients
+send their next request within a step. Their prompts have one length, and their answers 0.5 to 1.5 times a mean length.
 
-The most clients within the limits are interpolated between the numbers that were run; at equal dollars means times the
-price of a target alone over that with its draft (one A10G a target, though a pool's may feed more).
+The largest number of clients within the limits is interpolated between the numbers that were run. "At equal dollars"
+multiplies it by the price of a target alone over the price with its draft: one A10G a target, though an A10G of a pool
+may serve more.
 """
 
 from __future__ import annotations
@@ -317,8 +318,10 @@ class Capacity:
 
 
 def most_clients(points: Sequence[Point], limit: Limit) -> tuple[float, bool]:
-    """Between the numbers that were run, and whether all of these are within the limit. Below the first: nought, as
-    nothing is known there."""
+    """Returns the most clients within the limit, interpolated, and whether all `points` are within it.
+
+    The number is 0 if the first point already exceeds the limit, as nothing is known below it.
+    """
 
     def excess(point: Point) -> float:
         own = point.measured

@@ -1,8 +1,9 @@
-"""What the first tokens cost while nothing is known of a draft: `python -m bench.cold_start`.
+"""Measures the cost of speculation while nothing is known of a draft yet: `python -m bench.cold_start`.
 
-A fresh cluster for every repeat. One stream decodes without drafts, then with the controller's, which know nothing yet,
-then without again: its speed over theirs, for the first 200 tokens and for those that follow. By default the draft is
-`layer-skip` on a model that it doesn't suit: dear, and nearly never right.
+Every repeat has a fresh cluster. One stream decodes without drafts, then with the k of a controller that knows nothing
+yet, then without drafts again. The result is the speed with drafts over the speed without, for the first 200 tokens and
+for those after them. By default the draft is `layer-skip` on a model that does not suit it: it is expensive and almost
+never right.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FIRST_TOKENS = 200
 
 @dataclass(slots=True)
 class Parts:
-    """Of one repeat, over decoding without drafts."""
+    """Speeds of one repeat, relative to decoding without drafts."""
 
     first: float
     rest: float

@@ -1,8 +1,8 @@
-"""What a grammar's mask, and log-probabilities, cost a step: `python -m bench.constraints`.
+"""Measures the cost of grammar masks and log-probabilities in a step: `python -m bench.constraints`.
 
-One cluster, the same streams in interleaved repeats: as they are; with a grammar that allows every text, so that the
-tokens are the same and only the masks are added; with 5 log-probabilities; and with a JSON schema, whose text is
-another. Time is that of the target's own steps, from its metrics page.
+One cluster runs the same streams in interleaved repeats: plain; with a grammar that allows every text, so that only the
+masks are added and tokens stay the same; with 5 log-probabilities; and with a JSON schema, which changes the text. Time
+is that of the target's own steps, from its metrics page.
 """
 
 from __future__ import annotations

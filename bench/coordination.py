@@ -1,16 +1,16 @@
-"""What running the rounds costs a target, with simulated engines: `python -m bench.coordination`.
+"""Measures what the rounds cost a target, with simulated engines: `python -m bench.coordination`.
 
-Processor time of a step, by the threads' own clocks. Critical is what draft or target stands idle for: on the engine's
-thread from the choices to the advances, and from the last proposal that is waited for to its drafts (the wait itself
-costs none); on the links' thread making and reading the messages. The other part, learning and planning, runs while the
-drafters draft. The rest of the links' thread is transport (asyncio and gRPC) and is shown apart. Bytes are protobuf
-payload of both directions, opens apart, for a committed token.
+Time is processor time of a step, from the threads' own clocks. It is critical if the draft or the target is idle
+meanwhile. On the engine's thread that is the time from choices to advances, and from the last awaited proposal to its
+drafts; the wait itself costs none. On the links' thread it is writing and reading messages. The other part, learning
+and planning, runs while the drafters draft. The rest of the links' thread is transport (asyncio and gRPC) and is
+reported separately. Bytes are the protobuf payload of both directions per committed token, without opens.
 
-Between two steps both threads sleep and others' work takes the caches, so that the same lines are measured once more
-back to back ("alone", `bench.rounds`): the difference is waking threads and filling caches.
+Between two steps both threads sleep, and other work displaces their caches. So the same code is measured again back to
+back ("alone", `bench.rounds`). The difference is the cost of waking threads and filling caches.
 
-Then a draft worker with room for a third of the sequences: that third is to be speculated for, the rest to decode as
-fast as without it.
+A second part has a draft worker with room for a third of the sequences. That third has to be speculated for, and the
+rest has to decode as fast as without the worker.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FOREVER = 50_000  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a step with `num_sequences` sequences, and of a committed token."""
+    """Cost of a step with `num_sequences` sequences, and of a committed token."""
 
     num_sequences: int
     rounds_ms: float  # on the engine's thread, critical

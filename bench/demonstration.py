@@ -1,6 +1,6 @@
-"""What the demonstration's draft gives `make demo`: `python -m bench.demonstration --target DIR`.
+"""Measures the speedup from the demonstration's draft in `make demo`: `python -m bench.demonstration --target DIR`.
 
-Questions in chat, one stream, with the controller's k and without drafts in turn; the answers have to be the same.
+One stream of chat questions runs with the controller's k and without drafts in turn. The answers have to be the same.
 `--target` is the folder that `python -m bench.instruct --out DIR` writes.
 """
 

@@ -1,7 +1,7 @@
-"""What distilling on traffic gains: `python -m bench.distill`.
+"""Measures the gain from distilling on traffic: `python -m bench.distill`.
 
-2,000 prompts of a style that the bundled draft has hardly seen, SQL of an invented shop, go through `outrider distill`,
-which holds out one in ten and tells acceptance on these before and after.
+The traffic is 2,000 prompts of a style that the bundled draft has hardly seen, SQL of an invented shop. They go through
+`outrider distill`, which holds out one prompt in ten and reports acceptance on these before and after.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUESTIONS = ("how many", "which", "the average of", "the newest", "the ten larg
 
 
 def prompts(count: int, seed: int) -> list[str]:
-    """So many different ones."""
+    """Returns `count` different prompts."""
     rng = random.Random(seed)
     found: dict[str, None] = {}
     while len(found) < count:

@@ -78,7 +78,7 @@ def _slow_draft(pair: Path, folder: Path, intermediate_size: int) -> Path:
 
 
 def _wrong_draft(pair: Path, folder: Path, noise: float) -> Path:
-    """The pair's draft with noise in its matrices, of so many standard deviations of their weights."""
+    """Writes the pair's draft to `folder` with `noise` in its matrices, in standard deviations of their weights."""
     draft = pair / "draft"
     widen_model(draft, folder, Widening(ModelConfig.from_folder(draft), 1, _intermediate_size(draft)))
     generator = torch.Generator().manual_seed(5)

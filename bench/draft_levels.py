@@ -1,8 +1,9 @@
-"""What one more draft token of every sequence takes, by their number: `python -m bench.draft_levels`.
+"""Measures the time of one more draft token for every sequence, by their number: `python -m bench.draft_levels`.
 
-Sequences with 200 tokens each are drafted for, level after level, at T = 1, as a draft worker does it. A level's time
-falls into the kernels' (the model, and drawing tokens) and what lies outside them. Interleaved; medians with quartiles.
-With `--set draft.drafter=parallel` a level is a whole proposal of 8 tokens, which takes one step.
+Sequences of 200 tokens each are drafted for, level by level, at T = 1, as a draft worker does it. A level's time is
+divided into that of the kernels (the model, and drawing tokens) and that outside of them. Repeats are interleaved;
+figures are medians with quartiles. With `--set draft.drafter=parallel` a level is a whole proposal of 8 tokens, which
+takes one step.
 
 `--random-0.5b` measures a draft of Qwen2.5-0.5B's shape with random weights on this machine's cores, as
 `draft.placement: host-cpu` would run it; give `--set draft.quantization=int8` for INT8 weights.
@@ -64,7 +65,7 @@ class Level:
 
 
 class _Load:
-    """So many sequences that are drafted for together."""
+    """Load of `num_sequences` sequences that are drafted for together."""
 
     def __init__(self, drafter: Drafter, num_sequences: int) -> None:
         rng = random.Random(num_sequences)

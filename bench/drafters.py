@@ -50,7 +50,7 @@ class Measured:
 
     @property
     def best(self) -> Depth:
-        """Of the fixed k, by the middle of their repeats; 0, without speculation, is one of them."""
+        """The fixed k with the highest median speed, including 0 (no speculation)."""
         fixed = [self.point.plain, *(depth for depth in self.point.depths if depth.depth is not None)]
         return max(fixed, key=lambda depth: statistics.median(depth.tokens_per_second))
 

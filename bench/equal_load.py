@@ -32,7 +32,7 @@ _WAYS = ("0", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Of one run, in seconds."""
+    """Latencies of one run, in seconds."""
 
     first_token_median: float
     first_token_p99: float

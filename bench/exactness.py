@@ -63,7 +63,10 @@ def num_differing(expected: Sequence[Sequence[int]], others: Sequence[Sequence[i
 
 
 def compare_ways(prompts: Sequence[Sequence[int]], shared: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Of each way what differs from no speculation, printed."""
+    """Compares each way to speculate with no speculation, and prints the numbers of answers and tokens.
+
+    Returns the numbers of differing tokens and answers, by the way's name.
+    """
     compared: dict[str, list[list[int]]] = {}
     with LocalCluster(load_config(None, shared)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
@@ -78,7 +81,7 @@ def compare_ways(prompts: Sequence[Sequence[int]], shared: Sequence[str]) -> dic
 
 
 def compare_on(using: InstructionSet, prompts: Sequence[Sequence[int]], shared: Sequence[str]) -> dict[str, object]:
-    """What differs from no speculation on one set of instructions."""
+    """Compares answers with and without speculation on one instruction set. Returns the row for the table."""
     with _forced(using), LocalCluster(load_config(None, shared)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         expected = answers(cluster.url, prompts, k=0, concurrency=8)
@@ -159,7 +162,7 @@ def main() -> None:
 
 
 def _rows_in(path: Path, about: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """By their set; none, where what is there is not `about` the same."""
+    """Reads the rows at `path`, by instruction set. Returns none if the file has other settings than `about`."""
     if not path.exists():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))

@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(slots=True)
 class Tally:
-    """Of all requests of a run."""
+    """Tally of all requests of a run."""
 
     num_sent: int = 0
     num_finished: int = 0
@@ -138,7 +138,7 @@ class Clients:
 
 
 class _EndedWithError(Exception):
-    """What the client was told, or was not."""
+    """Raised if an answer ends with an error or is incomplete."""
 
 
 def _num_different(answer: Sequence[int], expected: Sequence[int]) -> int:

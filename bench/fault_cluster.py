@@ -33,7 +33,7 @@ class Program:
 
     @property
     def url(self) -> str:
-        """Of a router."""
+        """URL of the program, if it is a router."""
         return f"http://{self.place.called}"
 
     def signal(self, signum: signal.Signals) -> None:
@@ -73,7 +73,7 @@ class FaultCluster:
 
     @property
     def urls(self) -> Sequence[str]:
-        """Of the routers."""
+        """URLs of the routers."""
         return [router.url for router in self.programs["router"]]
 
     def __enter__(self) -> FaultCluster:

@@ -44,7 +44,10 @@ def under_load(
     *,
     may_change_router: bool = False,
 ) -> tuple[Tally, str]:
-    """What streams saw that ran before, during and after `act`, `lead` seconds each, and what `act` notes."""
+    """Runs streams before, during and after `act`. Returns their tally and the note that `act` returns.
+
+    The streams run for `lead` seconds before `act` and for `lead` seconds after it.
+    """
     clients = Clients(urls, questions, expected, may_change_router=may_change_router)
     # They have a thread of their own: a program ends with the thread that started it, so this one does that.
     running = threading.Thread(target=lambda: asyncio.run(clients.run()))

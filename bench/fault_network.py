@@ -27,7 +27,7 @@ _numbers = itertools.count(2)
 
 @dataclass(slots=True)
 class Place:
-    """Of one program."""
+    """Addresses and command prefix of one program."""
 
     name: str
     listen: str  # host:port

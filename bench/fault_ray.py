@@ -121,14 +121,14 @@ class RayNodes:
         subprocess.run(command, check=True, capture_output=True)
 
     def restart_head(self, seconds: float) -> None:
-        """Its GCS is away for so long; what runs on the nodes runs on."""
+        """Stops the head's GCS for `seconds`. Programs on the nodes go on running."""
         assert self._redis is not None, "without a Redis the cluster ends with its head"
         self._cluster.head_node.kill_gcs_server()
         time.sleep(seconds)
         self._cluster.head_node.start_gcs_server()
 
     def close(self) -> None:
-        """In the order that leaves nothing behind."""
+        """Shuts everything down, in the order that leaves nothing behind."""
         if ray.is_initialized():
             serve.shutdown()
         ray.shutdown()
@@ -141,7 +141,7 @@ class RayNodes:
 
 
 class _Redis:
-    """Of Debian's package redis-server, for this run only."""
+    """Redis server from Debian's package redis-server, for this run only."""
 
     def __init__(self) -> None:
         port = free_ports(1)[0]
@@ -190,7 +190,7 @@ class RayFaultCluster:
 
     @property
     def urls(self) -> list[str]:
-        """Of the routers."""
+        """URLs of the routers."""
         return self.application.urls()
 
     def members(self, pool: Pool) -> Sequence[Announcement]:
@@ -198,11 +198,11 @@ class RayFaultCluster:
         return () if view is None else view.members
 
     def pid(self, member: Announcement) -> int:
-        """Of its program."""
+        """Returns the process ID of the member's program."""
         return next(pid for pid, address in programs(member.pool) if address == member.address)
 
     def kill(self, pool: Pool, signum: signal.Signals = signal.SIGKILL) -> Announcement:
-        """One of its programs."""
+        """Sends `signum` to the first program of `pool`. Returns its member."""
         member = self.members(pool)[0]
         os.kill(self.pid(member), signum)
         return member
@@ -242,7 +242,7 @@ class RayFaultCluster:
             _check(deadline, "the application is not ready")
 
     def scale(self, num_drafts: int) -> None:
-        """And waits until so many are there and in use."""
+        """Sets the number of draft workers, and waits until they are up and in use."""
         self._overrides.append(f"draft.replicas={scale(self.config, 'draft', num_drafts)}")
         self.application.config = self.config
         self.wait_ready()

@@ -1,11 +1,12 @@
-"""What speculation is said to gain, beside what it does, with simulated engines: `python -m bench.gain`.
+"""Compares the reported with the actual gain of speculation, with simulated engines: `python -m bench.gain`.
 
-At several acceptances and numbers of streams, in virtual time (`cluster.simulator`), so that every run prints the same:
+It runs at several acceptances and numbers of streams, in virtual time (`cluster.simulator`), so that the output is the
+same every time:
 
-- *gain*: `outrider_speculation_gain_ratio` as a page would show it, and tokens a second of the controller's k over
-  those without speculation;
-- *goodput*: `outrider_goodput_ratio`, of the same run, and tokens a second of the best k of 1 and more that was tried
-  over those without. It is there where k = 0 too.
+- *gain*: `outrider_speculation_gain_ratio` as a page would show it, and tokens a second with the controller's k over
+  those without speculation.
+- *goodput*: `outrider_goodput_ratio` of the same run, and tokens a second with the best k of 1 and more that was tried
+  over those without speculation. It is reported even if the controller chooses k = 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GAIN, GOODPUT = "outrider_speculation_gain_ratio", "outrider_goodput_ratio"
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """Of one run, after it has warmed up; ratios are means over readings."""
+    """Results of one run, after its warm-up. Ratios are means over readings."""
 
     tokens_per_second: float
     depth: float

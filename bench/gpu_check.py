@@ -1,9 +1,10 @@
-"""What can only be seen on a GPU, in one run: `python -m bench.gpu_check` (`make gpu-check`).
+"""Runs all checks that need a GPU: `python -m bench.gpu_check` (`make gpu-check`).
 
-Each check is a row: what was compared, whether it held, and its figures. A check that fails or raises is a row too,
-and the others go on. Choices and noise are compared with the CPU's, answers with those of a cluster without drafts, and
-the Triton kernels with PyTorch's operators (`bench.gpu_kernels_check`). Speed is of the bundled target widened by
-`bench.models`, whose acceptance is that of the bundled pair, and of the bundled draft, on the CPU and on the same GPU.
+Each check is a row: its subject, whether it held, and its figures. A check that fails or raises is a row too, and the
+others still run. Choices and noise are compared with the CPU's, answers with those of a cluster without drafts, and the
+Triton kernels with PyTorch's operators (`bench.gpu_kernels_check`). Speed is measured with the bundled target widened
+by `bench.models`, which keeps the acceptance of the bundled pair. The bundled draft runs on the CPU and on the same
+GPU.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def check_constraints() -> list[Row]:
 
 
 def check_answers() -> list[Row]:
-    """Of whole clusters over HTTP; see `bench.exactness`. In bfloat16 a near-tie may go either way."""
+    """Compares answers of whole clusters over HTTP (see `bench.exactness`). In bfloat16 near-ties may differ."""
     rows = []
     for dtype in ("float32", "bfloat16"):
         out = _run("bench.exactness", "--dtype", dtype, "--numerics", "fast", "--tokens", "5000")
@@ -136,7 +137,7 @@ def check_answers() -> list[Row]:
 
 
 def check_engine(pair: Path, results: Path) -> list[Row]:
-    """What a step costs by its rows, of either model with the GPU to itself."""
+    """Measures the time of a step by its rows, for each model with the GPU to itself."""
     rows = []
     for name, quantizations in (("draft", ""), ("target", "int8,int4")):
         row = f"cost of a step, {name}"
@@ -147,7 +148,10 @@ def check_engine(pair: Path, results: Path) -> list[Row]:
 
 
 def check_speed(pair: Path, results: Path) -> list[Row]:
-    """With speculation and without, over HTTP. Two processes on one GPU take turns of some milliseconds each."""
+    """Measures speed with and without speculation, over HTTP.
+
+    Two processes on one GPU take turns of some milliseconds each.
+    """
     rows = []
     for device, temperatures in (("cpu", "0,1"), ("cuda", "0")):
         settings = [f"target.model={pair}/target", f"draft.model={pair}/draft", f"draft.device={device}"]
@@ -163,7 +167,7 @@ def check_speed(pair: Path, results: Path) -> list[Row]:
 
 
 def _run(module: str, *arguments: str) -> str:
-    """What the bench printed; its log goes where this one's does."""
+    """Runs a bench and returns its output. Its log goes to this program's. Raises RuntimeError if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False
     )

@@ -1,7 +1,7 @@
 """The Triton kernels on a GPU: part of `bench.gpu_check`.
 
-What Triton's interpreter shows without a GPU is in the tests. Here: choices beside the CPU's, errors and bits of
-attention, steps that are recorded, drafts in bursts, and all their times beside PyTorch's.
+The tests cover what Triton's interpreter can check without a GPU. This module compares choices with the CPU's and
+checks errors and bits of attention, recorded steps, and drafts in bursts. All times are compared with PyTorch's.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def check_attention(device: torch.device, contexts: Sequence[int] = (1024, 8192,
 
 
 def _attention_times(device: torch.device, contexts: Sequence[int]) -> Row:
-    """Of one layer in bfloat16: plain decodes, verify chains of 6 rows, a prompt's chunk."""
+    """Times attention of one layer in bfloat16: plain decodes, verify chains of 6 rows, a prompt's chunk."""
     figures = {}
     for context in contexts:
         keys, values = (_random(64 * context, KV_HEADS, seed, torch.bfloat16, device) for seed in (1, 2))
@@ -173,7 +173,7 @@ def check_bursts(device: torch.device) -> list[Row]:
 def _rounds(
     drafter: ModelDrafter, sequences: Sequence[DraftSequence], limits: StepLimits, num_rounds: int = 8
 ) -> list[list[int]]:
-    """What is drafted in so many rounds, in each of which the target takes the first two drafts and adds one token."""
+    """Returns the drafts of `num_rounds` rounds. In each round the target accepts two drafts and adds one token."""
     drafted = []
     for _ in range(num_rounds):
         while waiting := [s for s in sequences if s.missing(limits.max_model_len)]:

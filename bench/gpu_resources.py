@@ -1,8 +1,8 @@
-"""What the Triton kernels take of a GPU: `python -m bench.gpu_resources`.
+"""Lists the GPU resources that the Triton kernels take: `python -m bench.gpu_resources`.
 
-Each is compiled as it is launched, for every architecture, by the ptxas in Triton's wheel; no GPU is needed. Registers
-and local memory (what is spilled, for each thread) are read from the machine code, shared memory is what a launch asks
-for beside the code's own. Architectures: 8.0 A100, 8.6 A10G, 8.9 L4 and L40S, 9.0 H100.
+Each kernel is compiled as it is launched, for every architecture, by the ptxas in Triton's wheel; no GPU is needed.
+Registers and local memory (spilled bytes for each thread) are read from the machine code. Shared memory is the amount
+that a launch requests in addition to the code's own. Architectures: 8.0 A100, 8.6 A10G, 8.9 L4 and L40S, 9.0 H100.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What checks on a GPU have in common: the rows of their table, times, and the size of the pair that is timed."""
+"""Common parts of checks on a GPU: the rows of their table, times, and the size of the pair that is timed."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ def not_listed(check: str, rows: Sequence[Row]) -> Row | None:
 
 
 def verdicts(results: Path) -> dict[str, str]:
-    """Of every row: what the reports (`gpu*.json`) under `results` say of it, and of which GPU, or that none does.
+    """Returns the verdict on every row in the reports (`gpu*.json`) under `results`.
 
-    A row that has not held in one of them has not held. Raises KeyError for one that is not listed.
+    A verdict names the GPU. A row in no report is marked as never run. A row that failed in any report has failed.
+    Raises KeyError if a report has a row that is not listed.
     """
     found = dict.fromkeys((row for rows in ROWS.values() for row in rows), NEVER_RUN)
     for path in sorted(results.glob("gpu*.json")):
@@ -72,7 +73,7 @@ def verdicts(results: Path) -> dict[str, str]:
         if "rows" not in report or "gpu" not in report["machine"]:
             continue
         for row in report["rows"]:
-            # A check that raised is a row by its own name, in place of all of its rows.
+            # A check that raised has one row with its own name, in place of all of its rows.
             for name in ROWS.get(row["check"], (row["check"],)):
                 if not found[name].startswith(VERDICTS[False]):
                     found[name] = f"{VERDICTS[row['held']]} on an {_gpu_of(report)}"

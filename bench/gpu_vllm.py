@@ -1,9 +1,9 @@
-"""Outrider on vLLM beside `vllm serve`, on one GPU: `python -m bench.gpu_vllm --pair DIR`.
+"""Compares Outrider on vLLM with `vllm serve`, on one GPU: `python -m bench.gpu_vllm --pair DIR`.
 
-Every server is in the GPU's memory at once, and they answer in turn, each point by each of them before the next, so
-that a drift of the machine meets all alike: `vllm serve` alone and with its own draft model, and a cluster of this
-project whose draft worker computes on the machine's CPU, at fixed k and at one that it chooses. Answers are not
-streamed. DIR has `target` and `draft`, as `bench.models` writes them.
+The servers are `vllm serve` alone, `vllm serve` with its own draft model, and a cluster of this project whose draft
+worker computes on the machine's CPU. The cluster runs at fixed k and at a k that it chooses. All servers are in the
+GPU's memory at once. Each measures a point before any goes on to the next, so that a drift of the machine affects all
+of them equally. Answers are not streamed. DIR has `target` and `draft`, as `bench.models` writes them.
 
 Before that, `--exact` compares answers of the bundled pair without drafts with those under speculation.
 """

@@ -1,12 +1,12 @@
-"""What a long prompt costs those beside it: `python -m bench.head_of_line`.
+"""Measures what a long prompt costs other requests in its batches: `python -m bench.head_of_line`.
 
-The model has random weights, the bundled target's shape or a wider one, and 32k positions. Streams run all the time;
-short prompts come one after the other, first alone, then while the prompt of 30,000 tokens is computed. From what a
-client sees follow
+The model has random weights, the bundled target's shape or a wider one, and 32k positions. Streams run all the time.
+Short prompts arrive one after the other, first without a long prompt, then while a prompt of 30,000 tokens is computed.
+A client measures:
 
-    first     time to first token of the short prompts
-    between   time between two chunks of the streams that run
-    long      time to first token of the long prompt, beside the streams and short prompts, and alone
+    first     Time to first token of the short prompts.
+    between   Time between two chunks of the running streams.
+    long      Time to first token of the long prompt, with the streams and short prompts, and alone.
 """
 
 from __future__ import annotations

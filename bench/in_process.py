@@ -44,7 +44,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(slots=True)
 class Answer:
-    """What was generated for one request, a part for each step that committed something."""
+    """Answer to one request, gathered from the outputs of the steps."""
 
     token_ids: list[int] = field(default_factory=list)
     num_rounds: int = 0  # that verified drafts

@@ -82,7 +82,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def _name(name: str) -> str:
-    """What Hugging Face calls llama.cpp's `name`."""
+    """Returns Hugging Face's name for llama.cpp's tensor `name`."""
     stem = name.removesuffix(".weight")
     if not stem.startswith("blk."):
         return f"{_OTHERS[stem]}.weight"

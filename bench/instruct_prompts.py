@@ -95,7 +95,7 @@ _FOLLOW_UPS = (
 
 
 def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
-    """So many different ones; the last turn is the user's."""
+    """Returns `count` different conversations, whose last turn is the user's."""
     rng = random.Random(seed)
     subjects, places, tasks = (
         [one.strip() for one in text.replace("\n", " ").split(";")] for text in (_SUBJECTS, _PLACES, _TASKS)

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _kernels(quantization: Quantization | None) -> dict[str, Make]:
-    """By name; PyTorch's have weights in bfloat16 only, as what they do with integers is widen them all."""
+    """Returns the kernels by name. PyTorch's only have bfloat16 weights, as they would widen all integers first."""
     kernels: dict[str, Make] = {}
     if quantization is None:
         kernels = {kernel.__name__: partial(_make_torch, kernel) for kernel in (PlainLinear, PackedLinear)}

@@ -41,7 +41,7 @@ _PYTORCH = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """From the shape of the bundled target to that of the wide one."""
+    """Widening of the bundled target's shape to that of the wide one."""
 
     old: ModelConfig
     width_factor: int = WIDTH_FACTOR

@@ -1,9 +1,10 @@
-"""What a network and a slow draft do to a cluster, with simulated engines: `python -m bench.network`.
+"""Measures the effect of the network and of a slow draft, with simulated engines: `python -m bench.network`.
 
-Every case is a cluster of its own: round trips of 0 to 50 ms and a loss of 1 % between target and draft (through the
-delaying proxy, in whose docstring is what a loss is), and a draft 2, 5 and 20 times as slow. The engines' curves are
-like those of the 190M pair (`bench.models`) on two cores. Streams run with k = 0 and with k as the controller chooses
-it, in turn, so that a drift of the machine meets both alike; what is counted comes while all of them are busy.
+Every case is a cluster of its own. Cases are round trips of 0 to 50 ms and a loss of 1 % between target and draft, and
+a draft that is 2, 5 and 20 times slower. The delaying proxy adds the round trips and losses; its docstring defines a
+loss. The engines' curves resemble those of the 190M pair (`bench.models`) on two cores. Streams run with k = 0 and with
+the controller's k in turn, so that a drift of the machine affects both equally. Only tokens that come while all streams
+are busy count.
 """
 
 from __future__ import annotations

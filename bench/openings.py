@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(cluster: LocalCluster, num_streams: int, num_prompt_tokens: int) -> dict[str, float]:
-    """Of streams that run until they are cut off."""
+    """Measures openings with `num_streams` streams, which run until they are cut off."""
     ending = threading.Event()
 
     def run(number: int) -> None:
@@ -87,7 +87,7 @@ def measure(cluster: LocalCluster, num_streams: int, num_prompt_tokens: int) -> 
         return read_counters(f"{cluster.url}/metrics").get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
 
     def wait(what: str, condition: Callable[[], bool]) -> float:
-        """Seconds that it took."""
+        """Waits for `condition`. Returns the seconds that it took."""
         started_at = time.monotonic()
         while not condition():
             cluster.watch()
@@ -97,7 +97,7 @@ def measure(cluster: LocalCluster, num_streams: int, num_prompt_tokens: int) -> 
         return time.monotonic() - started_at
 
     def rounds() -> float:
-        """Seconds until a step has drafts for every sequence: none was decoded plainly while tokens were committed."""
+        """Returns the seconds until tokens are committed while no sequence decodes without drafts."""
 
         def all_drafted() -> bool:
             before = read_counters(page)

@@ -1,10 +1,10 @@
-"""Outrider beside what else serves the same pair on this machine, over HTTP: `python -m bench.peers`.
+"""Compares Outrider with other systems that serve the same pair on this machine, over HTTP: `python -m bench.peers`.
 
-All systems are started, each with every core, and stopped (SIGSTOP) but for the one that works, which they do in turn,
-so that a drift of the machine meets all alike. Each answers the same prompts with the same number of tokens, from a
+All systems are started with every core. They work in turn, and the others are stopped (SIGSTOP) meanwhile, so that a
+drift of the machine affects all of them equally. Each answers the same prompts with the same number of tokens, from a
 client that streams. vLLM has the libraries that it recommends preloaded. Its draft-model speculation is tried at
-several K, greedy and probabilistic: the best of them at a point is the peer there. Hugging Face's assisted generation
-has no server: it is called in its process, one stream.
+several K, greedy and probabilistic; the best of them at a point is the peer there. Hugging Face's assisted generation
+has no server: it is called in its process, with one stream.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class System:
                 os.kill(pid, signum)
 
     def is_ready(self) -> bool:
-        """Whether it answers, and where drafts come over links, has them."""
+        """Returns whether it answers and all draft links that it has configured are up."""
         try:
             self.model = httpx.get(f"{self.url}/v1/models", timeout=5).json()["data"][0]["id"]
             answer_all(self.url, self.model, [[1, 2, 3]], num_streams=1, temperature=0.0, max_tokens=4)
@@ -235,7 +235,7 @@ def _measure(system: System, temperature: float, num_streams: int, arguments: ar
         )
 
     system.signal(signal.SIGCONT)
-    while not system.is_ready():  # links that were silent for so long are made anew
+    while not system.is_ready():  # links that timed out while it was stopped have to reconnect
         time.sleep(0.2)
     burst(prompts[:num_streams], 32)  # warm
     before = system.counters()

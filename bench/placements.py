@@ -1,9 +1,10 @@
-"""One host, three places for its drafter: `python -m bench.placements`.
+"""Compares three places for the drafter on one host: `python -m bench.placements`.
 
-A cluster for each of `--places` runs beside the others; only one of them works at a time, in turn at every repeat, so
-that a drift of the machine meets all alike. A ratio is the median of the repeats' ratios to the first place.
+Each of `--places` has a cluster of its own. All clusters are up, and they work in turn in every repeat, so that a drift
+of the machine affects all of them equally. A ratio is the median of the repeats' ratios to the first place.
 
-`wait / drafting` is what a step waits for proposals over the time of the drafter's steps, both a step of the target.
+`wait / drafting` is the time that a step waits for proposals over the time of the drafter's steps, both per step of the
+target.
 """
 
 from __future__ import annotations

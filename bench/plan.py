@@ -1,9 +1,9 @@
-"""What the planner says of this machine beside what a cluster does on it: `python -m bench.plan`.
+"""Compares the planner's prediction for this machine with a running cluster: `python -m bench.plan`.
 
-In every repeat `outrider plan cluster --measure` times the engines' steps and predicts tokens a second, then a cluster
-without speculation and one with a fixed k answer over HTTP. Acceptance is an input of the planner: it is taken from
-other prompts, answered beforehand, as the rate at which a round of k would commit what theirs did. The bar: predicted
-is within 15 % of measured.
+In every repeat `outrider plan cluster --measure` times the engines' steps and predicts tokens a second. Then a cluster
+without speculation and one with a fixed k answer over HTTP. Acceptance is an input of the planner. It is measured
+beforehand with other prompts, as the rate at which a round of k would commit what their rounds did. The prediction has
+to be within 15 % of the measurement.
 """
 
 from __future__ import annotations

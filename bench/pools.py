@@ -1,8 +1,9 @@
-"""A target that joins a pool, and one that leaves it, under load: `python -m bench.pools`.
+"""Measures how fast load follows a target that joins or leaves a pool: `python -m bench.pools`.
 
-Once by a file of addresses, and once by DNS, with a hosts file that only this run sees (it takes the right to make a
-mount namespace). Printed is how long after the change the newcomer had its share of the streams, two fifths of them at
-least, and how long after the other was taken from the list nearly all ran on the newcomer; no request may fail.
+It runs once with a file of addresses, and once with DNS, using a hosts file that only this run sees. The latter needs
+the right to create a mount namespace. It prints the time from the change until the new target has its share of the
+streams, at least two fifths. Then the other target is removed from the list, and it prints the time until nearly all
+streams run on the new one. No request may fail.
 """
 
 from __future__ import annotations

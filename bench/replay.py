@@ -1,12 +1,12 @@
-"""What the controller makes of real answers, in virtual time: `python -m bench.replay --set target.model=...`.
+"""Replays real answers to the controller, in virtual time: `python -m bench.replay --set target.model=...`.
 
-A cluster answers held-out prompts with as many drafts a round as it may have; which tokens its draft foresaw is all
-that is kept of them. Target and draft are timed as well (`services.plan.measure`). The real coordinator then runs with
-these answers and step times in virtual time (`cluster.simulator`), each depth with the same answers in the same order:
-no repeat differs from another except in how steps are made to scatter. So what the controller loses is kept apart from
-what the machine did meanwhile, and a change to it is tried in a minute.
+A cluster answers held-out prompts with the most drafts a round that it may have. The recording keeps only which tokens
+the draft foresaw. Target and draft are timed as well (`services.plan.measure`). The real coordinator then runs with
+these answers and step times in virtual time (`cluster.simulator`). Each depth gets the same answers in the same order,
+and repeats differ only in the scatter of steps. So the controller's losses are separated from the machine's noise, and
+a change to the controller is tried in a minute.
 
-`--scatter`, `--slow-start` and `--prompt-row` say what the steps do that a curve does not tell.
+`--scatter`, `--slow-start` and `--prompt-row` set behaviour of the steps that their curve does not have.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Of a pair at one temperature; curves are pairs of rows and milliseconds."""
+    """Recording of a pair at one temperature. Curves are pairs of rows and milliseconds."""
 
     temperature: float
     answers: tuple[Answer, ...]
@@ -144,7 +144,7 @@ class RecordedDrafter(SimulatedDrafter):
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
-    """Of the target's steps, beside their curve."""
+    """Behaviour of the target's steps in addition to their curve."""
 
     scatter: float = 0.0  # a standard deviation, of the logarithm
     slow_start: float = 1.0  # times what a step takes: how long it seemed to take at start

@@ -1,10 +1,10 @@
-"""The least that steps on GPUs can take, by their data sheets: `python -m bench.roofline`.
+"""Computes lower bounds of steps on GPUs from their data sheets: `python -m bench.roofline`.
 
-For a verify step of 1 to 64 rows a sequence and for a draft's burst, of 1 to 256 sequences: each kernel takes the
-longer of its bytes over the bandwidth and its operations over the peak (`cluster.planning.kernels`), and they run one
-after the other. A cell has the sum in milliseconds and what most of it is. On several GPUs all-reduces are added as the
-planner has them: an assumption, no data sheet's. Nothing is measured here; beside the tables stand the steps that
-`make gpu-check` has measured, over their bound.
+Bounds are for a verify step of 1 to 64 rows a sequence and for a draft's burst, with 1 to 256 sequences. A kernel takes
+its bytes over the bandwidth or its operations over the peak, whichever is longer (`cluster.planning.kernels`). Kernels
+run one after the other. A cell has the sum in milliseconds and its largest part. On several GPUs all-reduces are added
+as in the planner: this is an assumption, not from a data sheet. Nothing is measured here. The steps that
+`make gpu-check` has measured are listed too, relative to their bounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MEMORY_SHARE, _BLOCK_SIZE = 0.9, 16
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Of a step, or of a burst of steps. Milliseconds."""
+    """Lower bound of a step or of a burst of steps, in milliseconds."""
 
     num_seqs: int
     rows: int  # of a sequence in a step
@@ -190,7 +190,10 @@ def sampling_table(compared: Sequence[Sampled]) -> str:
 
 
 def _gpu_of(name: str) -> GpuGroup:
-    """Of PyTorch's name of it, such as `NVIDIA H100 80GB HBM3`."""
+    """Returns the GPU with PyTorch's `name`, such as `NVIDIA H100 80GB HBM3`.
+
+    Raises ConfigurationError if it is not known.
+    """
     for known in GPUS:
         if known in name.split():
             return parse_gpus(known)

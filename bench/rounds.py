@@ -92,7 +92,7 @@ class RoundsAlone:
 
     @property
     def critical_seconds(self) -> float:
-        """Of the processor, since the start: the critical part on both threads."""
+        """Processor time of the critical part on both threads since the start."""
         return self._coordinator.stats.critical_seconds + self._codec_seconds
 
     @property

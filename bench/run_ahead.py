@@ -1,10 +1,10 @@
-"""Drafting while the target verifies, a core for each: `python -m bench.run_ahead`.
+"""Measures drafting while the target verifies, with a core for each: `python -m bench.run_ahead`.
 
-One stream. Target and draft are pinned to a core each, as on two machines; the draft waits to be asked (off), goes on
-along its own best drafts (chain), or along runners-up too (branches). A hit is a round whose next proposal was there
-when its outcome came. Beside them a cluster without speculation that has every core, of which the speedups are; all of
-it is interleaved. The bound is of perfect run-ahead: E * t_decode / max(t_verify, k * t_draft), with the pinned
-target's own verify step and the decode step on every core.
+One stream. Target and draft are pinned to a core each, as on two machines. The draft waits for requests (off), goes on
+along its own best drafts (chain), or along runners-up too (branches). A hit is a round whose next proposal was ready
+when its outcome came. Speedups are relative to a cluster without speculation that has every core. All runs are
+interleaved. The bound is that of perfect run-ahead: E * t_decode / max(t_verify, k * t_draft), with the pinned target's
+own verify step and the decode step on every core.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What keys, TLS and a token cost: `python -m bench.security`.
+"""Measures the cost of keys, TLS and a token: `python -m bench.security`.
 
-Two simulated clusters on loopback, one without and one with all of it, asked in turns: time to the first token of one
-request at a time over a kept connection, and tokens a second of streams at once. Simulated, as engines compute the same
-in both and would only hide the difference; the processor's time of TLS in router, workers and client is all in it.
+Two simulated clusters on loopback, one without and one with all three, answer in turn. Measured are the time to first
+token of one request at a time over a kept connection, and tokens a second of concurrent streams. Engines are simulated
+because real ones would compute the same in both clusters and only hide the difference. The processor time of TLS in
+router, workers and client is included.
 """
 
 from __future__ import annotations

