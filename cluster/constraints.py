@@ -24,7 +24,7 @@ class Constraints:
 
     allowed_token_ids: tuple[int, ...] = ()  # (): all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token IDs; none of them may be completed
-    min_tokens: int = 0  # until there are so many generated tokens, none that ends the sequence
+    min_tokens: int = 0  # no token ends the sequence before this number was generated
     grammar: Grammar | None = None
 
 

@@ -14,8 +14,8 @@ from cluster.diagnosis.measurements import Examination, WorkerThreads
 from cluster.diagnosis.speed import SpeedModel
 from cluster.planning.options import LOCAL_ROUND_TRIP_SECONDS
 
-# A draft fits if it costs less than this share of a target step, if a round of five drafts commits at least this number
-# of tokens, and if its acceptance is above the limit at which the published controller takes two draft tokens away.
+# A draft fits if it costs less than this share of a target step, and if a round of five drafts commits at least this
+# number of tokens. Its acceptance has to be above the limit at which the published controller takes two tokens away.
 MAX_COST_RATIO = 0.15
 MIN_TOKENS_PER_ROUND = 2.0
 MIN_ACCEPTANCE = 0.6

@@ -10,8 +10,8 @@ They run one after the other, each as long as the slower of its reading and its 
 is counted as if it read from memory: where the L2 cache holds what neighbouring tiles ask for, attention of many rows
 takes less (`Kernel.bytes_once`).
 
-Left out, each small beside the rest: activations, KV that is written, the splits of a context, the masked parts of
-tiles, the integers of the noise. Where a model's heads are not known (`PlannedModel.steps`), its KV is read once and
+Left out, each small compared with the rest: activations, KV that is written, the splits of a context, the masked parts
+of tiles, the integers of the noise. Where a model's heads are not known (`PlannedModel.steps`), its KV is read once and
 attention's operations and sampling count nothing.
 """
 

@@ -1,0 +1,89 @@
+"""Docstrings and comments are plain engineering English: the rules that a program can check."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAX_SENTENCE_WORDS = 35
+_WORDS = re.compile(r"\b(anew|nought|reckon\w*|whoever|whom|so many|so long(?! as)|of which|beside)\b", re.IGNORECASE)
+_RIDDLES = re.compile(r"(Of|What|Whether|From|By)\b")  # docstrings that begin so
+_BARE_FIGURE = re.compile(r"(?<![\w.\[*/)])\.\d+(?!\w)")
+_SENTENCE_ENDS = re.compile(r"(?<=[.!?:;])\s+|\n\s*\n")
+_CODE = re.compile(r"`[^`]*`")
+_TABLE_LINE = re.compile(r"^(?: {4,}|\||[-*] |\d+\. |\w+ {2,}).*$", re.MULTILINE)
+
+
+def complaints(text: str, *, is_docstring: bool) -> list[str]:
+    """Returns the rules that `text` breaks; code, tables and lists count for words only."""
+    plain = _CODE.sub("X", text)
+    found = [match.group(0) for match in _WORDS.finditer(plain)]
+    if _BARE_FIGURE.search(plain):
+        found.append("a figure without a leading zero")
+    if is_docstring and (match := _RIDDLES.match(text)):
+        found.append(f"begins with {match.group(0)!r}")
+    for sentence in _SENTENCE_ENDS.split(_TABLE_LINE.sub("\n", plain)):
+        if (length := len(sentence.split())) > MAX_SENTENCE_WORDS:
+            found.append(f"a sentence of {length} words")
+    return found
+
+
+def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line, text, and whether it is a docstring: the docstrings of a module, and its comments, block by block."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring is not None:
+                yield node.body[0].lineno, docstring, True
+    lines, block, last = source.splitlines(), "", 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        (line, column), text = token.start, token.string.lstrip("# ")
+        stands_alone = not lines[line - 1][:column].strip()
+        if block and not (stands_alone and line == last + 1):
+            yield last, block, False
+            block = ""
+        if stands_alone:
+            block, last = f"{block} {text}".strip(), line
+        else:
+            yield line, text, False
+    if block:
+        yield last, block, False
+
+
+@pytest.mark.parametrize("folder", ["cluster", "services", "bench"])
+def test_docstrings_and_comments_are_plain(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {complaint}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text, is_docstring in texts(path)
+        for complaint in complaints(text, is_docstring=is_docstring)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("What a target says.", "begins with 'What'"),
+        ("Returns it anew.", "anew"),
+        ("Accepts .78 of them.", "a figure without a leading zero"),
+        (" ".join(["word"] * 36), "a sentence of 36 words"),
+    ],
+)
+def test_each_rule_finds_what_it_is_for(text: str, complaint: str) -> None:
+    assert complaints(text, is_docstring=True) == [complaint]
+
+
+@pytest.mark.parametrize("text", ["Returns 0.78.", "Returns `.78`.", "As so long as it runs.", "Besides, it ends."])
+def test_what_is_plain_passes(text: str) -> None:
+    assert complaints(text, is_docstring=True) == []
