@@ -89,11 +89,13 @@ def add_url_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say which certificates of a router are trusted: see `trusted_context`."""
-    whom = parser.add_mutually_exclusive_group()
-    whom.add_argument(
-        "--ca-file", metavar="FILE", help="who signs a router's certificate (default: whom this machine trusts)"
+    trust = parser.add_mutually_exclusive_group()
+    trust.add_argument(
+        "--ca-file",
+        metavar="FILE",
+        help="authority that signs a router's certificate (default: those that this machine trusts)",
     )
-    whom.add_argument("--certificate", metavar="FILE", help="the router's own certificate, whatever name it is for")
+    trust.add_argument("--certificate", metavar="FILE", help="the router's own certificate, whatever name it is for")
 
 
 def trusted_context(arguments: argparse.Namespace) -> ssl.SSLContext | None:

@@ -71,13 +71,11 @@ class RayScalingConfig(Section):
         0.8,
         description="how full targets should be: of KV blocks or of `target.max_num_seqs`, whichever is fuller",
     )
-    queued_tokens: PositiveInt = Field(
-        4096, description="so many tokens of sequences that wait for a target are worth a target more"
-    )
+    queued_tokens: PositiveInt = Field(4096, description="number of waiting tokens for which a target is added")
     draft_gain: Annotated[float, Field(gt=0)] = Field(
         0.05,
         description="what a draft worker must bring by the targets' own measures, in tokens a second of one target "
-        "without drafts: about what it costs beside a target. One that brings less than half of that is taken away",
+        "without drafts: about its cost relative to a target's. One that brings less than half of that is taken away",
     )
     upscale_delay_seconds: NotNegative = Field(15.0, description="how long more must have been wanted")
     downscale_delay_seconds: NotNegative = Field(120.0, description="how long fewer must have been wanted")

@@ -72,7 +72,7 @@ class RouterConfig(Section):
     api_keys_file: FilePath | None = Field(
         None,
         description="keys of clients, one `name:key` or `name:sha256:hex` a line; with it nobody is answered without "
-        "one, but probes. A file that changes is read anew. null: nobody is asked for a key",
+        "one, but probes. A file that changes is read again. null: no key is asked for",
     )
     admin_keys_file: FilePath | None = Field(
         None, description="keys of those who may call `admin_listen`, likewise; null: those of `api_keys_file`"
@@ -91,13 +91,13 @@ class RouterConfig(Section):
     tls_certificate_file: FilePath | None = Field(
         None,
         description="certificate (PEM) of the router, and those between it and its CA's: it then answers over HTTPS "
-        "only. A file that changes is read anew",
+        "only. A file that changes is read again",
     )
     tls_key_file: FilePath | None = Field(None, description="its private key (PEM)")
     traffic_log_file: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="where prompts are appended as token IDs, one a line, for `outrider distill`: whoever can read the "
-        "file reads what was asked; null: nowhere",
+        description="file to append prompts to, as token IDs, one a line, for `outrider distill`: its readers see "
+        "what was asked; null: none",
     )
     traffic_log_max_bytes: PositiveInt = Field(2**30, description="size of that file from which on nothing is added")
     cors_allow_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = Field(

@@ -38,7 +38,7 @@ class SimulationConfig(Section):
     acceptance: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
         0.75,
         description="how often a draft is right when all before it are: one number, or one for each place in the "
-        "proposal, of which the last goes on",
+        "proposal; the last holds for further places",
     )
     is_one_pass: bool = Field(
         False, description="the drafter makes all tokens of a proposal in one step, as `draft.drafter: parallel` does"

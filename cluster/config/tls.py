@@ -14,7 +14,7 @@ class TlsConfig(Section):
         None,
         description="certificates (PEM) of who signs those of the programs. With the next two it turns TLS on between "
         "router, targets, drafts and metrics pages: each shows its certificate and checks the other's. `{program}` in "
-        "a path stands for `router`, `target` or `draft`, and a file that changes is read anew",
+        "a path stands for `router`, `target` or `draft`, and a file that changes is read again",
     )
     certificate_file: FilePath | None = Field(
         None, description="the program's own certificate (PEM), and those between it and the CA's"
@@ -34,7 +34,7 @@ class TlsConfig(Section):
             raise ValueError(f"TLS between programs needs all three files: set {', '.join(missing)} too")
         if missing and self.token_file is not None:
             raise ValueError(
-                "token_file needs TLS, or whoever listens has the token: set ca_file, certificate_file, key_file"
+                "token_file needs TLS, or the network sees the token: set ca_file, certificate_file, key_file"
             )
         return self
 

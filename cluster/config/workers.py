@@ -47,7 +47,7 @@ class WorkerConfig(Section):
     )
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9,
-        description="where kv_cache_bytes is null, share of the GPU memory beside the weights that the KV cache gets",
+        description="where kv_cache_bytes is null, share of the GPU memory without the weights that the KV cache gets",
     )
     enable_prefix_caching: bool = Field(
         True, description="keep full blocks of committed tokens and reuse them for sequences that begin alike"
@@ -59,7 +59,7 @@ class WorkerConfig(Section):
     max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
     max_prefill_ms: PositiveFloat | None = Field(
         50.0,
-        description="milliseconds that prompts may add to a step: a long one is computed in so many steps, between "
+        description="milliseconds that prompts may add to a step: a long one is computed in several steps, between "
         "which others get their tokens, and begin (a prompt that is alone in the engine: four times as many; null: as "
         "many of their tokens as a step takes)",
     )
@@ -183,7 +183,7 @@ class DraftConfig(WorkerConfig):
     )
     placement: Literal["auto", "pool", "sidecar", "host-cpu", "in-process"] = Field(
         "auto",
-        description="pool: every target uses every draft worker; sidecar: `replicas` draft workers beside each target, "
+        description="pool: every target uses every draft worker; sidecar: `replicas` draft workers with each target, "
         "on its host and for it alone; host-cpu: a sidecar with `device` cpu, on cores of the host that its target "
         "does not use; in-process: a drafter in each target's process, and no draft workers; auto: pool, but "
         "in-process where `outrider serve` finds one target and its draft on a few cores, and host-cpu where the "

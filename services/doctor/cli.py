@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Puts a running cluster under a few known loads and says whether the draft suits the target, what speculation "
         "gives, where the rest of the formula's speedup goes, what is wrong, what that costs, and what to change. Its "
-        "requests are answered beside the cluster's others, which make what it measures less certain."
+        "requests are answered together with the cluster's others, which make the measurements less certain."
     )
     parser.epilog = "example: outrider doctor --url http://127.0.0.1:8000 --streams 4"
     which = parser.add_mutually_exclusive_group()

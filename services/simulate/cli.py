@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--no-overheads",
         action="store_true",
-        help="programs take no time beside their steps (default: what was measured of them on one machine)",
+        help="programs take no time in addition to their steps (default: times measured on one machine)",
     )
     cluster.add_argument("--price", action="append", default=[], metavar="NAME=DOLLARS", help="an hour of a known GPU")
     cluster.add_argument(

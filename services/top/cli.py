@@ -22,8 +22,8 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "A running cluster's numbers, anew every few seconds until Ctrl-C: requests, tokens, acceptance by place, k, "
-        "steps, waits, links and drafts. It asks the metrics pages of router and workers and sends no request."
+        "A running cluster's numbers, updated every few seconds until Ctrl-C: requests, tokens, acceptance by place, "
+        "k, steps, waits, links and drafts. It asks the metrics pages of router and workers and sends no request."
     )
     parser.epilog = "example: outrider top --url http://127.0.0.1:8000 --once"
     add_url_argument(parser)

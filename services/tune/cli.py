@@ -62,7 +62,7 @@ class Trial:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Starts the cluster of a configuration on this machine, has the doctor examine it, tries the settings that may "
-        "mend what it finds, each beside the best until then, and writes a configuration with those that were faster. "
+        "mend what it finds, each against the best so far, and writes a configuration with those that were faster. "
         "None of them changes a token of an answer, but for threads where PyTorch's operators compute in place of the "
         "kernels: they round by the number of threads."
     )
@@ -156,7 +156,7 @@ def _write(arguments: argparse.Namespace, chosen: Sequence[str], trials: Sequenc
     tree = read_tree(arguments.config)
     parse_config(tree, [*arguments.overrides, *chosen])  # puts them into it
     comments = [f"# {line}" for trial in trials for line in trial.line().strip().splitlines()]
-    head = "# Written by `outrider tune`; tokens a second beside the best until then:\n" if trials else ""
+    head = "# Written by `outrider tune`; tokens a second compared with the best until then:\n" if trials else ""
     arguments.out.write_text(
         head + "".join(f"{comment}\n" for comment in comments) + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8"
     )
