@@ -1,4 +1,4 @@
-"""An event loop beside the test: servers and links run there while the test, in its thread, waits for them."""
+"""Event loop in a thread of its own: servers and links run there while the test waits for them in its thread."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ class Certs:
         self._stranger.issue(self.folder, "target", LOCAL, 2, file="stranger")
 
     def context(self, file: str | None = None) -> ssl.SSLContext:
-        """Of a client that knows the authority, and has the certificate in `file`."""
+        """Returns the context of a client that trusts the authority, and has the certificate in `file` if given."""
         context = ssl.create_default_context(cafile=f"{self.folder}/ca.crt")
         if file is not None:
             context.load_cert_chain(f"{self.folder}/{file}.crt", f"{self.folder}/{file}.key")
         return context
 
     def copy(self, file: str, to: str) -> None:
-        """Has `to` be the certificate and key of `file` from now on."""
+        """Replaces the certificate and key `to` by those of `file`."""
         for ending in ("crt", "key"):
             new = self.folder / f".{to}.{ending}"
             shutil.copy(self.folder / f"{file}.{ending}", new)

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from tests.background_loop import BackgroundLoop
 from tests.order import ByGroup, put_in_order
 
-# Before gRPC is imported: tests with gRPC in this process come before others that start programs. What it does after
-# a fork, for children that go on to use it, takes threads into Python in a child that is about to become another
-# program, and ends that now and then with a segmentation fault.
+# This has to be set before gRPC is imported, as tests with gRPC in this process come before others that start programs.
+# gRPC's handler after a fork serves children that go on to use it. In a child that is about to run another program its
+# threads enter Python, which sometimes ends in a segmentation fault.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
-# Tests of what an extra brings, by the package that they need.
+# Tests of the package's extras, by the package that they need.
 _OF_EXTRAS = {
     "vllm": (
         "system/vllm",
@@ -83,7 +83,7 @@ def _end_of_log() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def own_environment() -> Iterator[None]:
-    """What the module's tests put into the environment, as vLLM does, is gone after them."""
+    """Restores the environment after the module's tests, as vLLM for example sets variables."""
     before = dict(os.environ)
     yield
     os.environ.clear()

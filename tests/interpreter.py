@@ -1,7 +1,7 @@
 """Runs tests of Triton kernels in Triton's interpreter, which has to be chosen before Triton is imported.
 
-They are in folders named `interpreted`, under names that pytest does not collect by itself; a test beside the folder
-hands each of them to a pytest of its own.
+They are in folders named `interpreted`, under names that pytest does not collect by itself. A test next to the folder
+runs each of them in a pytest of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.interpreter_bookkeeping import replacements
 
 
 def programs(beside: str) -> list[Path]:
-    """The files with such tests in the folder beside the test file `beside`."""
+    """Returns the files with such tests in the folder next to the test file `beside`."""
     return sorted(path for path in (Path(beside).parent / "interpreted").glob("*.py") if path.stem != "__init__")
 
 
 def run_interpreted(path: Path) -> None:
-    """Fails with what pytest said about the tests in `path`."""
+    """Runs the tests in `path`. If they fail, it fails with pytest's output."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -9,11 +9,11 @@ from typing import Any
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """What to set where, in the interpreter and in Triton's language: an object, its attribute, the new value.
+    """Yields faster replacements in the interpreter and in Triton's language: object, attribute, new value.
 
-    Inside of a kernel, functions that it calls find Triton's language patched: the interpreter looks through all of it
-    at every call. It looks up NumPy's type for each of Triton's, and makes Triton's of each block anew. It broadcasts
-    blocks that have the same shape.
+    They avoid repeated work. At every call from a kernel the interpreter searches all of Triton's language for
+    functions to patch, though they are patched already. It looks up NumPy's type for each of Triton's types, and
+    builds the Triton type of every block again. It broadcasts blocks that already have the same shape.
     """
     import triton.language as tl
     from triton.runtime import interpreter

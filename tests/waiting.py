@@ -10,7 +10,7 @@ WAIT_S = 120.0  # deadline for what must happen, far beyond what it takes where 
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S, pause_s: float = 0.05) -> bool:
-    """Whether `condition` becomes true within `timeout_s`."""
+    """Waits for `condition`. Returns whether it becomes true within `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -24,12 +24,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """In an event loop; whoever calls sets the time limit."""
+    """Waits for `condition` in an event loop. The caller sets the time limit."""
     while not condition():  # noqa: ASYNC110  # whatever it is about has no event
         await asyncio.sleep(0.005)
 
 
 async def turns() -> None:
-    """Turns of the loop, in each of which it looks at its pipes and runs what is ready."""
+    """Lets the event loop run ten turns. In each it polls its pipes and runs the tasks that are ready."""
     for _ in range(10):
         await asyncio.sleep(0)

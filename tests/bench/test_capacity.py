@@ -1,4 +1,4 @@
-"""What follows from the points that were run."""
+"""Tests of what the capacity bench computes from its points."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_beyond_what_was_run_nothing_is_said() -> None:
 
 
 def test_the_rate_behind_an_acceptance_length() -> None:
-    # 1 + .5 + .25 + .125 = 1.875
+    # 1 + 0.5 + 0.25 + 0.125 = 1.875
     assert acceptance_rate_of(1.875, 3) == pytest.approx(0.5)

@@ -25,7 +25,7 @@ def table() -> dict[str, str]:
 
 
 def patterns() -> Iterator[str]:
-    """Of the names that are written in the source, their fields open."""
+    """Yields patterns of the row names in the source, with wildcards for their fields."""
     for path in (ROOT / "bench" / "gpu_check.py", ROOT / "bench" / "gpu_kernels_check.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:

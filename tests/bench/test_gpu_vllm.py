@@ -1,4 +1,4 @@
-"""What needs no GPU of the benches that do: tables of what was measured."""
+"""Tests of the parts of GPU benches that need no GPU: tables of measurements."""
 
 from __future__ import annotations
 

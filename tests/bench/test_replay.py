@@ -15,7 +15,7 @@ NUM_STREAMS = 2
 
 
 def recording(*answers: tuple[bool, ...]) -> Recording:
-    """Of a draft that takes next to no time."""
+    """Returns a recording of a draft that takes almost no time."""
     return Recording(0.0, tuple(Answer(8, marks) for marks in answers), ((1, STEP_MS),), ((1, 0.025),), {"cores": 2})
 
 

@@ -1,4 +1,4 @@
-"""Bounds of steps on GPUs, and what was measured beside them."""
+"""Tests of the bounds of steps on GPUs, and of the measurements that are compared with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def case(model: str, gpus: str, *, all_reduce_seconds: float = 0.0) -> Case:
 def test_a_row_of_one_sequence_takes_the_reading_of_the_weights(model: str, gpus: str) -> None:
     own = case(model, gpus)
     weights_ms = 1e3 * own.model.weight_bytes / own.gpus.bytes_per_second
-    # 1,000 tokens of KV beside the weights: 1.6 % of the 1B's
+    # 1,000 tokens of KV in addition to the weights: 1.6 % of the 1B's
     assert weights_ms < own.verify(1, 1).ms < 1.03 * weights_ms
     assert own.verify(1, 1).largest == "weights"
 
@@ -47,7 +47,7 @@ def test_what_most_of_a_step_is() -> None:
     # 2 * 70e9 * 16,384 rows / (4 * 312e12) = 1,838 ms
     assert own.verify(256, 64).largest == "arithmetic"
     assert own.verify(256, 64).ms_by_part["arithmetic"] == pytest.approx(1838, rel=1e-3)
-    # 256 * 1,001.5 tokens of 32,768 bytes are 8.4 GB of KV beside 2 GB of weights
+    # 256 * 1,001.5 tokens of 32,768 bytes are 8.4 GB of KV; the weights are 2 GB
     assert case("1B", "H100").burst(256, 4).largest == "KV"
 
 
@@ -77,7 +77,7 @@ def test_kv_that_is_read_once_takes_less_where_there_are_several_tiles() -> None
 
 
 def test_what_has_no_room_is_marked() -> None:
-    # (24 GB - 16 GB) * .9 / (1,000 tokens * 131,072 bytes) = 54 sequences
+    # (24 GB - 16 GB) * 0.9 / (1,000 tokens * 131,072 bytes) = 54 sequences
     own = case("8B", "A10G")
     assert own.verify(16, 4).fits
     assert not own.verify(64, 4).fits

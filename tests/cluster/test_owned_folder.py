@@ -1,4 +1,4 @@
-"""Folders of killed processes are removed by whoever comes next; those of living ones are not."""
+"""Tests that the next process removes the folders of killed processes, but not those of living ones."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def fallback_tokenizer(tmp_path_factory) -> Tokenizer:
 
 
 def pushed(tokenizer: Tokenizer, token_ids: list[int], source: random.Random) -> str:
-    """What comes of `token_ids`, a few at a time."""
+    """Returns the text of `token_ids`, which are pushed a few at a time."""
     detokenizer = IncrementalDetokenizer(tokenizer)
     pieces = []
     while token_ids:

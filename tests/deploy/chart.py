@@ -1,4 +1,4 @@
-"""What tests render of the chart: sets of values, and how to find one's way in what comes of them."""
+"""Renderings of the chart for tests: sets of values, and helpers that find objects in the output."""
 
 from __future__ import annotations
 

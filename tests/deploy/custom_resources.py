@@ -210,7 +210,7 @@ class _RayServiceSpec(_Fields):
 
     @model_validator(mode="after")
     def _incremental(self) -> _RayServiceSpec:
-        """What KubeRay refuses by itself, at the first reconciliation."""
+        """Checks what KubeRay itself refuses at the first reconciliation."""
         is_incremental = self.upgradeStrategy.type == "NewClusterWithIncrementalUpgrade"
         assert is_incremental == (self.upgradeStrategy.clusterUpgradeOptions is not None)
         assert self.rayClusterConfig.enableInTreeAutoscaling or not is_incremental

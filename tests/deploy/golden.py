@@ -1,6 +1,6 @@
-"""What the chart renders for the values in values/: `make docs` (`python -m tests.deploy.golden`) writes golden/.
+"""Output of the chart for the values in values/: `make docs` (`python -m tests.deploy.golden`) writes golden/.
 
-A change of a template shows there what it does to objects.
+The effect of a changed template on objects shows there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What manifests and images have started is something that the programs know: subcommands, flags, files."""
+"""Tests that the programs know the subcommands, flags and files in the commands of manifests and images."""
 
 from __future__ import annotations
 

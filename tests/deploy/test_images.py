@@ -1,4 +1,4 @@
-"""What images are built with."""
+"""Tests of the requirements that images are built with, and of their last stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_image_is_built_with_them() -> None:
 
 @pytest.mark.parametrize("dockerfile", ["Dockerfile", "vllm-cuda.Dockerfile"])
 def test_the_last_stage_has_no_compiler_and_no_root(dockerfile: str) -> None:
-    """By reading: `try_image.sh` builds the first and tries it; the other takes a base that is not here."""
+    """Checks the text only. `try_image.sh` builds and tries the first image; the other's base is not available here."""
     last = (DOCKER / dockerfile).read_text(encoding="utf-8").rpartition("\nFROM ")[2]
     assert "gcc" not in last
     users = [line.split()[1] for line in last.splitlines() if line.startswith("USER ")]

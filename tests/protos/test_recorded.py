@@ -123,7 +123,7 @@ Number = tuple[str, int]  # of a field or an enum's value: whose, and which
 
 
 def numbered(files: Iterable[descriptor_pb2.FileDescriptorProto]) -> dict[Number, tuple[object, ...]]:
-    """What each number means: its name first."""
+    """Returns the meaning of each number, its name first."""
     meanings: dict[Number, tuple[object, ...]] = {}
     for file in files:
         for message in messages_of(file):

@@ -126,7 +126,7 @@ def test_the_log_level_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_log_format_is_a_setting(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_loaded: bool
 ) -> None:
-    """What is wrong is in it as soon as the setting is known."""
+    """Errors use the log format as soon as the setting is known."""
 
     def serve(config: Config, opens_page: bool) -> int:
         raise ConfigurationError("no such place")

@@ -41,7 +41,7 @@ def test_a_metrics_page_listens_where_it_is_told_to() -> None:
 
 @pytest.mark.parametrize("is_on", [False, True])
 def test_reflection_is_off_unless_it_is_asked_for(is_on: bool) -> None:
-    """Over the real program: whoever reaches a worker is not told what can be asked of it."""
+    """Tests the real program: without the setting, a worker does not list its services."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
     settings = [f"draft.listen={address}", "draft.drafter=simulated", "target.engine=simulated"]
     settings.append(f"draft.reflection={str(is_on).lower()}")

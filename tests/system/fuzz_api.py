@@ -139,7 +139,7 @@ class Calls:
             self._draw(strategy, self._seed + number)
 
     def _draw(self, strategy: Any, seed: int) -> None:
-        """Twenty calls at a time: to begin anew takes as long as some."""
+        """Draws twenty calls at a time, because a new start takes as long as several draws."""
 
         @hypothesis.seed(seed)
         @hypothesis.settings(
@@ -252,7 +252,7 @@ class Judge:
 
 
 def fuzz(url: str, seconds: float, *, seed: int, concurrency: int = 6) -> Figures:
-    """Calls the router at `url` for so long; what was wrong is among the figures."""
+    """Calls the router at `url` for `seconds`. The figures include all failures."""
     figures, lock = Figures(), threading.Lock()
     with httpx.Client(base_url=url, timeout=_SECONDS_AT_MOST, trust_env=False) as client:
         document = client.get("/openapi.json").json()
@@ -302,7 +302,7 @@ def _send(client: httpx.Client, call: Call) -> tuple[int, httpx.Headers, str]:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     num_files: int
     num_threads: int
@@ -314,7 +314,7 @@ class Resources:
 
 
 def warm_up(url: str) -> None:
-    """What is started with the first request that needs it: the process that compiles grammars, threads."""
+    """Starts what only the first requests start: the process that compiles grammars, and threads."""
     for path, base in _BASES.items():
         httpx.post(f"{url}{path}", json=base, timeout=60, trust_env=False).raise_for_status()
     body = _BASES["/v1/completions"] | {"structured_outputs": {"regex": "a+"}}
@@ -322,7 +322,7 @@ def warm_up(url: str) -> None:
 
 
 def assert_nothing_kept(cluster: LocalCluster, before: list[Resources]) -> None:
-    """No request, block, sequence, file or thread is left; threads of pools that grew to their size may be."""
+    """Asserts that no request, block, sequence, file or thread is left. Thread pools may have grown to their size."""
     assert_nothing_in_use(cluster)
     assert eventually(lambda: _router_is_idle(cluster.url)), "requests are in flight still"
     for child, had in zip(programs(cluster), before, strict=True):

@@ -1,10 +1,9 @@
-"""Peers that speak gRPC badly on purpose, to the target's and the draft's own ports.
+"""Fuzzer of gRPC: peers that break the protocol on purpose, at the ports of the target and the draft.
 
     python -m tests.system.fuzz_grpc --seconds 600
 
-Beside them a client that behaves asks the router for the same stream again and again: none of its tokens may change,
-nothing may end, no answer may say that something broke, and when all is over memory, files and blocks are what they
-were.
+Meanwhile a client that behaves asks the router for the same stream repeatedly. None of its tokens may change, no
+program may end, and no answer may report an internal failure. At the end memory, files and blocks are what they were.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ class Attacker:
         self._converse(_SPECULATE, [one.SerializeToString()])
 
     def floods(self) -> None:
-        """Message after message, of which nobody reads the answers."""
+        """Sends many messages without reading the answers."""
         number = self._random.choice((100, 2_000))
         if self._random.random() < 0.5:
             message: Message = target_pb2.GenerateCommands(
@@ -399,7 +398,7 @@ class Attacker:
 
 
 def fuzz_workers(cluster: LocalCluster, seconds: float, *, seed: int, concurrency: int = 6) -> Figures:
-    """Attacks the first target and the first draft of `cluster` for so long; what was wrong is among the figures."""
+    """Attacks the first target and the first draft of `cluster` for `seconds`. The figures include all failures."""
     figures = Figures()
     target, draft = cluster.config.target.addresses[0], cluster.config.draft.addresses[0]
     attackers = [Attacker(target, draft, seed * 1000 + number, figures) for number in range(concurrency)]
@@ -408,7 +407,7 @@ def fuzz_workers(cluster: LocalCluster, seconds: float, *, seed: int, concurrenc
 
 
 def run(seconds: float, seed: int, *overrides: str) -> tuple[Figures, str]:
-    """Starts a cluster, attacks it, and looks at what is left. Returns the figures, and the workers' resources."""
+    """Starts a cluster, attacks it, and checks what is left. Returns the figures, and the workers' resources."""
     with LocalCluster(cluster_config(*SETTINGS, *overrides)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         fuzz_workers(cluster, 1, seed=seed + 1)  # what is started with the first that needs it

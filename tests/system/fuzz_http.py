@@ -1,9 +1,9 @@
-"""Clients that speak HTTP badly on purpose, on raw sockets, against a running cluster.
+"""Fuzzer of HTTP: clients that break the protocol on purpose, on raw sockets, against a running cluster.
 
     python -m tests.system.fuzz_http --seconds 600
 
-Beside them a client that behaves asks for the same stream again and again: none of its tokens may change, nothing may
-end, and when all is over memory, files and places are what they were.
+Meanwhile a client that behaves asks for the same stream repeatedly. None of its tokens may change, and no program may
+end. At the end memory, files and places are what they were.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Attacker:
 
 
 def fuzz_router(url: str, seconds: float, *, seed: int, concurrency: int = 12) -> Figures:
-    """Attacks the router at `url` for so long; what was wrong is among the figures."""
+    """Attacks the router at `url` for `seconds`. The figures include all failures."""
     figures = Figures()
     attackers = [Attacker(url, seed * 1000 + number) for number in range(concurrency)]
     fuzz(url, seconds, figures, [functools.partial(attacker.attack, figures) for attacker in attackers])
@@ -175,7 +175,7 @@ def fuzz_router(url: str, seconds: float, *, seed: int, concurrency: int = 12) -
 
 
 def run(seconds: float, seed: int, *overrides: str) -> tuple[Figures, str]:
-    """Starts a cluster, attacks it, and looks at what is left. Returns the figures, and the router's resources."""
+    """Starts a cluster, attacks it, and checks what is left. Returns the figures, and the router's resources."""
     with LocalCluster(cluster_config(*SETTINGS, *overrides)) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         fuzz_router(cluster.url, 1, seed=seed + 1)  # what is started with the first that needs it

@@ -1,4 +1,4 @@
-"""What fuzzers of a running cluster share: a client that behaves, and what has to hold when they are done."""
+"""Common parts of fuzzers of a running cluster: a client that behaves, and checks after the end."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Figures:
 
 
 def steady_tokens(client: httpx.Client) -> list[int]:
-    """Of the stream that must not change."""
+    """Returns the tokens of the stream that must not change."""
     token_ids: list[int] = []
-    # On a connection of its own: one that is kept may be closed as idle just when it is used again.
+    # A kept connection may be closed as idle just when it is used again, so each request has its own.
     headers = {"connection": "close"}
     with client.stream("POST", "/v1/completions", json=_STEADY | {"stream": True}, headers=headers) as response:
         response.raise_for_status()
@@ -53,7 +53,7 @@ def steady_tokens(client: httpx.Client) -> list[int]:
 
 
 def fuzz(url: str, seconds: float, figures: Figures, attacks: Sequence[Callable[[], None]]) -> None:
-    """Repeats each of `attacks` for so long, in a thread of its own, beside steady streams from the router at `url`."""
+    """Repeats each of `attacks` for `seconds` in a thread of its own, while steady streams run at the router."""
     deadline = time.monotonic() + seconds
 
     def repeat(attack: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ def fuzz(url: str, seconds: float, figures: Figures, attacks: Sequence[Callable[
 
 @dataclass(frozen=True)
 class Resources:
-    """What a process holds."""
+    """Resources that a process holds."""
 
     num_files: int
     num_bytes: int

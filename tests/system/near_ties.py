@@ -1,4 +1,4 @@
-"""Whether two answers that differ were a near-tie: a choice that the last bits of float32 decide."""
+"""Judge of near-ties: differing answers whose choice depends on the last bits of float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NearTieJudge:
         self._runner = runner
 
     def is_near_tie(self, case: Case, answer: Sequence[int], other: Sequence[int]) -> bool:
-        """Whether `answer` and `other`, two answers to `case`, first differ at a near-tie."""
+        """Returns whether `answer` and `other`, two answers to `case`, first differ at a near-tie."""
         position = next(i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b)
         prefix = [*case.prompt, *answer[:position]]
         scores = [self._scores(case, prefix, params) for params in _perturbed(_params(case))]

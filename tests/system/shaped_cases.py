@@ -65,7 +65,7 @@ _PROMPTS = ("def add(a, b):\n    return", "import os\n\nclass Reader:\n    def",
 
 
 def shaped_bodies() -> Iterator[tuple[str, Body]]:
-    """Of completions, with a name each."""
+    """Yields bodies of completion requests, each with a name."""
     number = 0
     for constraint, constraints in _CONSTRAINTS.items():
         for sampling, parameters in _SAMPLING.items():
@@ -89,7 +89,7 @@ def shaped_bodies() -> Iterator[tuple[str, Body]]:
 
 
 def one_of_each_constraint() -> dict[str, Body]:
-    """Of `shaped_bodies`, with the kinds of sampling in turn."""
+    """Returns one of `shaped_bodies` for each constraint, with the kinds of sampling in turn."""
     bodies, kinds = list(shaped_bodies()), len(_SAMPLING)
     return dict(bodies[kinds * number + number % kinds] for number in range(len(_CONSTRAINTS)))
 

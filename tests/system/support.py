@@ -44,7 +44,7 @@ _CHATS: dict[str, dict[str, Any]] = {
 
 
 def supported(engine: str) -> dict[str, bool]:
-    """What the table says of `engine`, by feature."""
+    """Returns the table's column of `engine`, by feature."""
     lines = _PAGE.read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("| feature |"))
     engines = [cell.strip(" `") for cell in lines[start].strip("|").split("|")[1:]]

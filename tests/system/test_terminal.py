@@ -23,7 +23,7 @@ from services.running_cluster.workers import check_unchanged, look_around
 from tests.system.conftest import PATIENT, READY_TIMEOUT_SECONDS, cluster_config
 from tests.waiting import WAIT_S
 
-# Steps are long beside what a busy machine adds to them, and no drafts are late.
+# Steps are long compared with the delays of a busy machine, and no drafts are late.
 SIMULATED = (
     "target.engine=simulated",
     "draft.drafter=simulated",
@@ -62,7 +62,7 @@ class TestDoctor:
         assert {worker["pool"] for worker in report["workers"]} == {"target", "draft"}
         assert len(report["workers"]) == 3
         assert report["num_streams"] == 2
-        for entry in report["suitability"]:  # of .75 a place
+        for entry in report["suitability"]:  # each place survives with 0.75
             assert entry["survival"][0] == pytest.approx(0.75, abs=0.15)
         assert min(report["tokens_per_second"], report["tokens_per_second_without"]) > 0
         assert len(report["waterfall"]["stages"]) == 7
@@ -70,7 +70,7 @@ class TestDoctor:
         assert "From the formula's speedup to the measured one" in text
 
     def test_a_sick_cluster_is_told_what_ails_it(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """Whose pages ask for a token: one that the doctor starts is one whose pages it knows."""
+        """The metrics pages need a token. The doctor has it for a cluster that it starts itself."""
         token = tmp_path / "token"
         token.write_text("scraper-0123456789abcdef\n")
         pages = [f"{section}.metrics_token_file={token}" for section in ("router", "target", "draft")]

@@ -65,7 +65,7 @@ def assert_within(inner: ReceivedSpan, outer: ReceivedSpan) -> None:
 
 
 def check_one_choice(spans: Sequence[ReceivedSpan], path: str, num_tokens: int) -> None:
-    """Of a request with one choice that came to its end on one target, with drafts."""
+    """Checks the spans of a request with one choice that finished on one target, with drafts."""
     assert len(spans) == 6
     request = one(spans, f"POST {path}", "server")
     call, served = one(spans, CALL, "client"), one(spans, CALL, "server")

@@ -1,4 +1,4 @@
-"""What a person sees who starts a cluster, and what is left when it is killed."""
+"""Tests of the output for a person who starts a cluster, and of what is left when it is killed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def served(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[
 
 
 def pids_of(folder: Path) -> list[int]:
-    """Of the programs whose configuration is in `folder`, and of what they started."""
+    """Returns the process IDs of the programs whose TMPDIR is `folder`, and of their children."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

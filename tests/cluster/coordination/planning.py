@@ -33,7 +33,7 @@ class Engine:
                 self.planner.steps.curve.observe(rows, 0.020 + seconds_a_row * rows)
 
     def accepts(self, num_accepted: int, rounds: int = 60) -> None:
-        """Of four drafts a round."""
+        """Observes `rounds` rounds in which `num_accepted` of four drafts are accepted."""
         for _ in range(rounds):
             self.observe([verified(sequence, 4, num_accepted) for sequence in self.sequences])
 
@@ -41,14 +41,14 @@ class Engine:
         self.planner.observe(rounds)
 
     def wanted(self, sequence: SpeculativeSequence, *, has_proposed: bool = True) -> int:
-        """How many draft tokens are asked for when it has committed."""
+        """Returns how many draft tokens are requested after `sequence` has committed."""
         if sequence.link is None:
             link = DraftLink("a", "fingerprint", lambda _: None)
             sequence.opened(ActiveLink(link, self.costs, has_proposed=has_proposed), 1)
         return self.planner.wanted(sequence)[0]
 
     def shape(self, sequence: SpeculativeSequence) -> Shape | None:
-        """Of the tree that is asked for."""
+        """Returns the shape of the tree that is requested."""
         self.wanted(sequence)
         return self.planner.wanted(sequence)[1]
 

@@ -96,11 +96,11 @@ class Rounds:
         self.pool.happens(self.link, SpeculateReply(lost={self.sequence.wire_id}))
 
     def drafts(self) -> list[int]:
-        """What a step verifies."""
+        """Returns the drafts that the next step verifies."""
         return list(self.coordinator.begin([self.sequence])[self.sequence].token_ids)
 
     def commits(self, *tokens: int) -> list[SpeculateRequest]:
-        """The end of a step, and what follows before the next waits; returns what is sent."""
+        """Ends a step that commits `tokens`, and begins the next one. Returns the messages that were sent."""
         self.sequence.token_ids.extend(tokens)
         self.coordinator.end([Round(self.sequence)])
         self.coordinator.begin(())

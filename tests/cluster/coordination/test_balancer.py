@@ -37,7 +37,7 @@ class Pool:
     def link(
         self, seconds: float | None = None, model: str = "draft", expected_round_trip: float | None = None
     ) -> ActiveLink:
-        """One whose round trip takes so long; None: nothing is known of it."""
+        """Adds a link with a round trip of `seconds`. None: nothing is known of it."""
         link = DraftLink("a", "fingerprint", lambda _: None, expected_round_trip)
         link.model = model
         self.balancer.add(link)
@@ -54,7 +54,7 @@ class Pool:
         return self.balancer.choose(new_sequence(), num_tokens, now)
 
     def open(self, count: int, now: float = 0.0) -> list[SpeculativeSequence]:
-        """So many, where the balancer chooses."""
+        """Opens `count` sequences on the links that the balancer chooses."""
         sequences = [new_sequence() for _ in range(count)]
         for sequence in sequences:
             self.open_one(sequence, now)
@@ -83,7 +83,7 @@ def put(link: ActiveLink, count: int = 1) -> list[SpeculativeSequence]:
 
 
 def answers(link: ActiveLink, seconds: float, repeats: int = 60) -> None:
-    """Proposals take so long, nearly all of it in the network."""
+    """Observes replies that take `seconds`, nearly all of it in the network."""
     for _ in range(repeats):
         link.costs.observe_reply(seconds, DraftStep(1e-6, 1, 1))
 

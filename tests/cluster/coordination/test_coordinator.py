@@ -211,7 +211,7 @@ class TestLateProposals:
 
 
 class TestTreesThatRunAhead:
-    """Drafts 4 → (5 → 7 → 8, 6 → 9), of which a round verifies the main path of what is left."""
+    """Drafts 4 → (5 → 7 → 8, 6 → 9): a round verifies the main path of the remaining tree."""
 
     TOKENS, PARENTS = (4, 5, 6, 7, 8, 9), (-1, 0, 0, 1, 3, 2)
 

@@ -117,7 +117,10 @@ def test_without_draft_workers_nothing_is_compared_with_the_prediction() -> None
 
 class TestTrees:
     def poor_draft(self, **config: object) -> Engine:
-        """Of every four roots the second is the target's choice as often as the first; rows cost nothing."""
+        """Returns an engine whose target chooses the first and the second of four roots equally often.
+
+        Its rows cost nothing.
+        """
         engine = Engine(num_sequences=1, tree_width=4, **config)
         engine.rows_cost(0.0)
         for round_number in range(200):

@@ -28,7 +28,7 @@ class Side:
 
     def __init__(self, loop: BackgroundLoop, address: str) -> None:
         self.link = DraftLink(address, FINGERPRINT, self._notify)
-        self.failure: Exception | None = None  # of whoever takes the next reply
+        self.failure: Exception | None = None  # raised when the next reply is handled
         self._events: queue.Queue[LinkEvent] = queue.Queue()
         self._running = loop.start(self.link.run())
 
@@ -261,7 +261,7 @@ class TestLosses:
     def test_a_stream_that_ends_as_soon_as_it_is_up_is_not_begun_again_and_again(
         self, up: Side, server: DraftServer
     ) -> None:
-        for _ in range(5):  # after pauses of .1 to 1.6 s, more or less
+        for _ in range(5):  # after pauses of 0.1 to 1.6 s, more or less
             server.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "always")
             up.goes_down()
             up.comes_up()

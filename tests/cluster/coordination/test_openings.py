@@ -1,4 +1,4 @@
-"""Who is drafted for, and by whom, as links come and go and workers refuse."""
+"""Tests of the assignment of sequences to draft workers, as links come and go and workers refuse."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Followed:
         self._loop = loop
 
     def events(self, number: int) -> list[LinkEvent]:
-        """Waits for so many."""
+        """Waits for `number` events and returns them."""
         events: list[LinkEvent] = []
         deadline = time.monotonic() + WAIT_S
         while len(events) < number:

@@ -1,4 +1,4 @@
-"""What becomes of a drafted sequence, transition by transition, and what a proposal is still worth when it comes."""
+"""Tests of a drafted sequence's state transitions, and of the part of a proposal that is still valid when it comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gauges say is what comes of it, in a cluster of simulated engines in virtual time."""
+"""Compares the gauges of speculation with its actual gain, with simulated engines in virtual time."""
 
 from __future__ import annotations
 

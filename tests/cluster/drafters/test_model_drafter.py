@@ -80,7 +80,7 @@ def test_drafts_what_the_model_chooses_under_the_shared_noise(
     new_drafter: NewDrafter,
     continuation: Callable[..., list[int]],
 ) -> None:
-    """Also when the prompts are computed in chunks, and beside another sequence."""
+    """This holds with prompts in chunks, and with another sequence in the batch."""
     drafter = new_drafter(max_num_batched_tokens=max_num_batched_tokens)
     sequences = [new_sequence(params=params, seed=4), new_sequence(PROMPT[:6], params=params, seed=5)]
     assert all(drafter.admit(sequence) for sequence in sequences)
@@ -155,7 +155,7 @@ class TestTrees:
     def test_children_are_the_best_tokens_under_the_noise(
         self, params: SamplingParams, new_drafter: NewDrafter, new_runner: Callable[..., ModelRunner]
     ) -> None:
-        """Whole levels in one step, beside a chain."""
+        """The step drafts whole levels, with a chain in the same batch."""
         drafter, runner = new_drafter(), new_runner(4, 64)
         sampler = Sampler(runner.model.device)
         tree, chain = new_tree(params), new_sequence(PROMPT[:6], params=params)

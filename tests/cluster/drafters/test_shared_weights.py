@@ -55,7 +55,7 @@ def both(config: Config) -> tuple[LoadedModel, LoadedModel]:
 
 
 def addresses(linear: Linear) -> tuple[int, ...]:
-    """Of the tensors that it reads, whatever their layout."""
+    """Returns the addresses of the tensors that `linear` reads, whatever their layout."""
     if isinstance(linear, KernelLinear):
         return tuple(linear.weight[:3])
     return (id(linear),)  # oneDNN's tensors have no address that can be asked for

@@ -1,4 +1,4 @@
-"""A vLLM engine as the drafter, beside the drafter of the PyTorch engine with the same model in float32."""
+"""Compares a vLLM engine as the drafter with the PyTorch engine's drafter, with the same model in float32."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class ScriptedDrafter(Drafter):
     # For the test.
 
     def next_step(self) -> list[int]:
-        """Waits until the loop asks for a step, without letting it through; says of which sequences."""
+        """Waits until the loop asks for a step, without letting it through. Returns the sequences of the step."""
         return self._asked.get(timeout=WAIT_S)
 
     def let(self) -> None:
@@ -88,12 +88,12 @@ class ScriptedDrafter(Drafter):
         return wire_ids
 
     def let_all(self) -> None:
-        """From now on nothing waits."""
+        """Lets this and all later steps through."""
         self._is_let_always = True
         self._may_step.release()
 
     def hold(self) -> None:
-        """From now on each step waits to be let through."""
+        """Makes each later step wait until it is let through."""
         self._is_let_always = False
         self._may_step = threading.Semaphore(0)
 

@@ -51,7 +51,7 @@ def test_branches_start_at_each_outcome_and_the_likeliest_where_the_scores_are_c
 
 
 def test_branches_are_likeliest_where_drafts_were_rejected() -> None:
-    """Of equal gaps: at first the earliest, which is reached for certain."""
+    """With equal gaps the earliest branch is likeliest at first, as it is certain to be reached."""
     run_ahead, sequence = RunAhead(1), new_sequence()
     branches = [runner_up(sequence, position) for position in range(K)]
     found = chances(sequence, run_ahead)

@@ -1,6 +1,6 @@
-"""What the draft worker does while targets verify: its real loop and thread, around a drafter that waits for the test.
+"""Tests of the draft worker's work while targets verify, with its real loop and thread and a scripted drafter.
 
-How far it runs ahead, what comes first, and the branches that it keeps beside the main path.
+They cover how far it runs ahead, in which order, and the branches that it keeps in addition to the main path.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TestRunAhead:
 
 
 class TestBranches:
-    """One branch beside the main path."""
+    """Tests with one branch in addition to the main path."""
 
     @pytest.fixture
     def worker(self, drafter: ScriptedDrafter) -> Iterator[DraftWorker]:
@@ -105,7 +105,7 @@ class TestBranches:
         worker.stop()
 
     def is_prepared(self, sequence: DraftSequence) -> bool:
-        """Whether the next proposal is there after each outcome that branches or the main path lead to."""
+        """Returns whether the next proposal is ready for every outcome on the main path or on a branch."""
         if sequence.num_drafted <= K + 1:
             return False
         branches = [sequence.children(sequence.main_node(depth))[1] for depth in range(K + 1)]

@@ -1,4 +1,4 @@
-"""What must hold of blocks whatever happened, asserted after every step of a test."""
+"""Invariants of blocks, asserted after every step of a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token may be, along chains and trees of drafts."""
+"""Tests of the tokens that constraints allow along chains and trees of drafts."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_grammar_adds_nothing_to_a_tree() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_masks_of_drafts_are_those_after_committing_them(seed: int) -> None:
-    """Of random constraints together with a grammar, and of random trees; nothing is left behind by looking."""
+    """Constraints and trees are random, with a grammar. Computing masks does not change the state."""
     choose = random.Random(seed)
     constraints = Constraints(
         allowed_token_ids=tuple(choose.sample(range(VOCAB_SIZE), 60)),

@@ -23,7 +23,7 @@ def test_the_last_size_holds_the_largest_step_or_is_the_largest(max_rows: int) -
 
 
 def test_what_is_counted() -> None:
-    """By hand, for one row in 16 bits over contexts that have one split."""
+    """Compares with figures computed by hand, for one row in 16 bits over contexts with one split."""
     model = StepModel(hidden_size=8, intermediate_size=16, num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=100)
     inputs = 8 * (7 + 2)  # two blocks
     output = 4 * 100
@@ -35,7 +35,7 @@ def test_splits_are_counted_where_there_are_any() -> None:
     short, long = (graph_bytes(LARGE, [8], context, 16, 2) for context in (512, 32_768))
     tables = 8 * 8 * (32_768 - 512) // 16
     assert long - short == tables + 8 * 64 * 64 * (128 + 2) * 4
-    # So many rows fill a GPU without them.
+    # 256 rows fill a GPU without splits.
     short, long = (graph_bytes(LARGE, [256], context, 16, 2) for context in (512, 32_768))
     assert long - short == 8 * 256 * (32_768 - 512) // 16
 

@@ -29,7 +29,7 @@ every_format = pytest.mark.parametrize("name", QUANTIZATIONS)
 MOST_ROWS = 130
 ROWS = (0, 1, 2, 7, 8, 9, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 47, 48, 49, 64, 65, MOST_ROWS)
 UNIT = 2.0**-24  # of rounding in float32
-SMALLEST = torch.finfo(torch.float32).tiny  # of normal numbers; below, a product may be nought
+SMALLEST = torch.finfo(torch.float32).tiny  # of normal numbers; a smaller product may become 0
 
 
 @pytest.fixture(params=[1, 2])
@@ -87,7 +87,7 @@ class TestProducts:
 
     @every_format
     def test_every_weight_is_in_its_place(self, using: InstructionSet, name: str) -> None:
-        """A row of nought and a single one is answered by the weights of its input, exactly."""
+        """A one-hot row yields exactly the weights of its input."""
         weight = make_weight(name, 70, 192)
         expected = (weight.float() if isinstance(weight, torch.Tensor) else weight.dequantize()).T
         assert torch.equal(KernelLinear(weight, None, using)(torch.eye(192)), expected)
@@ -136,7 +136,7 @@ class TestCompany:
         assert torch.equal(results[0], results[2])
 
     def test_callers_do_not_disturb_each_other(self, using: InstructionSet) -> None:
-        """Of different heights, so that each configures tiles of its own."""
+        """Calls have different numbers of rows, so that each configures its own tiles."""
         torch.set_num_threads(2)
         linear = KernelLinear(make_weight("bfloat16", 320, 64), None, using)
         repeats = 20 if using is InstructionSet.AMX_EMULATED else 1000

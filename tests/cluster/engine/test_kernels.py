@@ -66,7 +66,7 @@ def randn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def num_switches() -> dict[str, int]:
-    """By thread of the kernels' pool, how often it went to sleep or was made to wait."""
+    """Returns the number of context switches of each thread in the kernels' pool."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         lines = (task / "status").read_text().splitlines()

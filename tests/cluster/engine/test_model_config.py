@@ -1,4 +1,4 @@
-"""What `config.json` says, in the words of published models, of transformers 5, and of what is refused."""
+"""Tests of reading `config.json`: as published models and transformers 5 write it, and what is refused."""
 
 from __future__ import annotations
 

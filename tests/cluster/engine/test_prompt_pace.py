@@ -26,7 +26,7 @@ def test_the_oldest_has_half_and_the_shortest_go_first(lengths: list[int], budge
 
 
 def tokens(pace: PromptPace, num_left: int, budget: int = 4096, *, is_alone: bool = False) -> int:
-    """Of one prompt in the next step."""
+    """Returns how many tokens of one prompt the next step computes."""
     return pace.share([PromptPart(num_left, 0)], budget, pace.budget(is_alone=is_alone))[0]
 
 
@@ -79,8 +79,11 @@ def test_what_was_tried_before_the_first_request_counts() -> None:
 
 
 def run_long_prompt(pace: PromptPace, num_short: int = 0) -> tuple[list[float], list[int]]:
-    """What its 30,000 tokens add to each step, on a machine where a token's cost grows from 8 to 68 us; and in how many
-    steps short ones are done, each of which comes when the last is."""
+    """Runs a prompt of 30,000 tokens, on a machine where a token's cost grows from 8 to 68 microseconds.
+
+    Returns the seconds that prompts add to each step, and the number of steps for each short prompt. Short prompts have
+    `num_short` tokens, and each arrives when the one before it is done.
+    """
     added, num_done, steps_of_short = [], 0, [0]
     left = num_short
     while num_done < 30_000:
@@ -104,7 +107,7 @@ def run_long_prompt(pace: PromptPace, num_short: int = 0) -> tuple[list[float], 
 def test_a_long_prompt_whose_tokens_take_ever_longer_adds_the_set_time_to_every_step() -> None:
     pace = PromptPace(0.05, 8192)
     pace.know((num_rows, 0.004) for num_rows in (1, 2, 4, 8, 16, 32, 64))
-    for _ in range(3):  # the second begins anew after the first
+    for _ in range(3):  # each prompt starts again without a prefix
         added, _ = run_long_prompt(pace)
         assert max(added) < 0.055
         assert sum(added) / len(added) > 0.04

@@ -28,7 +28,7 @@ def no_drafts(sequence: Sequence) -> Drafts:
 
 
 def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int = 0) -> None:
-    """What a step does to its sequences when the target accepts `num_accepted` drafts of each."""
+    """Applies a step to its sequences: the target accepts `num_accepted` drafts of each."""
     for scheduled in step:
         accepted = min(num_accepted, len(scheduled.drafts))
         if scheduled.yields_choices:
@@ -37,7 +37,7 @@ def run(scheduler: Scheduler, step: list[ScheduledSequence], num_accepted: int =
 
 
 def assert_sound(scheduler: Scheduler, step: list[ScheduledSequence]) -> None:
-    """Nothing that must hold of every step is broken."""
+    """Asserts the invariants of every step."""
     assert sum(s.num_new_tokens + len(s.drafts) for s in step) <= scheduler._limits.max_num_batched_tokens
     assert len(scheduler.running) <= scheduler._limits.max_num_seqs
     assert len({id(s.sequence) for s in step}) == len(step)
@@ -161,7 +161,7 @@ class TestSteps:
         assert len(scheduler.schedule(lambda _: Drafts([1] * 9))[0].drafts) == num_drafts
 
     def test_a_tree_is_cut_to_the_depth_that_can_be_committed_and_stays_a_tree(self) -> None:
-        """Drafts 1 → (2 → 4 → 6, 3 → 5), of which two in a row can be accepted, and blocks for four."""
+        """Drafts are 1 → (2 → 4 → 6, 3 → 5). Two in a row can be accepted, and blocks have room for four."""
         scheduler = new_scheduler(num_blocks=2)
         scheduler.add(new_sequence(3, 4, k=8))
         scheduler.admit()

@@ -78,7 +78,7 @@ def test_the_rest_goes_on_as_if_the_path_had_been_a_chain(runner: ModelRunner, p
 
 
 def growing(parents: list[int], seed: int) -> list[list[int]]:
-    """The nodes of a tree in steps of random sizes, parents before or beside their children, in any order."""
+    """Returns a tree's nodes in random steps, in random order. A parent comes before its children or in their step."""
     rng = random.Random(seed)
     steps: list[list[int]] = []
     done: set[int] = {-1}

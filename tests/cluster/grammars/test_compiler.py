@@ -25,7 +25,7 @@ END = 0
 
 
 def run(*grammars: Grammar) -> list[CompiledGrammar | OutriderError]:
-    """What becomes of `grammars`, one after the other in one process."""
+    """Compiles `grammars` one after the other in one process. Returns the results or errors."""
 
     async def compile_all() -> list[CompiledGrammar | OutriderError]:
         compiler = GrammarCompiler(FOLDER, TOKENIZER.vocab_size, [END])
@@ -44,7 +44,7 @@ def run(*grammars: Grammar) -> list[CompiledGrammar | OutriderError]:
 
 
 def accepts(grammar: CompiledGrammar | OutriderError, text: str) -> bool:
-    """Whether `text` is one of its texts."""
+    """Returns whether `text` matches `grammar`."""
     assert isinstance(grammar, CompiledGrammar), grammar
     matcher: Matcher = grammar.new_matcher()
     tokens = [*TOKENIZER.encode(text, add_special_tokens=False), END]
@@ -76,13 +76,13 @@ UNUSABLE_GRAMMARS = [grammar for grammar, _ in UNUSABLE]
 
 
 def after(grammar: Grammar) -> Grammar:
-    """What is compiled after `grammar`, and for nothing else."""
+    """Returns a grammar that is compiled only after the unusable `grammar`."""
     return Grammar("regex", f"a+{UNUSABLE_GRAMMARS.index(grammar)}")
 
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[Grammar, CompiledGrammar | OutriderError]:
-    """What one process makes of all that do not need one of their own."""
+    """Results of one process for all grammars that do not need a process of their own."""
     asked = [*FORMS, GUESSED, ANYTHING, *(each for one in UNUSABLE_GRAMMARS for each in (one, after(one)))]
     return dict(zip(asked, run(*asked), strict=True))
 

@@ -30,7 +30,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Names:
-    """What a name server answers."""
+    """Answers of a scripted name server."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hosts: dict[str, list[str] | Exception] = {}

@@ -67,7 +67,7 @@ def test_targets_stay_within_their_bounds() -> None:
 def test_draft_workers_are_added_while_each_brings_what_it_costs() -> None:
     # 2.0 times plain with 1 sequence a worker, 1.9 with 2, 1.7 with 4, nothing from 8 on.
     served = demand(8, 2.0, 1.9, 1.7, 1.0)
-    assert wanted_drafts([served], 1) == 4  # 1.9: from there on each of four more brings .025
+    assert wanted_drafts([served], 1) == 4  # 1.9: from there on each of four more brings 0.025
     assert wanted_drafts([served], 1, "ray.scaling.draft_gain=0.01") == 8
     assert wanted_drafts([served], 1, "ray.scaling.draft_gain=0.3") == 2
 
@@ -111,7 +111,7 @@ def test_workers_without_room_for_all_are_joined_by_others() -> None:
     paying = demand(32, 1.6)
     assert wanted_drafts([paying], 1) == 1
     assert wanted_drafts([paying], 1, "draft.max_num_seqs=8") == 4
-    assert wanted_drafts([paying], 1, kv_use=0.8) == 3  # 8 sequences fill .8 of its blocks: 30 of the 32 have room
+    assert wanted_drafts([paying], 1, kv_use=0.8) == 3  # 8 sequences fill 0.8 of its blocks: 30 of the 32 have room
 
 
 def test_a_small_change_of_the_measures_changes_nothing() -> None:

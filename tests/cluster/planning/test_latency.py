@@ -1,4 +1,4 @@
-"""What a client waits, by hand where chance plays no part, and by simulation where it does."""
+"""Tests of a client's latency: against figures by hand if nothing is random, else against simulation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cluster.planning.latency import StepLoad, latency, mean_rounds, token_momen
 
 
 def test_moments_of_the_tokens_a_round() -> None:
-    # a = .5, k = 2: one token with 1/2, two with 1/4, three with 1/4
+    # a = 0.5, k = 2: one token with 1/2, two with 1/4, three with 1/4
     # mean 1.75; E[X^2] = 1/2 + 4/4 + 9/4 = 3.75; variance 3.75 - 3.0625 = 0.6875
     assert token_moments(0.5, 2) == pytest.approx((1.75, 0.6875))
 
 
 def test_rounds_of_an_answer() -> None:
-    # plain: as many as tokens. a = 1, k = 3: four each, of which the last round may lose 0 to 3, 1.5 on the average
+    # plain: one round a token. a = 1, k = 3: four tokens a round; the last may lose 0 to 3 of them, 1.5 on average
     assert mean_rounds(0.0, 0, 63) == 63
     assert mean_rounds(1.0, 3, 63) == pytest.approx((63 + 1.5) / 4)
 
@@ -57,21 +57,21 @@ def test_prompts_of_others_make_steps_longer() -> None:
     assert busy.first_token > quiet.first_token
     assert busy.between_tokens > quiet.between_tokens
     assert busy.pause_p99 == 0.080
-    # one in 20 steps has a prompt (Poisson of .05: .951 none, .048 one, .001 more): the mean is 20 + .05 * 30 ms
+    # one in 20 steps has a prompt (Poisson of 0.05: 0.951 none, 0.048 one, 0.001 more): the mean is 20 + 0.05 * 30 ms
     assert quiet.between_tokens == pytest.approx(0.0215, rel=1e-3)
 
 
 def test_many_prompts_a_step_are_as_many_on_the_average() -> None:
-    """e**-760 is nought in a double."""
+    """e**-760 is 0 in a double."""
     load = StepLoad(tuple(0.020 + 0.001 * n for n in range(2000)), 760.0)
     assert load.mean_seconds == pytest.approx(0.780)
     assert load.variance == pytest.approx(760 * 0.001**2, rel=1e-3)
 
 
 def test_chance_in_the_tokens_a_round_spreads_answers() -> None:
-    # E = 2.05 (a = .6, k = 3: 1 + .6 + .36 + .216 = 2.176)
+    # E = 2.05 (a = 0.6, k = 3: 1 + 0.6 + 0.36 + 0.216 = 2.176)
     own = latency(StepLoad((0.020, 0.020), 0.0), 0.6, 3, 101)
-    # (100 + overshoot) / 2.176 rounds of 20 ms over 100 tokens; E[X^2] = 1 + 3 * .6 + 5 * .36 + 7 * .216 = 6.112
+    # (100 + overshoot) / 2.176 rounds of 20 ms over 100 tokens; E[X^2] = 1 + 3 * 0.6 + 5 * 0.36 + 7 * 0.216 = 6.112
     # overshoot (6.112 / 2.176 - 1) / 2 = 0.904
     assert own.between_tokens == pytest.approx(0.020 * 100.904 / 2.176 / 100, rel=1e-3)
     # variance of the rounds: 100 * (6.112 - 4.735) / 2.176^3 = 13.36, deviation 3.655; 2.326 * 3.655 * 20 ms / 100

@@ -103,8 +103,8 @@ def test_targets_share_what_a_draft_device_hides() -> None:
 
 
 def test_memory_decides_what_fits_and_how_many_draft_gpus_it_takes() -> None:
-    # 7B in FP16 leaves 10 GB of an A10G, 9 of which are KV: 17,166 tokens of 524 kB, which 192 tokens and a window of
-    # 2k + 2 = 6 take 198 of: 86 sequences, so that 128 take two GPUs
+    # 7B in FP16 leaves 10 GB of an A10G. 9 GB of these are KV: 17,166 tokens of 524 kB. A sequence takes 192 tokens and
+    # a window of 2k + 2 = 6, so 198. That makes 86 sequences, so 128 take two GPUs.
     plans = planned("7B", load=ExpectedLoad(128, 128, 64), num_speculative_tokens=2)
     assert plans["sidecar"].draft_devices_per_target == 2
     small = planned("7B", load=ExpectedLoad(16, 128, 64), target_gpus=parse_gpus("1xA100-80"))
@@ -120,7 +120,7 @@ def test_an_int4_draft_is_read_faster_and_accepted_less() -> None:
     plans = planned(num_speculative_tokens=3, load=ExpectedLoad(4, 128, 64))
     sidecar, int4 = plans["sidecar"].round, plans["sidecar, INT4 draft"].round
     assert int4.draft_seconds < sidecar.draft_seconds
-    # .8 * .724 / .78 = .7426: 1 + .7426 + .5514 + .4095 = 2.7035
+    # 0.8 * 0.724 / 0.78 = 0.7426: 1 + 0.7426 + 0.5514 + 0.4095 = 2.7035
     assert int4.num_tokens == pytest.approx(2.7035, rel=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""The reference's cluster beside what its GPUs can do."""
+"""Compares the reference's published figures with the limits of its GPUs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def test_what_lies_below_the_bandwidth_floor_is_marked() -> None:
     }
     # 140 GB / (4 * 2,039 GB/s) = 17.17 ms, and 12.5 were published
     assert rows["70B standard, 4xA100"].floor.ms_per_token == pytest.approx(17.165, rel=1e-3)
-    # five tokens of 14 GB / 600 GB/s = 23.33 ms are 116.7 ms; E = (1 - .78^6) / .22 = 3.522: 33.1 ms, and not 6.8
+    # five tokens of 14 GB / 600 GB/s = 23.33 ms are 116.7 ms; E = (1 - 0.78^6) / 0.22 = 3.522: 33.1 ms, and not 6.8
     drafted = rows["70B + 7B, K=5, 4xA100 + 4xA10G"].floor
     assert drafted.draft_token_ms == pytest.approx(23.33, rel=1e-3)
     assert drafted.ms_per_token == pytest.approx(33.13, rel=1e-3)
-    # seven of 2 GB / 600 GB/s = 23.3 ms; E = (1 - .82^8) / .18 = 4.420: 5.28 ms, just under the published 5.4
+    # seven of 2 GB / 600 GB/s = 23.3 ms; E = (1 - 0.82^8) / 0.18 = 4.420: 5.28 ms, just under the published 5.4
     assert rows["70B + distilled 1B, K=7, 4xA100 + 1xA10G"].floor.ms_per_token == pytest.approx(5.279, rel=1e-3)
 
 

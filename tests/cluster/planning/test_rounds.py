@@ -13,7 +13,7 @@ _FLAT_DRAFT = MeasuredSteps(((1, 0.002),))
 
 
 def test_a_round_has_the_published_speedup() -> None:
-    # t_draft 2, t_verify 15, t_net 0.5 ms, a = .8, K = 5: 3.689 * 15 / (10 + 15 + 0.5) = 2.17
+    # t_draft 2, t_verify 15, t_net 0.5 ms, a = 0.8, K = 5: 3.689 * 15 / (10 + 15 + 0.5) = 2.17
     drafting = Drafting(_FLAT_DRAFT, 0.8, round_trip_seconds=0.0005)
     own = round_of(_FLAT_TARGET, drafting, 1, 100, 5)
     assert own.seconds == pytest.approx(0.0255)

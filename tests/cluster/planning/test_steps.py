@@ -36,7 +36,7 @@ def test_many_rows_are_bound_by_computing() -> None:
 
 
 def test_attention_is_added_to_products_that_are_bound_by_computing() -> None:
-    # one kernel after the other: KV of 384 sequences of 1,001 tokens is 126 GB, 15.44 ms beside the 43.08
+    # one kernel after the other: KV of 384 sequences of 1,001 tokens is 126 GB, 15.44 ms in addition to the 43.08
     parts = Roofline(_70B, parse_gpus("4xA100-80"), IDEAL).parts((Segments(384, 1, 1000),))
     assert parts["arithmetic"] + parts["KV"] == pytest.approx(0.043077 + 0.015443, rel=1e-4)
 

@@ -37,6 +37,6 @@ def ran(
 
 
 def figures_of(number: int, *settings: str, seconds: float = 60.0, seed: int = 0) -> Figures:
-    """Of so many streams, after a quarter of the time."""
+    """Returns the figures of `number` streams, measured after a quarter of `seconds`."""
     span = MeasuredSpan(seconds / 4, seconds, is_cut=True)
     return ran(streams(number, seconds, seed), *settings, span=span, seed=seed).figures()

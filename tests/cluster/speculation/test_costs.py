@@ -59,8 +59,10 @@ def test_it_stays_where_it_is_however_long_it_runs(growth: float, noise: float) 
 
 
 def test_steps_that_scatter_leave_the_shape_of_the_curve() -> None:
-    """As a target's do: by 6 %, and one in forty is slower by up to a factor of two. What decides about a depth is the
-    ratio of two knots, of which the larger is seen in one step of twenty."""
+    """Steps scatter as a target's do: by 6 %, and one in forty is slower by up to a factor of two.
+
+    The ratio of two knots decides about a depth. The larger knot is seen in one step of twenty.
+    """
     seconds = {4: 0.0140, 12: 0.0143, 16: 0.0176, 24: 0.0268, 32: 0.0362}
     true_ratio = seconds[24] / seconds[16]
     errors = []
@@ -172,7 +174,7 @@ def test_a_link_that_grows_slower_is_known_to_be() -> None:
 
 def test_shallow_proposals_teach_what_deeper_ones_would_take() -> None:
     costs = LinkCosts(64)
-    for batch in (4, 8, 16, 32):  # 0.1 ms a row, of which the first step of a proposal has three for two sequences
+    for batch in (4, 8, 16, 32):  # 0.1 ms a row; the first step of a proposal has three rows for two sequences
         for _ in range(30):
             costs.observe_reply(0.0, DraftStep(0.0001 * 1.5 * batch, batch, batch * 3 // 2, is_first=True))
     first, level = 0.0001 * 1.5 * 16, 0.0001 * 16

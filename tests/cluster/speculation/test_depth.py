@@ -171,7 +171,7 @@ def templates(rates: AcceptanceTable) -> list[Template]:
 
 
 class TestTrees:
-    """Of one sequence, whose children of rank 0, 1, ... are the target's choice with `RATES`."""
+    """Tests with one sequence. The target chooses its children of rank 0, 1, ... with probability `RATES`."""
 
     RATES = (0.45, 0.25, 0.12)
 

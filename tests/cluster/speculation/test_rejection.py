@@ -71,8 +71,7 @@ def test_without_drafts_the_token_is_of_the_targets_distribution():
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_committed_tokens_are_samples_of_the_target(place):
-    """Of the token at each place, where the round got so far; what came before does not matter, as P and Q do not
-    depend on it."""
+    """Tests the token at each place in the rounds that reach it. P and Q do not depend on earlier tokens."""
     committed = [accept_by_rejection(drafts_of(key), P, Q, key, POSITION) for key in keys(6000)]
     reached = [tokens[place] for tokens in committed if len(tokens) > place]
     counts = Counter(reached)

@@ -350,7 +350,7 @@ class TestDistribution:
 
 
 class TestRows:
-    """What an engine that keeps its requests' parameters as tensors does to its logits."""
+    """Tests of shaping logits by rows, for engines that keep their requests' parameters as tensors."""
 
     PARAMS = tuple(
         params for params in VARIED_PARAMS if not (params.has_penalty or params.logit_bias or params.is_greedy)

@@ -17,7 +17,7 @@ from .requests import mixed_requests, new_request
 
 
 class Failing:
-    """Stands in for a runner's `run`: those steps fail, of which it is told the numbers."""
+    """Replaces a runner's `run`: the steps whose numbers are in `steps` fail."""
 
     def __init__(self, target: LoopbackTarget, monkeypatch: pytest.MonkeyPatch) -> None:
         target.generate([new_request(k=0)])  # by then it has tried what steps take

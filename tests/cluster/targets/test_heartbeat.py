@@ -21,7 +21,7 @@ def clock() -> Clock:
 
 
 def beat(clock: Clock, seconds: float, number: int = 1) -> Heartbeat:
-    """After `number` steps of so many seconds."""
+    """Returns a heartbeat after `number` steps of `seconds` each."""
     heartbeat = Heartbeat(clock)
     for _ in range(number):
         heartbeat.begin()

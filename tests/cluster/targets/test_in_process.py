@@ -1,4 +1,4 @@
-"""A drafter in the target's process: the same tokens whoever's thread it is in, and whatever becomes of it."""
+"""Tests of a drafter in the target's process: tokens are the same in any thread, and after any failure."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class TestSameTokens:
         assert "the drafter is broken" in caplog.text
 
         def drafts() -> bool:
-            """Whether a new request has some: they come back after a pause."""
+            """Returns whether a new request gets accepted drafts. They come back after a pause."""
             request = new_request(SamplingParams(), num_prompt=9, max_tokens=40, seed=3)
             assert drafted.target.generate([request]) == [expected[:40]]
             return acceptance(drafted.target, [request])[1] > 0
@@ -205,7 +205,11 @@ class TestInTurn:
         assert "draft-worker" not in {thread.name for thread in threading.enumerate()}
 
     def test_a_turn_is_all_of_what_is_owed(self, new_pool: Callable[..., InProcessPool]) -> None:
-        """Of a proposal that is never waited for a step a turn would never be the last: each is a token later."""
+        """A turn drafts all proposals that are owed.
+
+        With one drafting step a turn, a proposal that no step waits for would never be complete, as each turn comes one
+        token later.
+        """
         pool = new_pool()
         pool.lend_turn()
         self.opened(pool, k=4)

@@ -40,7 +40,7 @@ def new_target(*settings: str) -> StepLoop:
 
 
 def answers(target: StepLoop, k: int) -> tuple[dict[str, list[int]], int]:
-    """What it generates, sampled and greedy, all at once, and how many drafts it accepted."""
+    """Runs sampled and greedy requests at once. Returns their tokens, and the number of accepted drafts."""
     tokenizer = Tokenizer(resolve_model_folder(Config().target.model))
     for temperature in (0.0, 1.0):
         for number, prompt in enumerate(PROMPTS):
@@ -105,7 +105,7 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], why: str) -> None
 
 
 class TestMemory:
-    """Of one GPU, 40 GB of which the weights of both leave."""
+    """Tests with one GPU, where the weights of both models leave 40 GB."""
 
     def budgets(
         self, monkeypatch: pytest.MonkeyPatch, target: int | None, draft: int | None, draft_device: str = "cuda"

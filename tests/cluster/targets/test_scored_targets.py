@@ -1,4 +1,7 @@
-"""Log-probabilities, constraints and priorities of the PyTorch target, in chunks, under preemption, beside others."""
+"""Tests of the PyTorch target's log-probabilities, constraints and priorities.
+
+Prompts are computed in chunks, under preemption and in batches with other requests.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ NewTarget = Callable[..., LoopbackTarget]
 
 
 def told(target: LoopbackTarget, request: GenerationRequest) -> tuple[TokenLogprobs, TokenLogprobs]:
-    """Of the prompt, and of what was generated."""
+    """Returns the log-probabilities of the prompt and of the generated tokens."""
     prompt, generated = TokenLogprobs(request.num_prompt_logprobs or 0), TokenLogprobs(request.num_logprobs or 0)
     for output in target.outputs(request):
         if output.prompt_logprobs is not None:
@@ -60,7 +63,7 @@ def assert_right(target: LoopbackTarget, request: GenerationRequest) -> None:
 def test_of_prompts_in_chunks_and_answers(
     new_target: NewTarget, same_draft: LoopbackDraft, k: int, expected: dict[int, list[int]]
 ) -> None:
-    """Prompts of up to 226 tokens in steps of 24, beside each other."""
+    """Prompts of up to 226 tokens are computed in steps of 24, all at the same time."""
     target = new_target([same_draft])
     requests = [replace(request, num_logprobs=3, num_prompt_logprobs=2) for request in mixed_requests(k)]
     assert target.generate(requests) == list(expected.values())

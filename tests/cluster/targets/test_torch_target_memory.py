@@ -1,4 +1,4 @@
-"""What a target keeps and gives back, in a cache large or small; how its requests end; and whom it is paired with."""
+"""Tests of a target's KV cache, large or small, of how its requests end, and of the draft workers it may use."""
 
 from __future__ import annotations
 

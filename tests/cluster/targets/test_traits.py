@@ -1,4 +1,4 @@
-"""What makes two targets answer differently is among their traits, and nothing else is."""
+"""Tests that traits cover all that makes two targets answer differently, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator beside vLLM's scheduler: its two calls, and that nothing of it reaches the engine."""
+"""Tests of the coordinator in vLLM's scheduler: its two calls a step, and that no failure reaches the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ScriptedLinks:
 
 @dataclass
 class Request:
-    """What of vLLM's is looked at."""
+    """Stand-in for vLLM's request, with the fields that the rounds read."""
 
     request_id: str
     extra_args: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""What lines of the log look like, and that nobody can write one of their own into it."""
+"""Tests of the format of log lines, and that clients cannot inject lines of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of vLLM is put right for adapters."""
+"""Tests of the fixes of vLLM's support for adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What source says of a package, without importing it."""
+"""Tests of reading a package's definitions from its source, without importing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher decides before it starts anything."""
+"""Tests of the launcher's decisions before it starts anything."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Lines = Callable[[int], list[dict[str, Any]]]
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
-    """The fields of the first so many requests; there are no more."""
+    """Function that waits for `count` requests in the log, and returns their fields. It asserts there are no more."""
     caplog.set_level(logging.INFO, logger="outrider.access")
 
     def read(count: int) -> list[dict[str, Any]]:

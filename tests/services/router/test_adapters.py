@@ -31,7 +31,7 @@ ONE, OTHER = "1" * 64, "2" * 64
 
 @pytest.fixture
 def pair(new_target, new_router):
-    """Two targets, of which the first is the idler one; `b` is on the second alone."""
+    """Two targets. The first has less load; only the second has the adapter `b`."""
     first, second = new_target(), new_target()
     first.description.load.num_running = first.description.load.num_waiting = 0
     second.description.adapters["b"] = ONE

@@ -164,7 +164,7 @@ ADDRESS = re.compile(r"(?<!http://)127\.0\.0\.1:\d+|nowhere\.invalid|gateway")
 
 
 def everything_public(router: Router, **headers: str) -> str:
-    """What a client may get to read, with a target that is down and one that fails."""
+    """Returns all that a client can read, over several endpoints and requests."""
     client, answers = router.client, []
     for path in ("/health", "/metrics", "/v1/models", "/version", "/ping", "/openapi.json", "/nothing"):
         answers.append(client.get(path, headers=headers))

@@ -1,4 +1,4 @@
-"""What requests ask of targets beyond sampling, and how log-probabilities are told."""
+"""Tests of requests' constraints, which go to targets, and of log-probabilities in answers."""
 
 from __future__ import annotations
 

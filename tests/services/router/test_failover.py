@@ -1,4 +1,4 @@
-"""What one target leaves unfinished, another goes on with: same tokens, and an end to it where nothing helps."""
+"""Tests of failover: another target continues with the same tokens, and the router gives up if none can."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def running(targets):
 
 @pytest.fixture
 def pair(new_target, new_router):
-    """Two targets, the first of which is idle and so gets the first request; and a router for both."""
+    """Two targets and a router for both. The first is idle, so it gets the first request."""
     first, second = new_target(), new_target()
     first.description.load.num_running = first.description.load.num_waiting = 0
     return first, second, new_router([first.address, second.address])

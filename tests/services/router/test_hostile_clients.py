@@ -1,4 +1,4 @@
-"""Clients that mean harm: whoever sends half of something, too much, or reads nothing, takes nothing from others."""
+"""Tests of hostile clients, which send half of a message or too much, or read nothing. Others must not suffer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def connect(router: Router) -> socket.socket:
 
 
 def everything(connection: socket.socket) -> bytes:
-    """What comes until the router closes."""
+    """Returns all bytes that come until the router closes the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(65_536):
@@ -339,7 +339,7 @@ def not_reading(router: Router) -> Iterator[socket.socket]:
         yield connection
 
 
-# Of a few tokens megabytes: what was likely beside each of them.
+# Log-probabilities of 20 likely tokens for each generated one make megabytes of a few tokens.
 LARGE = {"prompt": [70], "max_tokens": 190, "n": 32, "logprobs": 20, "ignore_eos": True}
 
 

@@ -1,4 +1,4 @@
-"""What a client wrote stays text, even where it spells a special token; the tokens of all else stay what they were."""
+"""Tests that client text stays text even if it spells a special token, and that other tokens do not change."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ TEMPLATE = (
 
 
 def make_tokenizer(folder: Path, *, in_vocabulary: bool) -> Tokenizer:
-    """Byte-level BPE, its special tokens within the vocabulary or numbered behind it, beside tokens that are added
-    but not special."""
+    """Returns a byte-level BPE tokenizer, which also has added tokens that are not special.
+
+    Its special tokens are within the vocabulary or numbered behind it.
+    """
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()

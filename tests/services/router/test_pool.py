@@ -1,4 +1,4 @@
-"""A pool whose workers come and go: who is used, for whom it waits, and who may answer beside whom."""
+"""Tests of a pool whose workers come and go: which are used, awaited, and allowed to answer together."""
 
 from __future__ import annotations
 

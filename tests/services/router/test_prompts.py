@@ -1,4 +1,4 @@
-"""What becomes of a prompt before it is a prompt: templates with variables, a message to go on with, an echo."""
+"""Tests of how prompts are built: templates with variables, a message to continue, an echo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica as the router sees it: its stream breaks and is opened anew, it dies, it is one of several."""
+"""Tests of the router's view of a replica: its stream breaks and is reopened, it dies, it is one of several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router refuses, how it says so, and what it lets pass."""
+"""Tests of the requests that the router refuses, of its error messages, and of the requests that it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What speculation did is in the answer for clients that ask, and on the metrics page in vLLM's names."""
+"""Tests of speculation statistics in the answers of clients that ask, and on the metrics page in vLLM's names."""
 
 from __future__ import annotations
 

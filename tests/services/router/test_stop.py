@@ -11,13 +11,13 @@ from tests.waiting import WAIT_S, wait_until
 
 
 def run(pieces, *strings: str, in_output: bool = False) -> list[str]:
-    """What comes out for each of `pieces`, and at the end."""
+    """Returns the output for each of `pieces`, and that at the end."""
     matcher = StopMatcher(StopStrings(strings, in_output=in_output))
     return [*(matcher.push(piece) for piece in pieces), matcher.flush()]
 
 
 def cut(text: str, strings, in_output: bool) -> str:
-    """By the definition: the first end of a stop string, the longest of those that end there."""
+    """Cuts `text` by the definition: at the first end of a stop string, the longest of those that end there."""
     for end in range(len(text) + 1):
         ending = [string for string in strings if text[:end].endswith(string)]
         if ending:

@@ -12,7 +12,7 @@ from services.running_cluster.pages import MetricsPage, read_page
 
 
 class Worker(http.server.BaseHTTPRequestHandler):
-    """Notes the keys that it is shown; sends whoever asks at /elsewhere to another page of its own."""
+    """Records the keys that it receives, and redirects requests for /elsewhere to /metrics."""
 
     seen: list[str | None] = []  # noqa: RUF012
 

@@ -1,5 +1,8 @@
-"""What clients are let loose on: a cluster of the bundled pair, one of a published instruct model, and a router whose
-model says what it is told to."""
+"""Servers that clients are tested with.
+
+They are a cluster of the bundled pair, one of a published instruct model, and a router whose model gives scripted
+answers.
+"""
 
 from __future__ import annotations
 

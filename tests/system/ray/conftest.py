@@ -19,7 +19,7 @@ from tests.system.conftest import READY_TIMEOUT_SECONDS
 
 NUM_STREAMS = length(4, 8)
 MAX_TOKENS = 80
-# A request takes about a second; one of a program that is frozen is waited for so long, and 5 s more.
+# A request takes about a second. A drain waits this long, and 5 s more, for a request of a frozen program.
 SHORT_DRAINS = ("router.drain_seconds=7", "target.drain_seconds=7", "draft.drain_seconds=3")
 UNSCALED = ("ray.scaling.mode=manual", "draft.replicas=2")
 
@@ -31,7 +31,7 @@ def questions() -> list[Question]:
 
 @pytest.fixture(scope="package")
 def expected(questions: list[Question]) -> Answers:
-    """What a local cluster answers, to which nothing happens."""
+    """Answers of a local cluster without faults."""
     with LocalCluster(load_config(None, ["router.port=0", *SETTINGS["simulated"]])) as cluster:
         cluster.wait_ready(READY_TIMEOUT_SECONDS)
         tally, _ = under_load([cluster.url], questions, None, lambda: "", 0.1)

@@ -1,4 +1,4 @@
-"""What befalls a Ray cluster under load: no request fails, and no token differs from what a calm local cluster says."""
+"""Tests of faults in a Ray cluster under load: no request fails, and all tokens equal those of a local cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft workers beside each target under Ray."""
+"""Tests of draft workers as sidecars of each target under Ray."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ from services.launch.child import Child
 from services.launch.local import free_ports
 from tests.waiting import eventually
 
-READY_S = 240.0  # below the time limit of a test, which would say nothing of what is missing
+READY_S = 240.0  # below the time limit of a test, which would not report what is missing
 _PAUSE_S = 0.2
-# Of an engine, with no core of its own: beside other work, threads that wait for each other in every layer take many
-# times longer than one that computes all. How a target divides its cores is left to one test here and to Ray's.
+# Engines get one thread and no core of their own. Next to other work, threads that wait for each other in every layer
+# take many times longer than one thread. One test here and Ray's tests cover how a target divides its cores.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "KMP_AFFINITY": "none"}
 _TOLD = (
     "outrider_draft_s",
@@ -65,7 +65,7 @@ class Programs:
         self.drafts[name] = self._start(name, "draft", **more, **settings)
 
     def use(self, *drafts: str, wait: bool = True) -> None:
-        """From now on targets are drafted for by these, and by no others."""
+        """Makes the targets use only these draft workers."""
         self._write("drafts", *(self.draft_addresses[name] for name in drafts))
         if wait:
             addresses = {self.draft_addresses[name] for name in drafts}
@@ -121,7 +121,7 @@ class Programs:
             assert eventually(lambda name=name: self.counters(name)["outrider_draft_sequences"] == 0), name
 
     def restart(self, name: str) -> None:
-        """Of a program that has ended or been killed; at the same address."""
+        """Restarts a target or draft worker at the same address. Kills it first if it still runs."""
         child = self.targets.get(name) or self.drafts[name]
         child.kill()
         child.start()

@@ -72,7 +72,7 @@ def test_same_tokens(name: str, cases: list[Case]) -> None:
 
 
 def acceptance_histogram(url: str) -> dict[int, int]:
-    """Of an answer through the `openai` client: rounds by how many of their drafts were accepted."""
+    """Gets an answer through the `openai` client. Returns its rounds by the number of their accepted drafts."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
     model = client.models.list().data[0].id
     more: dict[str, Any] = {"return_speculation_stats": True, "num_speculative_tokens": 3}

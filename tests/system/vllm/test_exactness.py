@@ -1,4 +1,4 @@
-"""What vLLM answers is its own, token for token, whatever is drafted, and what our own engine answers."""
+"""Tests that vLLM's answers do not depend on drafts, token for token, and equal those of our own engine."""
 
 from __future__ import annotations
 

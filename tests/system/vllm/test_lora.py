@@ -1,4 +1,4 @@
-"""LoRA adapters on vLLM targets: what an adapter answers is its own, whatever is drafted and beside whom it runs."""
+"""Tests of LoRA adapters on vLLM targets: answers depend neither on drafts nor on other requests in the batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEW, MANY = length((20, 200), (60, 600))  # tokens; one takes some 45 ms
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What targets may load adapters from."""
+    """Folder that targets may load adapters from."""
     folder = tmp_path_factory.mktemp("adapters")
     write_adapter(folder / "one", 1)
     write_adapter(folder / "two", 2, rank=4)
@@ -170,7 +170,7 @@ def test_speculation_and_company_change_nothing(
 
 
 def test_what_the_merged_model_answers(lora_cases: list[Case], alone: list[list[int]], runners) -> None:
-    """By our own engine: token for token, the choice of each position from the prefix alone."""
+    """Compares with our own engine, token for token: the choice at each position, from the prefix alone."""
     num_near_ties = 0
     for number, case in enumerate(lora_cases):
         fields = dict(case.fields)
@@ -230,7 +230,7 @@ def test_hot_loading(
     assert cli.main(["adapter", "list", "--admin", admin_address]) == 0
     assert "third" in capsys.readouterr().out
     plain = answer(client, body | {"num_speculative_tokens": 0})
-    # All three at once, of which vLLM takes two in a step.
+    # All three run at once, and vLLM takes two adapters in a step.
     bodies = [body | {"model": model} for _ in range(length(2, 4)) for model in ("third", *MODELS)]
     with ThreadPoolExecutor(len(bodies)) as threads:
         answers = list(threads.map(lambda body: answer(client, body), bodies))
@@ -306,7 +306,7 @@ def test_what_is_refused_changes_nothing(
 
 
 def test_there_is_room_for_some(folder: Path, client: httpx.Client, admin: httpx.Client) -> None:
-    """As many as vLLM keeps in memory: one more would be read anew, from the disk, whenever it is its turn."""
+    """The limit is what vLLM keeps in memory: one adapter more would be read from disk again whenever it is used."""
     for number in range(4):
         done = admin.post("/admin/adapters", json={"name": f"more-{number}", "path": "later/three"})
         assert done.status_code == 200, done.text

@@ -1,4 +1,4 @@
-"""What vLLM's engine core does, step by step, comes up to the worker's process and out to who looks on."""
+"""Tests that news of each step of vLLM's engine core reaches the worker's process and its observers."""
 
 from __future__ import annotations
 

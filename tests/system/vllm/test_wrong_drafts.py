@@ -57,7 +57,7 @@ def test_nothing_is_left_after_many_mixed_requests_of_which_some_are_cancelled(p
     wanted = [(rng.random() < 0.4, rng.randrange(1, 40), rng.choice((0, 3, 8, "auto"))) for _ in range(NUM_MIXED)]
 
     def ask(is_left: bool, max_tokens: int, k: int | str) -> bool:
-        """Whether it was answered."""
+        """Sends a request. Returns whether it was answered to the end."""
         prompt = [300 + max_tokens] * (1 + 7 * max_tokens)
         body = {"prompt": prompt, "max_tokens": max_tokens, "num_speculative_tokens": k, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:

@@ -101,7 +101,7 @@ def test_rounds(pair: Pair) -> None:
 
 
 def test_at_the_longest_sequence(pair: Pair) -> None:
-    """It ends there, beside one that goes on."""
+    """A sequence ends at the longest length, while another in the batch goes on."""
     pair.open([3] * 45, PARAMS[1], 8, 1)
     pair.open([4] * 3, PARAMS[1], 8, 2)
     assert [len(tokens) for tokens in pair.draft()] == [3, 8]

@@ -61,14 +61,14 @@ class Cache:
 
 
 def queries(num_rows: int, num_heads: int, cache: Cache) -> torch.Tensor:
-    """Of rows that have their keys and values behind them, as in the engine."""
+    """Returns queries of rows that also hold their keys and values, as in the engine."""
     generator = torch.Generator().manual_seed(num_rows)
     fused = torch.randn(num_rows, num_heads + 3, cache.head_dim, generator=generator)
     return fused.to(cache.dtype)[:, :num_heads]
 
 
 def expected(query: torch.Tensor, cache: Cache, segments: Sequence[Segment], span: int) -> torch.Tensor:
-    """By definition, in float64: [num_rows, num_heads, head_dim]."""
+    """Computes attention by its definition, in float64: [num_rows, num_heads, head_dim]."""
     group = query.shape[1] // cache.num_kv_heads
     attended, row = [], 0
     for segment in segments:

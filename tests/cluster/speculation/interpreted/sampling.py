@@ -188,7 +188,7 @@ def test_positions_and_keys_of_all_sizes() -> None:
 
 
 def test_the_parts_of_a_table_lie_where_one_compilation_serves() -> None:
-    """Triton compiles anew for pointers that are not multiples of 16 bytes, in a timed step."""
+    """Triton would compile again, in a timed step, for pointers that are not multiples of 16 bytes."""
     params = SamplingParams(repetition_penalty=1.1, logit_bias=((1, 2.0),))
     for num_rows in (1, 2, 3):
         requests = [SampleRequest(params, NoiseKey(1, 2), [3, 4], 1) for _ in range(num_rows)]

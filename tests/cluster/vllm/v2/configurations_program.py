@@ -1,6 +1,7 @@
-"""What vLLM makes of configurations, with the plugin in the process; one line of JSON for each line of JSON.
+"""Prints what vLLM makes of configurations, with the plugin in the process.
 
-A line has engine arguments and, under `runner`, the value of VLLM_USE_V2_MODEL_RUNNER.
+It writes one line of JSON for each line of JSON that it reads. A line has engine arguments and, under `runner`, the
+value of VLLM_USE_V2_MODEL_RUNNER.
 """
 
 from __future__ import annotations

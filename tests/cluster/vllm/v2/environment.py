@@ -1,4 +1,4 @@
-"""What a process needs to run vLLM's V2 runner here, with the plugin: see `tests/vllm_interpreter`."""
+"""Environment for processes that run vLLM's V2 runner here, with the plugin: see `tests/vllm_interpreter`."""
 
 from __future__ import annotations
 

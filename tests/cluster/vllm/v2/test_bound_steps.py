@@ -35,7 +35,7 @@ ENGINE = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the program says of each way to draft."""
+    """Output of the program for each way to draft."""
     lengths = (1, 31, 33, 60)
     cases = [
         {"prompt": prompt[: lengths[index % len(lengths)]], "fields": SAMPLING[index % len(SAMPLING)]}

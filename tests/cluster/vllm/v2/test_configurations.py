@@ -1,4 +1,4 @@
-"""What the plugin makes of vLLM's configuration: nothing at all where it is not asked for."""
+"""Tests of the plugin's changes to vLLM's configuration, including that it makes none unless it is enabled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By the name of the configuration; all in one process, as vLLM takes seconds to import."""
+    """Answers by the name of the configuration. One process gives all, as vLLM takes seconds to import."""
     asked = [case[0] for case in [*MADE.values(), *REFUSED.values()]]
     model = {"model": str(resolve_model_folder("outrider-target-12m")), "max_model_len": 128}
     lines = []

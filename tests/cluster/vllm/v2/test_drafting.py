@@ -1,4 +1,4 @@
-"""What the plugin's speculator tells of its requests, and what it is told to verify; no vLLM in it."""
+"""Tests of the plugin's rounds: the messages about requests, and the drafts to verify. They run without vLLM."""
 
 from __future__ import annotations
 

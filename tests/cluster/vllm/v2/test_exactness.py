@@ -66,7 +66,7 @@ def cases(tokenizer: Tokenizer) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def constrained(cases: list[Case]) -> list[Case]:
-    """What only vLLM does, all of it before the coupled choice."""
+    """Cases with features that only vLLM applies, all of them before the coupled choice."""
     return [
         Case(cases[1].prompt, 3, 20, {"temperature": 1.0, "regex": "[a-z]{5,12} = [0-9]{4,9};"}),
         Case(cases[2].prompt, 4, 16, {"temperature": 0.7, "min_tokens": 16, "bad_words": ["self", " the"]}),

@@ -1,4 +1,4 @@
-"""What Serve is told of each pool, and what is refused before anything starts."""
+"""Tests of the deployment options of each pool, and of the settings that are refused before anything starts."""
 
 from __future__ import annotations
 

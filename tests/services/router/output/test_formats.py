@@ -1,4 +1,4 @@
-"""What models write, in every format, and what it is read as: the same in whatever pieces it comes."""
+"""Tests that model output in every format is read correctly, in whatever pieces it comes."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def reader_of(name: str, **settings: Any) -> Reader:
 
 
 def read(reader: Reader, pieces: list[str]) -> list[Said]:
-    """What is said of the answer that comes in `pieces`, with neighbours of one kind joined."""
+    """Returns the parts of an answer that comes in `pieces`, with neighbours of one kind joined."""
     started = reader.start()
     joined: list[Said] = []
     for index, piece in enumerate(pieces):

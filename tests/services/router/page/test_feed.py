@@ -1,4 +1,4 @@
-"""Whoever watches is told of every step, and of nothing else; while nobody does, nothing is kept."""
+"""Tests that viewers get an event for every step and no others, and that nothing is kept without viewers."""
 
 from __future__ import annotations
 
