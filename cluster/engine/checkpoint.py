@@ -59,7 +59,7 @@ class TensorReader:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Which file holds each tensor."""
+    """Returns the file that holds each tensor, by the tensor's name."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -18,7 +18,7 @@ _BLOCK = 32  # inputs, and outputs, of a block, as in blocks.h
 
 
 class Format(enum.IntEnum):
-    """As in kernels.h."""
+    """Format of packed weights, numbered as in kernels.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1

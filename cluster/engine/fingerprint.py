@@ -34,9 +34,9 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def architecture_fingerprint(folder: Path) -> str:
-    """Hexadecimal SHA-256 over what `config.json` says of the model. Raises ConfigurationError.
+    """Hexadecimal SHA-256 over the model's fields in `config.json`. Raises ConfigurationError.
 
-    Over the file and not over what is made of it, which has other fields in another version of this program.
+    It covers the file and not the parsed configuration, whose fields differ between versions of this program.
     """
     file = folder / "config.json"
     try:

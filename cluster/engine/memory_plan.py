@@ -65,7 +65,7 @@ SELF_DRAFTERS = ("self-int4", "layer-skip")
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """As much of a model as its memory depends on."""
+    """The sizes of a model that determine its memory."""
 
     name: str
     num_parameters: int

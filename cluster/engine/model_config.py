@@ -52,11 +52,11 @@ class ModelConfig:
         return wanted or self.max_position_embeddings
 
     def attention_span(self, layer: int) -> int:
-        """How many positions a row of `layer` attends to at most, itself included."""
+        """Returns the most positions that a row of `layer` attends to, including its own."""
         return self.sliding_windows[layer] if self.sliding_windows else self.max_position_embeddings
 
     def with_layers(self, layers: Sequence[int]) -> ModelConfig:
-        """The same model with only these of its layers."""
+        """Returns the same model with only `layers`."""
         windows = tuple(self.sliding_windows[layer] for layer in layers) if self.sliding_windows else ()
         return replace(self, num_layers=len(layers), sliding_windows=windows)
 
@@ -127,7 +127,7 @@ def _window_by_layer(values: Values, layer: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How an architecture differs from Llama."""
+    """Differences of an architecture from Llama."""
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False

@@ -13,7 +13,7 @@ from cluster.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the projections of the layers are kept. Embedding, head and norms stay as they are."""
+    """Quantization of the layers' projections. Embedding, head and norms stay as they are."""
 
     bits: Literal[8, 4]
     group_size: int | None  # inputs that share a scale; None: all inputs of an output

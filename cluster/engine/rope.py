@@ -56,7 +56,7 @@ def _yarn(periods: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Te
     head_dim = 2 * len(periods)
 
     def index_that_turns(times: float) -> float:
-        """Which frequency, counted in dimensions, turns `times` times in the original context."""
+        """Returns the frequency, counted in dimensions, that turns `times` times in the original context."""
         turned = scaling.original_max_position_embeddings / (times * 2 * math.pi)
         return head_dim * math.log(turned) / (2 * math.log(theta))
 

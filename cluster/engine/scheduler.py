@@ -42,7 +42,7 @@ class ScheduledSequence(Generic[SequenceT]):
 
     @property
     def num_scored(self) -> int:
-        """Leading rows of its logits that tell of prompt tokens and not of a choice."""
+        """Number of leading rows of logits that score prompt tokens instead of yielding a choice."""
         first_row = self._first_scored_row
         if first_row is None:
             return 0
@@ -53,7 +53,7 @@ class ScheduledSequence(Generic[SequenceT]):
     def num_logits(self) -> int:
         """Rows of the step that yield logits: its last ones.
 
-        The first `num_scored` of them tell of the prompt, the last `num_choices` of what comes after it.
+        The first `num_scored` of them score the prompt. The last `num_choices` yield the tokens after it.
         """
         first_row = self._first_scored_row
         if first_row is None or not self.num_scored:

@@ -33,7 +33,7 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """In the order in which they run."""
+        """The projections in the order in which they run."""
         return self.qkv, self.output, self.gate_up, self.down
 
 

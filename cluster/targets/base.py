@@ -179,7 +179,7 @@ class Target(ABC):
 
     @property
     def timeline(self) -> Timeline | None:
-        """Its last steps and the answers of its drafters; None: it does not tell single ones. Any thread."""
+        """Last steps and answers of the drafters. None if the engine does not report single steps. Thread-safe."""
         return None
 
     @abstractmethod

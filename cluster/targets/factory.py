@@ -146,7 +146,7 @@ def _pool(config: Config, fingerprint: str) -> DraftPool:
 
 
 def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
-    """With a copy of the draft, as its worker loads it; None where nothing is drafted."""
+    """Returns a sampler with a copy of the draft, loaded as its worker does. Returns None without speculation."""
     if config.speculation.num_speculative_tokens == 0:
         return None
     draft = load_draft_model(config)
@@ -170,7 +170,7 @@ def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target
 
 
 def _simulated(config: Config, fingerprint: str, progress: Progress | None) -> Target:
-    """With as many KV blocks as the model would have in bfloat16. No weights are read."""
+    """Returns a simulated target with the KV blocks that the model would have in bfloat16. Reads no weights."""
     target = config.target
     model = ModelConfig.from_folder(resolve_model_folder(target.model))
     pool: LinkPool

@@ -77,10 +77,10 @@ def without_run_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
 
 
 class InProcessPool(LinkPool):
-    """A pool of one, which is up from the start.
+    """Pool of one drafter, which is up from the start.
 
-    `model` names what it drafts with, `num_threads` says with how many threads it computes (None: as many as the
-    target). Without a thread of its own it drafts in turn, and `speculation` must not let it run ahead.
+    `model` is the name of the draft. The drafter computes with `num_threads` threads (None: as the target does).
+    Without a thread of its own it drafts in turn with the target, and `speculation` must not let it run ahead.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class _VerifiedChain:
     cache: _Cache
 
     def sample_request(self, num_rows: int) -> SampleRequest:
-        """For the first rows: after the last committed token and the first `num_rows - 1` drafts."""
+        """Returns the request for the rows after the last committed token and the first `num_rows - 1` drafts."""
         return SampleRequest(
             params=self.generation.request.params,
             noise_key=self.generation.request.noise_key,

@@ -1,4 +1,4 @@
-"""Which log-probabilities a step owes its requests: collected while it is committed, worked out all at once."""
+"""Log-probabilities that a step owes its requests, collected while it is committed and computed all at once."""
 
 from __future__ import annotations
 

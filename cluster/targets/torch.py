@@ -114,7 +114,10 @@ def _of_choices(logits: torch.Tensor, step: Sequence[Scheduled]) -> torch.Tensor
 
 
 def _sample_requests(scheduled: Scheduled, counts: TokenCounts | None) -> Iterable[SampleRequest]:
-    """For the rows of `scheduled`: one request for a chain, one for each row of a tree; `counts` of its tokens."""
+    """Yields sample requests for the rows of `scheduled`: one for a chain, one for each row of a tree.
+
+    `counts` are the counts of its tokens.
+    """
     generation = scheduled.sequence
     allowed = None if generation.constraint is None else generation.constraint.masks(scheduled.drafts)
 

@@ -101,7 +101,7 @@ def _processor(device: torch.device) -> str:
 
 
 def _cpu_flags(cpuinfo: Path) -> set[str]:
-    """Those of the first processor; none where the system doesn't tell."""
+    """Returns the flags of the first processor; empty if the system does not report them."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -92,7 +92,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return len(self._submitted)
 
     def drafts_in_flight(self, request: Request) -> Sequence[int]:
-        """Those of `request` in the step that was submitted last, once they have come."""
+        """Returns the drafts of `request` in the step that was submitted last; empty before they have come."""
         return self._submitted[-1].drafts.get(request.request_id, ())
 
     def shutdown(self) -> None:

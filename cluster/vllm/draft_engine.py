@@ -98,7 +98,7 @@ class DraftEngine:
 
 
 class _Named:
-    """Rounds without drafts: who takes part in a step, and what came of it."""
+    """Rounds without drafts, which select the requests of a step and keep its tokens."""
 
     def __init__(self) -> None:
         self.request_ids: frozenset[str] = frozenset()

@@ -153,7 +153,7 @@ def _binding(cpus: Sequence[str], num_ranks: int) -> str:
 
 
 def recommended_libraries() -> list[str]:
-    """Those that vLLM's CPU build is faster with, as far as they are here."""
+    """Returns the installed libraries that make vLLM's CPU build faster."""
     found = [str(path) for path in (Path(sys.prefix) / "lib" / "libiomp5.so",) if path.is_file()]
     allocator = ctypes.util.find_library("tcmalloc_minimal")
     return found + ([allocator] if allocator else [])

@@ -58,7 +58,7 @@ class LoraLimits:
 
 
 def listed_ranks(target: TargetConfig) -> Sequence[int]:
-    """Those of the configuration's adapters. Raises ConfigurationError naming one that cannot be read."""
+    """Returns the ranks of the configured adapters. Raises ConfigurationError if one cannot be read."""
     ranks = []
     for name, folder in target.lora.items():
         try:

@@ -1,8 +1,8 @@
 """Coupled sampling inside vLLM's V1 runner: our sampler and verifier take the place of its own, on every rank.
 
-A worker is made with `worker_extension_cls=EXTENSION`, and told to `install_coupled_sampling` once it is constructed.
-What a row's distribution is, and its noise, comes from the request's `Coupling`; vLLM's own parameters are neutral.
-Logits come raw; what a token may not be is masked here. Each rank computes the same choices.
+A worker is made with `worker_extension_cls=EXTENSION`; `install_coupled_sampling` is called once it is constructed. The
+request's `Coupling` determines a row's distribution and its noise; vLLM's own parameters are neutral. Logits come raw,
+and forbidden tokens are masked here. Each rank computes the same choices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class CoupledWorker(LoraWorker):
                 runner.effective_drafter_max_model_len = _NO_LIMIT
 
     def install_bound_steps(self) -> None:
-        """On the V2 runner, where a logits processor couples the sampling. Called once, before the first request."""
+        """Installs bound steps on the V2 runner, where a logits processor couples the sampling.
+
+        Called once, before the first request.
+        """
         from cluster.vllm.bound_steps import BoundSteps
 
         BoundSteps(self.model_runner)

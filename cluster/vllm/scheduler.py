@@ -62,7 +62,7 @@ class EngineStep:
 
 
 class Rounds(Protocol):
-    """Who runs the rounds; called from the engine core's thread, and must not raise."""
+    """Interface of the rounds. Methods are called from the engine core's thread and must not raise."""
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int] | None:
         """The most drafts that the next step verifies of each of `decoding`, by request ID. None: no rounds."""
@@ -201,7 +201,7 @@ class RoundScheduler(Scheduler):
         return [new for new in output.scheduled_new_reqs if not self.requests[new.req_id].num_preemptions]
 
     def _step_began_at(self) -> float:
-        """When the step whose output has come began to run."""
+        """Returns the time at which the step whose output has come began to run."""
         return self._scheduled_at
 
     def _drafts_of(self, scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
@@ -249,9 +249,10 @@ class RoundScheduler(Scheduler):
 
     @contextmanager
     def _prompts_in_turn(self, held_back: set[str]) -> Iterator[set[str]]:
-        """In it vLLM gives prompts what `pace` allows and `share` says; yields the requests to leave out of the step.
+        """Limits vLLM's prompt tokens to those that `pace` allows and `share` divides, within the context.
 
-        vLLM serves its running requests in order, and has one limit for all of them: those with no share are left out.
+        Yields the requests to leave out of the step. vLLM serves its running requests in order and has one limit for
+        all of them, so those without a share are left out.
         """
         budget, threshold = self.max_num_scheduled_tokens, self.scheduler_config.long_prefill_token_threshold
         prompts = [request for request in self.running if request.is_prefill_chunk]

@@ -148,7 +148,7 @@ class SourceTree:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of `body`, and of its branches."""
+    """Yields the statements of `body` and of its branches."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.If):

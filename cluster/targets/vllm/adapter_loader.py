@@ -49,7 +49,7 @@ class AdapterLoader:
             return adapter.fingerprint
 
     async def unload(self, name: str) -> int:
-        """How many requests still run with it. Raises NotFoundError."""
+        """Withdraws the adapter. Returns how many requests still run with it. Raises NotFoundError."""
         async with self._changing:
             num_running, unused = self._adapters.unpublish(name)
             if unused is not None:

@@ -290,7 +290,7 @@ class VllmTarget(Target):
 
     @property
     def timeline(self) -> Timeline | None:
-        """Where vLLM drafts by itself, or nobody does, there are no rounds that it could tell of."""
+        """Timeline of the rounds. None without draft workers, as there are no rounds then."""
         return self._timeline if self._config.has_draft_workers else None
 
     def readings(self) -> Iterable[Reading]:
@@ -444,7 +444,7 @@ def _check_v2(config: Config) -> None:
 
 
 def _own_params(request: GenerationRequest) -> dict[str, Any]:
-    """For `acceptance: engine`, as vLLM calls them."""
+    """Returns the sampling parameters for `acceptance: engine`, with vLLM's names."""
     params = request.params
     return {
         "temperature": params.temperature,

@@ -53,7 +53,7 @@ class RemoteDrafting:
         self._running[request_id] = _Running(sequence, own)
 
     def opened(self) -> None:
-        """Tells the draft workers of those that were added; which of them are up may have changed meanwhile."""
+        """Opens the added requests at draft workers. It also handles workers that went up or down meanwhile."""
         self._coordinator.begin((), self._joining())
 
     def remove(self, request_id: str) -> None:

@@ -105,7 +105,7 @@ def _get_child_info(original: Callable[..., Any], parent: Any, index: int) -> An
 
 
 def couple(params: Any, seed: int, max_speculative_tokens: int) -> tuple[SamplingParams, int | None]:
-    """How vLLM's `params` shape the distribution, and the k that they ask for. Raises VLLMValidationError."""
+    """Returns the sampling parameters in vLLM's `params`, and the requested k. Raises VLLMValidationError."""
     if seed not in _INT64:
         raise VLLMValidationError(f"seed {seed} is not a signed 64-bit number", parameter="seed", value=seed)
     k = (params.extra_args or {}).get(_K)
@@ -126,6 +126,9 @@ def couple(params: Any, seed: int, max_speculative_tokens: int) -> tuple[Samplin
 
 
 def make_greedy(params: Any, coupling: Coupling) -> None:
-    """For vLLM's engine; `coupling` says how it is drawn. What others share with `params` stays as it is."""
+    """Makes `params` greedy for vLLM's engine, with `coupling` in its extra arguments.
+
+    Objects that are shared with other parameters are not changed.
+    """
     params.temperature, params.top_k, params.top_p, params.min_p = 0.0, 0, 1.0, 0.0
     params.extra_args = (params.extra_args or {}) | coupling.to_extra_args()

@@ -77,6 +77,6 @@ class PluginSettings(BaseModel):
 
 
 def _speculation(given: Mapping[str, Any]) -> SpeculationConfig:
-    """With the defaults that vLLM leaves possible in place of a cluster's."""
+    """Returns the speculation settings, with defaults that work inside vLLM instead of a cluster's."""
     k = given.get("num_speculative_tokens", SpeculationConfig().num_speculative_tokens)
     return SpeculationConfig.model_validate({"controller": "fixed", "max_speculative_tokens": k, **given})

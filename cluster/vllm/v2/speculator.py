@@ -1,8 +1,8 @@
-"""A speculator of vLLM's V2 runner whose drafts come from our draft workers.
+"""Speculator of vLLM's V2 runner whose drafts come from our draft workers.
 
-vLLM is told of method `ngram_gpu`, whose speculator this takes the place of. Every step verifies k drafts of every
-sequence, as with all of vLLM's speculators; where there are fewer, the last token fills the row up, which is as wrong
-as any. Only the first rank of a tensor-parallel group has links; the others get its drafts by a broadcast.
+vLLM is configured with the method `ngram_gpu`, whose speculator this one replaces. Every step verifies k drafts of each
+sequence, as with all of vLLM's speculators. A row with fewer drafts is padded with the last token, which is as wrong as
+any. Only the first rank of a tensor-parallel group has links; the others get its drafts by a broadcast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cluster.vllm.v2.settings import PluginSettings
 
 
 def make_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> BaseSpeculator:
-    """In the place of vLLM's `init_speculator`. Raises ConfigurationError."""
+    """Returns the speculator, in place of vLLM's `init_speculator`. Raises ConfigurationError."""
     compatibility.check(compatibility.V2_WORKER)
     _log_as_vllm_does()
     settings = PluginSettings.of(vllm_config.additional_config)
