@@ -106,7 +106,7 @@ class Case:
 
 @dataclass(slots=True)
 class Client:
-    """One request of it."""
+    """Measurements of one request of a client."""
 
     num_tokens: int
     asked_at: float
@@ -364,7 +364,10 @@ def capacity_table(capacities: Sequence[Capacity]) -> str:
 
 
 def crossings(capacities: Sequence[Capacity]) -> list[str]:
-    """For each limit, up to which round trip a pool serves as many for the money as the two without one."""
+    """Describes for each limit up to which round trip a pool serves more clients at equal dollars.
+
+    A pool is compared with no speculation and with the draft on the target's GPUs.
+    """
     lines = []
     for limit in dict.fromkeys(one.limit for one in capacities):
         own = {one.case: one.at_equal_dollars for one in capacities if one.limit == limit}

@@ -71,7 +71,7 @@ def _num_layers(folder: Path) -> int:
 
 
 def _slow_draft(pair: Path, folder: Path, intermediate_size: int) -> Path:
-    """The same function as the pair's draft, in a larger model."""
+    """Writes a larger model to `folder` that computes the same function as the pair's draft."""
     draft = pair / "draft"
     widen_model(draft, folder, Widening(ModelConfig.from_folder(draft), 4, intermediate_size))
     return folder

@@ -56,10 +56,10 @@ class Tally:
 
 
 class Clients:
-    """One for each of `questions`: asks it again and again until told to stop, of its own router first.
+    """Clients, one for each of `questions`, which repeat it until `stop`, each at a router of its own first.
 
-    With `may_change_router` a router that fails or falls silent is left for the next, which is asked the same with the
-    same seed; without, that is a failure.
+    With `may_change_router`, a client of a router that fails or falls silent repeats the request at the next router
+    with the same seed. Without it, this is a failure.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Clients:
         self._stopping = False
 
     async def run(self) -> None:
-        """Until `stop`, and then to the end of what was asked."""
+        """Sends requests until `stop`, and then waits for the answers that are still running."""
         await asyncio.gather(*(self._ask_on(index) for index in range(len(self._questions))))
 
     def stop(self) -> None:

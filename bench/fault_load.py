@@ -1,4 +1,4 @@
-"""Something that happens under load, and what the streams saw of it."""
+"""Load around a fault, and measurements of the streams during it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Answers = dict[int, list[int]]  # by question
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault, and what came of it."""
+    """Results of one fault."""
 
     fault: str
     victim: str

@@ -1,8 +1,8 @@
-"""Where the programs of a fault run are, and how one is cut off from the others.
+"""Networks of a fault run, which place its programs and cut one off from the others.
 
-With the right to make network namespaces every program has one of its own, joined by a bridge: cutting takes the link
-down, so that nothing comes back, not even a reset. Without it all are on loopback behind proxies that can be stopped:
-connections stay, and nothing passes.
+With the right to create network namespaces, every program has one of its own, joined by a bridge. Cutting takes the
+link down, so that nothing comes back, not even a reset. Without that right all programs are on loopback behind proxies
+that can be stopped: connections stay, and nothing passes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Network(Protocol):
     what: str
 
     def place(self, name: str) -> Place:
-        """Where a new program goes."""
+        """Returns the place of a new program."""
 
     def cut(self, place: Place) -> None:
-        """Nothing passes to and from it any more."""
+        """Cuts `place` off: nothing passes to or from it any more."""
 
     def heal(self, place: Place) -> None: ...
 

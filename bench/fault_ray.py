@@ -111,7 +111,7 @@ class RayNodes:
         self._cluster.remove_node(self._nodes.pop(host), allow_graceful=False)
 
     def drain(self, host: str) -> None:
-        """As before a spot machine is taken away."""
+        """Drains a node, as happens before a spot machine is taken away."""
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
             *("--address", self._cluster.address, "--node-id", self._nodes[host].node_id),
@@ -213,14 +213,14 @@ class RayFaultCluster:
         self.application.update(self.config)
 
     def roll(self, *overrides: str) -> int:
-        """As `update`, and waits until every replica has been replaced; returns how many were."""
+        """Calls `update`, and waits until every replica has been replaced. Returns how many were."""
         members = [member for pool in POOLS for member in self.members(pool)]
         self.update(*overrides)
         self.wait_replaced(*members)
         return len(members)
 
     def lose_registry(self) -> None:
-        """And waits until another has settled that knows all workers."""
+        """Ends the registry, and waits until another one has settled and knows all workers."""
         before = [self.members(pool) for pool in POOLS]
         end_registry(self.application.name)
         deadline = time.monotonic() + READY_SECONDS
@@ -229,7 +229,7 @@ class RayFaultCluster:
         time.sleep(self.config.placement.settling_seconds)
 
     def wait_replaced(self, *gone: Announcement) -> None:
-        """Until others have the places of `gone`, and all know each other."""
+        """Waits until others have replaced `gone`, and all know each other."""
         deadline = time.monotonic() + READY_SECONDS
         replicas = {member.replica for member in gone}
         while any(member.replica in replicas for pool in POOLS for member in self.members(pool)):

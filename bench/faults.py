@@ -1,12 +1,12 @@
-"""Programs that are killed, frozen, cut off, slowed down, drained and restarted under load: `python -m bench.faults`.
+"""Kills, freezes, cuts off, slows down, drains and restarts programs under load: `python -m bench.faults`.
 
-Two routers, two targets and two drafts, started one by one. Streams ask the same questions all the time; what they are
-told is compared, token for token, with a run without a fault. The longest pause is the longest that any stream waited
-for its first or next tokens, detection and recomputation included. A client of a router that fails asks the other one
-with the same seed, which is counted apart.
+Two routers, two targets and two drafts are started one by one. Streams ask the same questions all the time. Their
+answers are compared, token for token, with a run without a fault. The longest pause is the longest time that any stream
+waited for its first or next tokens, including detection and recomputation. A client of a router that fails repeats its
+request at the other one with the same seed; such requests are counted separately.
 
-`--launcher ray`: the same on a Ray cluster of several nodes on this machine, with faults of that: lost and drained
-nodes, drafts scaled up and down, a rolling update. What was lost is not started again: that is for Ray to do.
+`--launcher ray` does the same on a Ray cluster of several nodes on this machine, with Ray's faults: lost and drained
+nodes, drafts scaled up and down, a rolling update. The bench does not restart lost programs, because Ray has to.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """In seconds."""
+    """Durations of a fault's phases, in seconds."""
 
     lead: float = 1.5  # before a fault, and after it
     lost: float = 8.0  # a program is frozen, or cut off

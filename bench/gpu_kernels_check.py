@@ -152,7 +152,7 @@ def check_steps(device: torch.device) -> list[Row]:
 
 
 def check_bursts(device: torch.device) -> list[Row]:
-    """The same drafts by bursts and step by step, and the time of a round of 5."""
+    """Checks that bursts make the same drafts as single steps, and times a round of 5."""
     folder = resolve_model_folder(Config().draft_model)
     limits = StepLimits(MAX_CONTEXT, 16, 512)
     drafted, figures = [], {}

@@ -54,7 +54,7 @@ class Row:
 
 
 def not_listed(check: str, rows: Sequence[Row]) -> Row | None:
-    """A row that has not held, if those of `check` are not the ones that `ROWS` has of it."""
+    """Returns a failed row if the rows of `check` are not those in `ROWS`, else None."""
     found = tuple(row.check for row in rows)
     if found == ROWS[check]:
         return None

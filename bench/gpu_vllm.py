@@ -196,7 +196,7 @@ def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespa
 
 
 def _exactness(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """How many tokens differ from those without drafts, of the bundled pair with its draft on the CPU."""
+    """Counts tokens that differ from those without drafts, for the bundled pair with its draft on the CPU."""
     environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(arguments.runner == "V2")), "TRITON_F32_DEFAULT": "ieee"}
     prompts = held_out_prompts(_EXACT_PROMPTS, seed=1)
     found = []
@@ -239,7 +239,7 @@ def _exact_config(kind: str, arguments: argparse.Namespace) -> Config:
 
 
 def _wait(servers: Sequence[Server]) -> list[Server]:
-    """Those that came up."""
+    """Waits for `servers`, and returns those that came up."""
     started_at = time.monotonic()
     waiting, up = list(servers), []
     while waiting and time.monotonic() < started_at + _READY_SECONDS:
@@ -289,7 +289,7 @@ def _counters(server: Server) -> dict[str, float]:
 
 
 def _tell(server: Server, streams: int, temperature: float, rate: float, before: Mapping[str, float]) -> None:
-    """Where the time of a cluster's steps went."""
+    """Prints how the time of a cluster's steps is divided."""
     grown = {name: value - before.get(name, 0.0) for name, value in _counters(server).items()}
     rounds = grown.get("vllm:spec_decode_num_drafts_total", 0.0)
     accepted = grown.get("vllm:spec_decode_num_accepted_tokens_total", 0.0)

@@ -93,7 +93,7 @@ class Load:
 
 
 def chunks(client: httpx.Client, prompt: Sequence[int], max_tokens: int) -> Iterator[float]:
-    """When each of the answer's chunks came."""
+    """Yields the time at which each of the answer's chunks came."""
     body = {"prompt": list(prompt), "max_tokens": max_tokens, "stream": True, "seed": 1, "logit_bias": _NO_END}
     with client.stream("POST", "/v1/completions", json=body) as answer:
         answer.raise_for_status()

@@ -62,7 +62,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """To a draft worker, and what a list says of its place."""
+    """Round trip to a draft worker, and the labels of its place."""
 
     round_trip_ms: float
     labels: str = ""

@@ -1,7 +1,7 @@
-"""The same load through the local launcher and through Ray: `python -m bench.ray_overhead`.
+"""Compares the local launcher with Ray under the same load: `python -m bench.ray_overhead`.
 
 Both clusters are up all the time, with the same settings, and answer in turn; an idle one computes nothing. Under Ray
-requests go to the router directly; then, by a third way, through Serve's own proxy.
+requests go to the router directly. A third variant sends them through Serve's own proxy.
 """
 
 from __future__ import annotations

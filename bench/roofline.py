@@ -102,7 +102,7 @@ def _read_again(roofline: Roofline, step: Step) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A step that was measured on a GPU, the bound of it, and what the planner expects. Milliseconds."""
+    """Step measured on a GPU, with its bound and the planner's prediction, in milliseconds."""
 
     model: str
     num_seqs: int

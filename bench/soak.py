@@ -139,7 +139,7 @@ def soak(cluster: FaultCluster, arguments: argparse.Namespace, *, has_metrics: b
 
 
 class _Leaving:
-    """A client that asks and leaves, before the answer, in the middle of it or while it waits."""
+    """Client that disconnects before the answer, in the middle of it or while it waits."""
 
     def __init__(self, urls: Sequence[str], seed: int) -> None:
         self.num_left = 0

@@ -1,8 +1,8 @@
-"""The whole cluster over HTTP, with speculation and without: `python -m bench.speedup`.
+"""Measures the speedup of a whole cluster over HTTP: `python -m bench.speedup`.
 
-Two clusters run side by side, one without speculation (every core for the target, no draft) and one with; only one
-of them works at a time. The second runs every depth in turn: what its controller chooses (auto), and each fixed k
-of `--depths`, which a request can ask for. All of it is repeated, so that a drift of the machine meets all alike.
+Two clusters are up, one without speculation (every core for the target, no draft) and one with it. Only one of them
+works at a time. The second runs every depth in turn: the k that its controller chooses (auto), and each fixed k of
+`--depths`, which a request can ask for. All of it is repeated, so that a drift of the machine affects all equally.
 
 A speedup is the median of the repeats' ratios to no speculation. The best fixed k is picked on every other repeat and
 judged on those between.
@@ -84,7 +84,7 @@ class Depth:
 
     @property
     def wait_ms(self) -> float:
-        """For proposals, a step."""
+        """Milliseconds that a step waits for proposals, on average."""
         return 1e3 * self.grown["outrider_proposal_wait_seconds_total"] / max(self.grown["outrider_steps_total"], 1.0)
 
 
@@ -175,7 +175,7 @@ def over_best(own: Depth, others: Sequence[Depth]) -> float | None:
 
 
 def without_speculation(config: Config) -> Config:
-    """The same cluster with k = 0: no draft, and every core for the target."""
+    """Returns the configuration of the same cluster with k = 0: no draft, and every core for the target."""
     return config.model_copy(
         update={"speculation": config.speculation.model_copy(update={"num_speculative_tokens": 0})}
     )

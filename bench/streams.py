@@ -180,7 +180,7 @@ class Cluster:
         return all(target["problem"] is None for target in targets)
 
     def stop(self) -> dict[str, list[float]]:
-        """When each request came to its target, and when each of its chunks was published."""
+        """Stops the cluster. Returns when each request came to its target and when its chunks were published."""
         end_all((self.router, *self.targets), END_TIMEOUT_SECONDS)
         stamps: dict[str, list[float]] = {}
         for file in self._stamp_files:

@@ -1,9 +1,9 @@
-"""Load and acceptance that change under way, with simulated engines: `python -m bench.trace`.
+"""Runs traces of changing load and acceptance, with simulated engines: `python -m bench.trace`.
 
-Two traces of three phases each: acceptance 0.9, 0.3, 0.9 at four streams, and 1, 64, 1 streams at acceptance 0.75.
-Each runs with k as the controller chooses it, and with an oracle: from the curves and the acceptance, which it is told,
-it works out the k of each phase that commits most, and its requests ask for that. Regret is the share of the oracle's
-tokens that the controller's run lacks. The plot shows k and goodput over time.
+Two traces have three phases each: acceptance 0.9, 0.3, 0.9 at four streams, and 1, 64, 1 streams at acceptance 0.75.
+Each runs with the controller's k and with an oracle. The oracle is given the curves and the acceptance. It computes the
+k of each phase that commits most, and its requests ask for that k. Regret is the share of the oracle's tokens that the
+controller's run lacks. The plot shows k and goodput over time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a step of Outrider on vLLM loses time: `python -m bench.vllm_ladder --model DIR`.
+"""Measures where a step of Outrider on vLLM loses time: `python -m bench.vllm_ladder --model DIR`.
 
 Each rung is a vLLM engine that adds one thing to the one before it: the runner, the kind of scheduling, room for
 drafts, our sampling, our scheduler, the coordinator, drafts that come after their step was submitted. All engines load
@@ -89,7 +89,7 @@ class FixedDrafts:
         """There is no drafter to notify."""
 
     def close(self, request: Request) -> None:
-        """Nothing is kept of it."""
+        """Does nothing: no state is kept by request."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -285,7 +285,7 @@ def _steps(
 
 
 def _gpu_idle_ms(engine: LLMEngine, rung: Rung, prompts: Sequence[Sequence[int]]) -> float:
-    """How long the GPU computes nothing in a step of one stream, on the average."""
+    """Returns the mean time that the GPU is idle in a step of one stream, in milliseconds."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
