@@ -60,7 +60,7 @@ def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
         yield last, block, False
 
 
-@pytest.mark.parametrize("folder", ["cluster", "services", "bench"])
+@pytest.mark.parametrize("folder", ["cluster", "services", "bench", "tests"])
 def test_docstrings_and_comments_are_plain(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {complaint}"

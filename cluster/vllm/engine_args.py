@@ -135,8 +135,7 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
         if worker.tensor_parallel_size == 1:
             wanted["OMP_NUM_THREADS"] = str(len(cpus))
             wanted["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{','.join(cpus)}]"
-            # KMP_TPAUSE is vLLM's value, with which threads can spin for 5 ms after a step. They must sleep after 1 ms,
-            # because the drafter of the next step needs their cores.
+            # As vLLM sets them. Threads must not spin for long after a step, because the drafter needs their cores.
             wanted["KMP_TPAUSE"] = "0"
             wanted["KMP_BLOCKTIME"] = "1"
         wanted["LD_PRELOAD"] = ":".join(recommended_libraries())
