@@ -13,6 +13,7 @@ from cluster.config import Config
 from cluster.config.file import load_config
 from cluster.config.workers import WorkerConfig
 from cluster.engine.loader import LoadedModel
+from cluster.engine.model import TorchModel
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.runner import kv_cache_budgets
 from cluster.errors import ConfigurationError
@@ -115,7 +116,7 @@ class TestMemory:
         def loaded(model: str, device: str) -> LoadedModel:
             config = ModelConfig.from_folder(resolve_model_folder(model))
             weights = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
-            return LoadedModel(config, cast(Any, weights), cast(Any, None))
+            return LoadedModel(config, cast(Any, weights), TorchModel)
 
         def settings(kv_cache_bytes: int | None) -> WorkerConfig:
             return WorkerConfig(model="any", kv_cache_bytes=kv_cache_bytes, memory_utilization=0.75)
