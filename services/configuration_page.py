@@ -37,7 +37,7 @@ this list wins:
    setting's name. The value is read as YAML: `OUTRIDER_ROUTER__PORT=8001`, `OUTRIDER_TARGET__CPUS=[0,1]`,
    `OUTRIDER_RAY__DRAFT__MAX_REPLICAS=8`;
 
-3. by an option, of which the later on the command line wins: `--SECTION.KEY VALUE`, which is the same as
+3. by an option, the last one on the command line: `--SECTION.KEY VALUE`, which is the same as
    `--set SECTION.KEY=VALUE`, the value read as YAML (`--target.cpus [0,1] --set speculation.controller=fixed`);
    `--log-level LEVEL` and `--log-format FORMAT`, which are `logging.level` and `logging.format`; and those of
    `outrider serve`, which stand for one or two settings:
