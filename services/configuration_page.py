@@ -18,7 +18,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "CONFIGURATION.md"
 _INTRODUCTION = """\
 # Configuration
 
-`make docs` writes this page from the declarations in `cluster/config*.py` and `services/cli.py`.
+`make docs` writes this page from the declarations in `cluster/config/` and `services/cli.py`.
 
 All programs read the same tree of settings, each in a section. A setting is given in one of these ways; the later in
 this list wins:
@@ -51,7 +51,7 @@ wrong with it, and which files and hosts it names that cannot be found. An unkno
 errors, in one line that names the key, or the variable; for an unknown key it offers the nearest known one. Variables
 with one underscore between words are no settings. There are some that say where a program is (`OUTRIDER_HOST`,
 `OUTRIDER_ZONE`, `OUTRIDER_REGION`; see `placement`), one that says which instructions a CPU's kernels use
-([`OUTRIDER_CPU_ISA`](OPERATING.md#kernels-for-cpus)), and keys that have no place in a file: `OUTRIDER_API_KEY`,
+([`OUTRIDER_CPU_ISA`](MODELS.md#kernels-for-cpus)), and keys that have no place in a file: `OUTRIDER_API_KEY`,
 which commands send, and `OUTRIDER_LAUNCHER_KEY_SHA256`, which a launcher sets ([keys](OPERATING.md#keys)). Example
 files are in [`configs/`](../configs).
 """

@@ -35,7 +35,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    page = (ROOT / "docs" / "OPERATING.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "MONITORING.md").read_text(encoding="utf-8")
     sources = [*(ROOT / "cluster").rglob("*.py"), *(ROOT / "services").rglob("*.py")]
     declared = re.compile(r'(?:Reading|counter|readings|Gauge|Counter|histogram)\(\s*"((?:outrider_|vllm:)\w+)"')
     names = {name for path in sources for name in declared.findall(path.read_text(encoding="utf-8"))}

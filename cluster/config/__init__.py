@@ -51,7 +51,7 @@ class Config(Section):
         TlsConfig(), description="Between the programs: certificates and a shared token (`docs/SECURITY.md`)."
     )
     tracing: TracingConfig = Field(
-        TracingConfig(), description="Spans of requests, by OpenTelemetry (`docs/OPERATING.md`)."
+        TracingConfig(), description="Spans of requests, by OpenTelemetry (`docs/MONITORING.md`)."
     )
     logging: LoggingConfig = Field(LoggingConfig(), description="The log of each program, on stderr.")
     simulation: SimulationConfig = Field(

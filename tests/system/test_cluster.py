@@ -128,7 +128,7 @@ BAD_BODIES: list[tuple[str, bytes, int]] = [
 
 
 def test_every_metric_on_a_page_is_explained(cluster: LocalCluster) -> None:
-    explained = (Path(__file__).parents[2] / "docs" / "OPERATING.md").read_text(encoding="utf-8")
+    explained = (Path(__file__).parents[2] / "docs" / "MONITORING.md").read_text(encoding="utf-8")
     pages = [f"{cluster.url}/metrics", *(worker.metrics_url for worker in (*cluster.targets, *cluster.drafts))]
     for url in pages:
         names = re.findall(r"^# TYPE (\S+)", httpx.get(url).text, re.MULTILINE)
