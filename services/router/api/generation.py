@@ -52,6 +52,8 @@ async def generate(
                 is_first = bool(reply.token_ids) and not writer.num_tokens
                 finish_reason = _FINISH_REASONS[reply.finish_reason]
                 piece = writer.write(reply.token_ids, finish_reason, reply.logprobs, reply.rounds)
+                if writer.echo:
+                    piece.text, writer.echo = writer.echo + piece.text, ""
                 if is_first:
                     place.begin()
                     piece.num_cached_tokens = min(reply.num_cached_tokens, len(request.prompt_token_ids))

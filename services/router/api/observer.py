@@ -112,7 +112,8 @@ class ChoiceObserver:
     def wrote(self, piece: Piece) -> None:
         """`piece` is about to be sent to the client."""
         answer = self._answer
-        answer.trace.note(self._request.choice_index, piece)
+        if self.span.is_recorded:
+            answer.trace.note(self._request.choice_index, piece)
         if piece.finish_reason is None:
             return
         answer.record.finish_reasons[piece.finish_reason] += 1

@@ -25,9 +25,7 @@ class AnswerTrace:
             self.span.set(_request_attributes(request, model, request_id, seed, num_prompt_tokens))
 
     def note(self, index: int, piece: Piece) -> None:
-        """The choice `index` has a new piece."""
-        if not self.span.is_recorded:
-            return
+        """The choice `index` has a new piece. To be called if the span is recorded."""
         self._num_tokens += len(piece.token_ids)
         if piece.token_ids and not self._has_tokens:
             self._has_tokens = True

@@ -36,7 +36,7 @@ class ChoiceWriter:
     def __init__(self, form: TextFormat, echo: str = "") -> None:
         """`echo`: the text that the first piece begins with."""
         self.num_tokens = 0
-        self._echo = echo
+        self.echo = echo
         self._form = form
         self._detokenizer = IncrementalDetokenizer(
             form.tokenizer, skip_special_tokens=form.skip_special_tokens, shown=form.shown_special_tokens
@@ -56,17 +56,6 @@ class ChoiceWriter:
 
         `finish_reason`: that of the choice if they are its last.
         """
-        piece = self._piece_of(token_ids, finish_reason, logprobs, rounds)
-        piece.text, self._echo = self._echo + piece.text, ""
-        return piece
-
-    def _piece_of(
-        self,
-        token_ids: Sequence[int],
-        finish_reason: str | None,
-        logprobs: TokenLogprobs | None,
-        rounds: Sequence[RoundCounts],
-    ) -> Piece:
         if self._form.has_no_tokens:
             self.num_tokens += len(token_ids)
             return Piece("", (), "length", logprobs=None if logprobs is None else logprobs.part(0, 0))
