@@ -34,7 +34,7 @@ MAX_NUM_SEQS = 256
 class _Link:
     """Keeps what was sent since the last time."""
 
-    address, model, expected_round_trip = "draft", "", None
+    address, model, expected_round_trip, is_one_pass = "draft", "", None, False
 
     def __init__(self) -> None:
         self._request = SpeculateRequest()
