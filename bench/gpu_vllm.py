@@ -1,9 +1,10 @@
 """Compares Outrider on vLLM with `vllm serve`, on one GPU: `python -m bench.gpu_vllm --pair DIR`.
 
-The servers are `vllm serve` alone, `vllm serve` with its own draft model, and a cluster of this project whose draft
-worker computes on the machine's CPU. The cluster runs at fixed k and at a k that it chooses. All servers are in the
-GPU's memory at once. Each measures a point before any goes on to the next, so that a drift of the machine affects all
-of them equally. Answers are not streamed. DIR has `target` and `draft`, as `bench.models` writes them.
+The servers are `vllm serve` alone, `vllm serve` with its own draft model, and clusters of this project: with the draft
+in the target's process, and with a draft worker that computes on the machine's CPU. A cluster runs at fixed k and at a
+k that it chooses. All servers are in the GPU's memory at once. Each measures a point before any goes on to the next, so
+that a drift of the machine affects all of them equally. Answers are not streamed. DIR has `target` and `draft`, as
+`bench.models` writes them.
 
 Before that, `--exact` compares answers of the bundled pair without drafts with those under speculation.
 """
@@ -52,6 +53,7 @@ class Server:
     child: Child
     url: str
     k: int | str | None = None  # what Outrider is asked for; None: of vLLM's own
+    where: str = ""  # its draft is: `in-process` or `remote`
     pages: Sequence[str] = ()  # of its workers' metrics
 
     def ask(self, prompts: Sequence[Sequence[int]], num_streams: int, temperature: float, num_tokens: int) -> float:
@@ -112,14 +114,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def table(document: Mapping[str, Any]) -> str:
     """A row for each number of streams and temperature; the median of the repeats."""
     cells = document["cells"]
-    ks = list(dict.fromkeys(str(cell["k"]) for cell in cells))
-    lines = ["| streams | T | vllm serve | its draft_model | " + " | ".join(f"k = {k}" for k in ks) + " |"]
-    lines.append("| --- " * (4 + len(ks)) + "|")
+    kinds = list(dict.fromkeys((cell["where"], str(cell["k"])) for cell in cells))
+    names = [f"{where} k = {k}".strip() for where, k in kinds]
+    lines = ["| streams | T | vllm serve | its draft_model | " + " | ".join(names) + " |"]
+    lines.append("| --- " * (4 + len(kinds)) + "|")
     for streams, temperature in dict.fromkeys((cell["streams"], cell["temperature"]) for cell in cells):
-        own = {str(c["k"]): c for c in cells if (c["streams"], c["temperature"]) == (streams, temperature)}
+        here = [cell for cell in cells if (cell["streams"], cell["temperature"]) == (streams, temperature)]
+        own = {(cell["where"], str(cell["k"])): cell for cell in here}
         first = next(iter(own.values()))
         serve, drafted = (_median(first[peer]) for peer in ("serve", "draft_model"))
-        row = [f"{_median(own[k]['tokens_per_second']):.0f} ({_ratio(own[k], 'serve'):.2f})" for k in ks]
+        row = [f"{_median(own[kind]['tokens_per_second']):.0f} ({_ratio(own[kind], 'serve'):.2f})" for kind in kinds]
         lines.append(f"| {streams} | {temperature:g} | {serve:.0f} | {drafted:.0f} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
@@ -139,8 +143,8 @@ def _servers(folder: Path, arguments: argparse.Namespace) -> list[Server]:
         k, way = name.split("-")
         own = {"method": "draft_model", "model": draft, "num_speculative_tokens": int(k), "draft_sample_method": way}
         made.append(_vllm(f"draft_model {name}", target, own, arguments))
-    outrider = _outrider(folder, target, draft, arguments)
-    made += [replace(outrider, name=f"outrider k={k}", k=k) for k in arguments.ks]
+    clusters = {where: _outrider(folder, target, draft, where, arguments) for where, _ in arguments.cells}
+    made += [replace(clusters[where], name=f"outrider {where} k={k}", k=k) for where, k in arguments.cells]
     return made
 
 
@@ -157,7 +161,7 @@ def _vllm(name: str, model: str, speculative: Mapping[str, Any] | None, argument
     return Server(name, vllm_server(name, options), f"http://127.0.0.1:{port}")
 
 
-def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespace) -> Server:
+def _outrider(folder: Path, target: str, draft: str, where: str, arguments: argparse.Namespace) -> Server:
     port, *page_ports = free_ports(3)
     shared = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS, "enable_prefix_caching": False}
     settings = {
@@ -173,30 +177,30 @@ def _outrider(folder: Path, target: str, draft: str, arguments: argparse.Namespa
             **{"kv_cache_bytes": _KV_CACHE_BYTES, "memory_utilization": _SHARED_MEMORY},
             **{"engine_args": arguments.engine_args, "metrics_port": page_ports[0]},
         },
-        "draft": {
-            **shared,
-            "model": draft,
-            "device": "cpu",
-            "threads": arguments.draft_threads,
-            "metrics_port": page_ports[1],
-        },
+        "draft": {**shared, "model": draft, "metrics_port": page_ports[1], **_placed(where)},
         "speculation": {"num_speculative_tokens": 4, "max_speculative_tokens": 8},
         "router": {"port": port, "served_model_name": "target"},
         "logging": {"level": "warning"},
     }
+    if where == "remote":
+        settings["draft"]["threads"] = arguments.draft_threads
     for path, value in (text.split("=", 1) for text in arguments.set):
         section, key = path.split(".")
         settings[section][key] = yaml.safe_load(value)
-    file = folder / "outrider.yaml"
+    file = folder / f"{where}.yaml"
     file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(arguments.runner == "V2"))}
-    child = Child("outrider", ["serve", "--config", str(file)], environment=environment)
-    pages = [f"http://127.0.0.1:{own}/metrics" for own in (port, *page_ports)]
-    return Server("outrider", child, f"http://127.0.0.1:{port}", pages=pages)
+    child = Child(f"outrider {where}", ["serve", "--config", str(file)], environment=environment)
+    pages = [f"http://127.0.0.1:{own}/metrics" for own in (port, *page_ports[: 1 + (where == "remote")])]
+    return Server("outrider", child, f"http://127.0.0.1:{port}", where=where, pages=pages)
+
+
+def _placed(where: str) -> dict[str, Any]:
+    return {"placement": "in-process"} if where == "in-process" else {"device": "cpu"}
 
 
 def _exactness(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Counts tokens that differ from those without drafts, for the bundled pair with its draft on the CPU."""
+    """Counts tokens that differ from those without drafts, for the bundled pair."""
     environment = {"VLLM_USE_V2_MODEL_RUNNER": str(int(arguments.runner == "V2")), "TRITON_F32_DEFAULT": "ieee"}
     prompts = held_out_prompts(_EXACT_PROMPTS, seed=1)
     found = []
@@ -204,11 +208,13 @@ def _exactness(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         before = dict(os.environ)
         os.environ.update(environment)
         clusters = {
-            kind: running.enter_context(LocalCluster(_exact_config(kind, arguments))) for kind in arguments.exact
+            (kind, where): running.enter_context(LocalCluster(_exact_config(kind, where, arguments)))
+            for kind in arguments.exact
+            for where in dict.fromkeys(where for where, _ in arguments.cells)
         }
         os.environ.clear()
         os.environ.update(before)
-        for kind, cluster in clusters.items():
+        for (kind, where), cluster in clusters.items():
             cluster.wait_ready(_READY_SECONDS)
             expected = answers(cluster.url, prompts, k=0, concurrency=8)
             others = {k: answers(cluster.url, prompts, k=k, concurrency=at_once) for k, at_once in ((4, 8), (7, 20))}
@@ -216,6 +222,7 @@ def _exactness(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             found.append(
                 {
                     "kind": kind,
+                    "where": where,
                     "num_tokens": sum(map(len, expected)),
                     "num_accepted_drafts": int(counters["vllm:spec_decode_num_accepted_tokens_total"]),
                     "num_different_tokens": {k: num_differing(expected, other)[0] for k, other in others.items()},
@@ -225,14 +232,15 @@ def _exactness(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
-def _exact_config(kind: str, arguments: argparse.Namespace) -> Config:
+def _exact_config(kind: str, where: str, arguments: argparse.Namespace) -> Config:
     dtype, _, numerics = kind.partition("-")
     engine_args = arguments.engine_args | ({"attention_backend": "TRITON_ATTN"} if numerics else {})
     settings = {
         **{"router.port": 0, "logging.level": "warning", "target.engine": "vllm", "target.device": "cuda"},
         **{"target.dtype": dtype, "target.numerics": numerics or "fast", "target.engine_args": json.dumps(engine_args)},
         **{"target.kv_cache_bytes": 2**28, "target.max_model_len": MAX_MODEL_LEN, "target.max_num_seqs": 32},
-        **{"target.max_num_batched_tokens": 2048, "target.memory_utilization": 0.02, "draft.device": "cpu"},
+        **{"target.max_num_batched_tokens": 2048, "target.memory_utilization": 0.02},
+        **{f"draft.{name}": value for name, value in _placed(where).items()},
         **{"draft.dtype": dtype, "speculation.max_speculative_tokens": 8, "speculation.draft_timeout_ms": 1000},
     }
     return load_config(None, [f"{key}={value}" for key, value in settings.items()])
@@ -323,7 +331,7 @@ def _document(
                 if server.k is None:
                     continue
                 own = rates[streams, temperature, server.name]
-                where = "" if server.k == 0 else "remote"
+                where = "" if server.k == 0 else server.where
                 serve = rates.get((streams, temperature, "serve"), [])
                 cells.append(Cell(arguments.pair_name, streams, temperature, server.k, where, own, serve, best))
     return {
@@ -345,7 +353,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 1.0])
     parser.add_argument(
-        "--ks", type=lambda text: [int(k) if k.isdigit() else k for k in text.split(",")], default=[0, 4, "auto"]
+        "--cells",
+        type=lambda text: [_cell(part) for part in text.split(",")],
+        default=[("in-process", 0), ("in-process", 4), ("in-process", "auto"), ("remote", "auto")],
+        metavar="WHERE:K,...",
+        help="of the clusters: where the draft is, in-process or remote, and k",
     )
     parser.add_argument(
         "--draft-models",
@@ -367,6 +379,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--commit", default="", help="of the code that is measured")
     parser.add_argument("--out", type=Path, default=Path("bench/results/gpu-vllm.json"))
     return parser
+
+
+def _cell(text: str) -> tuple[str, int | str]:
+    where, _, k = text.partition(":")
+    return where, int(k) if k.isdigit() else k
 
 
 if __name__ == "__main__":

@@ -102,8 +102,8 @@ class Config(Section):
         if not self.drafts_in_process:
             return self
         where = "draft.placement in-process"
-        if self.target.engine == "vllm":
-            raise ValueError(f"{where} needs target.engine torch, not vllm: set draft.placement to pool or sidecar")
+        if self.target.engine == "vllm" and self.draft.drafter != "model":
+            raise ValueError(f"{where} needs draft.drafter model with target.engine vllm, not {self.draft.drafter}")
         if self.draft.drafter == "vllm":
             raise ValueError(f"{where} needs a drafter of our own, not vllm: set draft.placement to pool or sidecar")
         if self.draft.drafter == "simulated" and self.target.engine != "simulated":

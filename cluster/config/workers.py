@@ -185,7 +185,8 @@ class DraftConfig(WorkerConfig):
         "auto",
         description="pool: every target uses every draft worker; sidecar: `replicas` draft workers with each target, "
         "on its host and for it alone; host-cpu: a sidecar with `device` cpu, on cores of the host that its target "
-        "does not use; in-process: a drafter in each target's process, and no draft workers; auto: pool, but "
+        "does not use; in-process: a drafter in each target's process, and no draft workers (with vLLM on its V2 "
+        "runner: on the target's GPU); auto: pool, but "
         "in-process where `outrider serve` finds one target and its draft on a few cores, and host-cpu where the "
         "target has a GPU, `draft.device` is cpu and enough cores are free",
     )

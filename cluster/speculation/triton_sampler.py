@@ -32,7 +32,7 @@ from cluster.speculation.triton_sampling import (
 Words = npt.NDArray[np.int64]
 
 _WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
-POSITION = COLUMNS.index("position")
+POSITION, LOGIT_ROW = COLUMNS.index("position"), COLUMNS.index("logit_row")
 _LEAST_ENTRIES = 512  # of a row's chunks: one kernel merges all of the usual vocabularies and widths
 
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
@@ -71,11 +71,9 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
     for request in requests:
         params, end = request.params, start + request.num_rows
         own, place = rows[start:end], np.arange(request.num_rows)
-        own[:] = _columns_of(params)
-        own[:, _COLUMN["key_low"]] = signed_word(request.noise_key.low)
-        own[:, _COLUMN["key_high"]] = signed_word(request.noise_key.high)
-        own[:, _COLUMN["position"]] = request.first_position + place
-        own[:, _COLUMN["logit_row"]] = start + place
+        own[:] = row_of(params, request.noise_key)
+        own[:, POSITION] = request.first_position + place
+        own[:, LOGIT_ROW] = start + place
         if request.allowed is not None:
             own[:, _COLUMN["mask_row"]] = num_masked + place
             num_masked += request.num_rows
@@ -119,10 +117,17 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
 def empty_table(num_rows: int, device: torch.device) -> RowTable:
     """Returns a table of greedy rows, to be overwritten with those of requests without penalties."""
     rows = np.tile(_columns_of(SamplingParams(temperature=0.0)), (num_rows, 1))
-    rows[:, _COLUMN["logit_row"]] = np.arange(num_rows)
+    rows[:, LOGIT_ROW] = np.arange(num_rows)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     no_masks = torch.zeros(1, 1, dtype=torch.int32, device=device)
     return RowTable(torch.from_numpy(rows).to(device), nothing, nothing, no_masks, 0, has_filter=True, counts=())
+
+
+def row_of(params: SamplingParams, noise_key: NoiseKey) -> Words:
+    """Returns the columns that all rows of a request share; those of its biases, penalties and masks are empty."""
+    row = _columns_of(params).copy()
+    row[_COLUMN["key_low"]], row[_COLUMN["key_high"]] = signed_word(noise_key.low), signed_word(noise_key.high)
+    return row
 
 
 def best_tokens(

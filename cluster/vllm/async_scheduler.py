@@ -1,12 +1,14 @@
 """Rounds for vLLM's asynchronous scheduler: a step is scheduled and submitted while the previous one runs.
 
-A step without drafts is vLLM's own, and nothing in it waits for the host. A step with drafts is *bound*. Its number of
-rows for each sequence is planned when it is scheduled. Its drafts are collected later, after the previous step's output
-has been processed and sent to the drafters. Meanwhile the rest of the step is queued on the device, behind a gate.
+A step without drafts is vLLM's own, and nothing in it waits for the host; so is one whose drafts the runner made itself
+(`device_rounds`). A step with drafts of other workers is *bound*. Its number of rows for each sequence is planned when
+it is scheduled. Its drafts are collected later, after the previous step's output has been processed and sent to the
+drafters. Meanwhile the rest of the step is queued on the device, behind a gate.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -17,10 +19,11 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from cluster.vllm.device_rounds import DeviceRounds
 from cluster.vllm.draft_gate import BoundStep, DraftGate
 from cluster.vllm.scheduler import RoundScheduler
 
@@ -46,7 +49,7 @@ class _Submitted:
 class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
     """`RoundScheduler` for vLLM's V2 runner."""
 
-    drafts_come_with_steps = True  # so its runner's own speculator proposes nothing
+    couples_drafts = True  # the runner's speculator is ours (`cluster.vllm.plugin`)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,6 +57,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         self._submitted: deque[_Submitted] = deque()
         self._landing: _Submitted | None = None  # whose output is being processed
         self._landed_at = 0.0
+        self._next_depth = 0  # drafts that the runner makes in the step that is being scheduled
         self.num_without_drafts = 0  # steps whose gate was closed for too long
         self._gate: DraftGate | None = None
         if self.max_drafts:
@@ -65,7 +69,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         scheduled = output.num_scheduled_tokens
         num_drafts = {name: len(drafts) for name, drafts in output.scheduled_spec_decode_tokens.items()}
         bound = None
-        if num_drafts and self._gate is not None:
+        if num_drafts and self._gate is not None and self._device_rounds is None:
             bound = self._gate.bind(list(num_drafts))
             setattr(output, BOUND_STEP, bound)
         decoding = [request for request in self._planned if request.request_id in scheduled]
@@ -87,6 +91,11 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         return outputs
 
     @property
+    def _device_rounds(self) -> DeviceRounds | None:
+        """The rounds, if the runner drafts."""
+        return self.rounds if isinstance(self.rounds, DeviceRounds) else None
+
+    @property
     def num_submitted(self) -> int:
         """Steps whose output has not been processed."""
         return len(self._submitted)
@@ -104,16 +113,25 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         if self.rounds is None:
             return set()
         self._planned, joining = self._running()
+        if (rounds := self._device_rounds) is not None:
+            room = max(0, self.max_num_running_reqs - len(self.running))
+            self._next_depth = rounds.next_depth([*self.running, *itertools.islice(self.waiting, room)])
         depths = self.rounds.plan(self._planned, joining)
         if depths:
             drafts = {r.request_id: [-1] * depths.get(r.request_id, 0) for r in self._planned}
             self._place(self._planned, drafts, joining)
         return set()
 
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if (rounds := self._device_rounds) is not None:
+            scheduler_output.num_spec_tokens_to_schedule = self._next_depth
+            rounds.ran(scheduler_output.num_scheduled_tokens, self._next_depth)
+
     def _collect(self, step: _Submitted) -> None:
         """Finds the drafts of `step`, before which all others have ended, and lets it go on."""
         try:
-            if self.rounds is not None:
+            if self.rounds is not None and self._device_rounds is None:
                 decoding = [request for request in step.decoding if request.status == RequestStatus.RUNNING]
                 drafts = self.rounds.collect(decoding) or {}
                 for request in decoding:
@@ -129,9 +147,13 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         assert self._landing is not None
         return max(self._landing.began_at, self._landed_at)
 
-    def _drafts_of(self, scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
+    def _verified_drafts(self, scheduler_output: SchedulerOutput, output: EngineCoreOutput) -> Sequence[int]:
+        if self._device_rounds is not None:  # only the accepted ones are known
+            rows = len(scheduler_output.scheduled_spec_decode_tokens.get(output.request_id, ()))
+            accepted = output.new_token_ids[:-1]
+            return [*accepted, *[-1] * (rows - len(accepted))]
         assert self._landing is not None
-        return self._landing.drafts
+        return self._landing.drafts.get(output.request_id, ())
 
     def _open(self, step: _Submitted, drafts: Sequence[Sequence[int]] | None) -> bool:
         """Opens the gate of `step` with `drafts`. Returns whether it is bound and runs with them."""

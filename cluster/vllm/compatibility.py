@@ -123,6 +123,55 @@ V2_WORKER = (
     ),
 )
 
+V2_DRAFTS = (
+    Internal(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator.sample_draft",
+        (
+            *("self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature", "seeds", "draft_step"),
+            *("draft_logits", "spec_step_idx"),
+        ),
+    ),
+    Internal(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator.compute_draft_logits",
+        ("self", "hidden_states", "spec_step_idx"),
+    ),
+    Internal(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator._build_uniform_attn_metadata",
+        (
+            *("self", "batch_desc", "num_reqs", "num_query_per_req", "seq_lens_cpu_upper_bound", "step", "causal"),
+            "dcp_local_seq_lens",
+        ),
+    ),
+    Internal(
+        "vllm.v1.worker.gpu.spec_decode.speculator",
+        "DraftModelSpeculator._copy_request_inputs",
+        ("self", "num_reqs", "idx_mapping", "temperature", "seeds", "dummy_run"),
+    ),
+    Internal(
+        "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",
+        "StandaloneARSpeculator._prefill",
+        (
+            *("self", "input_batch", "num_rejected", "last_sampled", "num_reqs", "skip_attn"),
+            "num_tokens_across_dp",
+        ),
+    ),
+    Internal(
+        "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator",
+        "StandaloneARSpeculator._run_model",
+        ("self", "input_ids", "positions", "attn_metadata", "slot_mappings", "num_tokens_across_dp"),
+    ),
+    Internal("vllm.v1.worker.gpu.attn_utils", "build_slot_mappings_by_layer", ("slot_mappings", "kv_cache_config")),
+    Internal(
+        "vllm.v1.worker.gpu.block_table",
+        "BlockTables.compute_slot_mappings",
+        ("self", "idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out"),
+    ),
+    Internal("vllm.distributed.parallel_state", "graph_capture", ("device",)),
+)
+
 
 V1_SAMPLING = (
     Internal("vllm.v1.outputs", "SamplerOutput", some=("sampled_token_ids", "logprobs_tensors")),
@@ -263,6 +312,7 @@ V2_TARGET = (
     ),
     Internal("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "get_max_chunk_logits", ("vocab_size",)),
     Internal("vllm.utils.torch_utils", "async_tensor_h2d", some=("data", "device")),
+    *V2_DRAFTS,
 )
 
 TARGET = V1_SAMPLING + V1_SCHEDULER + V1_CLIENT + LORA + EXECUTOR

@@ -40,11 +40,10 @@ class CoupledSampling(LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         coupling = Coupling.of(sampling_params.extra_args)
+        self._couplings.put(req_idx, coupling)
         if coupling is None:  # vLLM's own, to warm up
-            self._couplings.pop(req_idx, None)
             self._host.clear(req_idx)
         else:
-            self._couplings[req_idx] = coupling
             self._host.put(req_idx, coupling)
         self._is_stale = True
         return coupling is not None and (not coupling.params.is_greedy or is_constrained(sampling_params))
@@ -59,7 +58,8 @@ class CoupledSampling(LogitsProcessor):
         if self.mask is not None:
             mask, self.mask = self.mask, None
             mask(logits)
-        in_batch = [self._couplings[slot].params for slot in ctx.idx_mapping_np.tolist() if slot in self._couplings]
+        found = map(self._couplings.get, ctx.idx_mapping_np.tolist())
+        in_batch = [coupling.params for coupling in found if coupling is not None]
         if all(params.is_greedy for params in in_batch):
             return logits
         slots, rows = self._slots, ctx.expanded_idx_mapping

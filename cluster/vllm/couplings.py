@@ -6,12 +6,32 @@ from weakref import WeakKeyDictionary
 
 from cluster.vllm.coupling import Coupling
 
-_OF_RUNNER: WeakKeyDictionary[object, dict[int, Coupling]] = WeakKeyDictionary()
+
+class SlotCouplings:
+    """Couplings by slot."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, Coupling] = {}
+        self.num_changes = 0
+
+    def get(self, slot: int) -> Coupling | None:
+        """Returns the coupling in `slot`. Returns None if it has none, as of a request that vLLM warms up with."""
+        return self._by_slot.get(slot)
+
+    def put(self, slot: int, coupling: Coupling | None) -> None:
+        self.num_changes += 1
+        if coupling is None:
+            self._by_slot.pop(slot, None)
+        else:
+            self._by_slot[slot] = coupling
 
 
-def couplings_of(all_token_ids: object) -> dict[int, Coupling]:
-    """Returns the couplings by slot of the model runner that has the buffer `all_token_ids`.
+_OF_RUNNER: WeakKeyDictionary[object, SlotCouplings] = WeakKeyDictionary()
+
+
+def couplings_of(all_token_ids: object) -> SlotCouplings:
+    """Returns the couplings of the model runner that has the buffer `all_token_ids`.
 
     This buffer is the one object that vLLM gives to both the sampler and the speculator.
     """
-    return _OF_RUNNER.setdefault(all_token_ids, {})
+    return _OF_RUNNER.setdefault(all_token_ids, SlotCouplings())

@@ -44,10 +44,20 @@ def _create_engine_config(original: Callable[..., Any], engine_args: Any, *argum
 
 
 def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
-    if _drafts_come_with_steps(vllm_config):
-        from cluster.vllm.bound_steps import NoSpeculator
+    if _is_target_worker(vllm_config):
+        speculation = vllm_config.speculative_config
+        if speculation.use_ngram():  # `carrier`: drafts come with the steps
+            from cluster.vllm.bound_steps import NoSpeculator
 
-        return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)
+            return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)
+        from cluster.vllm.coupled_drafts import RecordedSpeculator, couple
+
+        if speculation.uses_draft_model():
+            speculator = RecordedSpeculator(vllm_config, device)
+        else:
+            speculator = original(vllm_config, device, req_states)
+        couple(speculator, req_states)
+        return speculator
     if not is_asked_for(vllm_config.additional_config):
         return original(vllm_config, device, req_states)
     from cluster.vllm.v2.speculator import make_speculator
@@ -55,6 +65,6 @@ def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any
     return make_speculator(vllm_config, device, req_states)
 
 
-def _drafts_come_with_steps(vllm_config: Any) -> bool:
-    """Returns whether the engine uses `cluster.vllm.async_scheduler`, which supplies the drafts."""
-    return getattr(vllm_config.scheduler_config.get_scheduler_cls(), "drafts_come_with_steps", False)
+def _is_target_worker(vllm_config: Any) -> bool:
+    """Returns whether the engine uses `cluster.vllm.async_scheduler`."""
+    return getattr(vllm_config.scheduler_config.get_scheduler_cls(), "couples_drafts", False)

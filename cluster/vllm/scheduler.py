@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from vllm.config.lora import LoRAConfig
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -159,7 +159,6 @@ class RoundScheduler(Scheduler):
         requests = {request_id: self.requests.get(request_id) for request_id in scheduler_output.num_scheduled_tokens}
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         rounds, num_rows, num_drafts_of = [], 0, scheduler_output.scheduled_spec_decode_tokens
-        drafts_of = self._drafts_of(scheduler_output)
         for of_client in outputs.values():
             for output in of_client.outputs:
                 request = requests.get(output.request_id)
@@ -169,7 +168,7 @@ class RoundScheduler(Scheduler):
                     rounds.append(
                         CommittedRound(
                             request,
-                            drafts_of.get(output.request_id, ()),
+                            self._verified_drafts(scheduler_output, output),
                             output.new_token_ids,
                             output.finish_reason,
                             _logprobs(output.new_logprobs, asked.logprobs),
@@ -204,11 +203,11 @@ class RoundScheduler(Scheduler):
         """Returns the time at which the step whose output has come began to run."""
         return self._scheduled_at
 
-    def _drafts_of(self, scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[int]]:
-        """The drafts that a step has verified, by request ID."""
+    def _verified_drafts(self, scheduler_output: SchedulerOutput, output: EngineCoreOutput) -> Sequence[int]:
+        """Returns the drafts that a step has verified for the request of `output`."""
         # Where it drafts by itself vLLM fills a request's first step up with -1.
-        drafted = scheduler_output.scheduled_spec_decode_tokens
-        return {name: [draft for draft in drafts if draft >= 0] for name, drafts in drafted.items()}
+        drafts = scheduler_output.scheduled_spec_decode_tokens.get(output.request_id, ())
+        return [draft for draft in drafts if draft >= 0]
 
     def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
         """Returns the drafts to verify of the `proposed` ones, at most `most`."""

@@ -37,6 +37,7 @@ from cluster.transport.dialing import Dialer
 from cluster.vllm.constraints import EXTRA_ARGS_KEY as CONSTRAINTS_KEY
 from cluster.vllm.constraints import RequestConstraints
 from cluster.vllm.coupling import Coupling
+from cluster.vllm.device_rounds import DeviceRounds
 from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
@@ -61,6 +62,7 @@ class CoreSettings:
     speculation: SpeculationConfig
     max_prefill_seconds: float | None  # that prompts may add to a step
     has_rounds: bool  # else nothing is drafted, or vLLM does it by itself
+    drafts_on_device: bool  # the model runner drafts, as the rounds say
     tokenizer_fingerprint: str
     place: Place
     trial_share: float
@@ -92,8 +94,12 @@ class CoordinatedScheduler(RoundScheduler):
         self._num_committed_tokens = 0
         self._settings = settings
         self.pace = PromptPace(settings.max_prefill_seconds, self.max_num_scheduled_tokens)
+        speculation = settings.speculation
         if settings.has_rounds:
-            self.rounds = ProfilingRounds(settings.speculation.max_speculative_tokens)
+            self.rounds = ProfilingRounds(speculation.max_speculative_tokens)
+        elif settings.drafts_on_device:
+            is_fixed = speculation.controller == "fixed"
+            self.rounds = DeviceRounds(self.max_drafts, speculation.num_speculative_tokens, is_fixed=is_fixed)
         self.on_step = self._publish
         self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
         self._ended: list[str] = []  # since the last step
@@ -192,8 +198,11 @@ class CoordinatedScheduler(RoundScheduler):
             self._constraints.know_vocabulary(message.written)
         elif isinstance(message, Endpoints) and self._settings.has_rounds:
             self._links.follow(message.addresses)
-        elif isinstance(message, Profiled) and isinstance(self.rounds, ProfilingRounds):
-            self.rounds = self._coordinated_rounds(self.rounds.step_times)
+        elif isinstance(message, Profiled):
+            if isinstance(self.rounds, ProfilingRounds):
+                self.rounds = self._coordinated_rounds(self.rounds.step_times)
+            elif isinstance(self.rounds, DeviceRounds):
+                self.rounds.tried()
             self._step_times, self._queue_time = {kind: StepTime() for kind in self._step_times}, QueueTime()
             self._num_committed_tokens = self.num_queried_tokens = self.num_hit_tokens = 0
 

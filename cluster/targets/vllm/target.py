@@ -59,6 +59,7 @@ from cluster.telemetry.metrics import Reading
 from cluster.vllm.adapter_folder import BaseModel
 from cluster.vllm.constraints import to_extra_args
 from cluster.vllm.coupling import Coupling
+from cluster.vllm.device_rounds import DEPTHS, TRIED_STEPS
 from cluster.vllm.engine_args import (
     COUPLED_SAMPLING,
     allow_bias,
@@ -78,6 +79,7 @@ _LAST_WORDS_SECONDS = 10.0  # An older error is not the reason why the engine co
 _SHUTDOWN_SECONDS = 2.0  # Time for the engine core to end by itself.
 _SILENT_SECONDS = 5.0  # An engine that has work and sends no status for longer counts as stuck.
 _WITH_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
+_COUPLED = ("draft_model", "eagle", "eagle3", "mtp")  # whose draws know the noise on the V2 runner
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 _T = TypeVar("_T")
 
@@ -92,6 +94,11 @@ class VllmTarget(Target):
         self._on_v2 = wants_v2_runner()
         if self._on_v2:
             _check_v2(config)
+        elif config.drafts_in_process:
+            raise ConfigurationError(
+                "draft.placement in-process needs vLLM's V2 runner: set VLLM_USE_V2_MODEL_RUNNER=1"
+            )
+        self._drafts_on_device = self._on_v2 and (config.drafts_in_process or config.draft.drafter == "engine")
         self._config = config
         self._is_coupled = config.speculation.acceptance != "engine"
         self._drafts = config.speculation.num_speculative_tokens > 0
@@ -127,7 +134,7 @@ class VllmTarget(Target):
         if self._adapters is not None:
             self._loader = AdapterLoader(self._adapters, self._llm, self._set_error)
             self._load_configured(self._loader, adapters)
-        if config.has_draft_workers:
+        if config.has_draft_workers or self._drafts_on_device:
             self._call(self._profile())
         model = self._llm.model_config
         self.model = TargetModel(
@@ -163,6 +170,7 @@ class VllmTarget(Target):
             speculation,
             self._config.target.max_prefill_seconds,
             self._config.has_draft_workers,
+            self._drafts_on_device,
             tokenizer_fingerprint,
             Place.own(placement, os.environ),
             placement.trial_share,
@@ -197,11 +205,15 @@ class VllmTarget(Target):
 
     async def _try_steps(self, number: int) -> None:
         prompt = [number, 1]
+        # As many tokens as leave room for drafts of every depth to the last of the steps. Those on the device are
+        # right at times, and a step then commits several.
+        num_tokens = STEPS + self._config.speculation.max_speculative_tokens + 1
+        if self._drafts_on_device:
+            num_tokens = TRIED_STEPS * max(DEPTHS) // 2
         params = VllmSamplingParams(
             temperature=0.0,
             max_tokens=min(
-                # As many as leave room for drafts of every depth to the last of the steps.
-                STEPS + self._config.speculation.max_speculative_tokens + 1,
+                num_tokens,
                 self._llm.model_config.max_model_len - len(prompt),
             ),
             ignore_eos=True,
@@ -216,12 +228,16 @@ class VllmTarget(Target):
         speculation, draft = self._config.speculation, self._config.draft
         if speculation.num_speculative_tokens == 0:
             return None
-        if draft.drafter != "engine":
-            most = speculation.max_speculative_tokens
+        most = speculation.max_speculative_tokens
+        if self._config.drafts_in_process:
+            own: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": most}
+        elif draft.drafter != "engine":
             if self._on_v2:
                 return carrier(most)
             return {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": most}
-        own = {"num_speculative_tokens": speculation.num_speculative_tokens, **draft.speculative_config}
+        else:
+            number = most if self._drafts_on_device else speculation.num_speculative_tokens
+            own = {"num_speculative_tokens": number, **draft.speculative_config}
         if own.get("method") in _WITH_A_MODEL and "model" not in own:
             own["model"] = str(resolve_model_folder(draft.model))
         return own
@@ -437,10 +453,14 @@ def _check_v2(config: Config) -> None:
     for setting, is_there in (
         ("target.lora and target.lora_root", config.target.takes_adapters),
         ("speculation.acceptance engine", config.speculation.acceptance == "engine"),
-        ("draft.drafter engine", config.draft.drafter == "engine"),
     ):
         if is_there:
             raise ConfigurationError(f"{setting}: not on vLLM's V2 runner; unset VLLM_USE_V2_MODEL_RUNNER")
+    method = config.draft.speculative_config.get("method")
+    if config.draft.drafter == "engine" and method not in _COUPLED:
+        raise ConfigurationError(
+            f"draft.speculative_config.method {method}: on vLLM's V2 runner one of {', '.join(_COUPLED)}"
+        )
 
 
 def _own_params(request: GenerationRequest) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""Chooses the depth of drafts that the target's own device makes: one depth for all sequences of a step.
+
+A step there verifies the drafts of the step before and then makes those for the next one. Its seconds are fitted by
+least squares, over recent steps that computed no prompts:
+
+    seconds = fixed + row * rows + [depth > 0] * first + level * depth
+
+The depth with the most expected tokens per second is chosen: of n sequences, n plus the survival of each draft up to
+that depth (Leviathan et al. 2023, equation 1, with measured acceptance by position).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.speculation.acceptance_model import PositionRates, SequenceAcceptance, own_rates
+
+FloatArray = npt.NDArray[np.float64]
+
+_KEEP = 0.995  # of the sums over steps, per step: about the last 200 count
+_TRIED_STEPS = 20.0  # steps that those tried at start count for, always: they alone have shown every depth
+_MOST_OVER = 3.0  # a step over this many times its predicted seconds was disturbed, and counts as that long
+_LEAST_GAIN = 1.02  # in tokens per second, from which on drafts are made: less is within what the fit is wrong by
+_PLAN_STEPS = 8  # between two plans: a plan takes about as long as vLLM's scheduling of a step
+_PLANS_TO_LOOK = 16  # between plans that draft one token more than pays, as deeper ones may be right by now
+_PLANS_TO_STOP = 32  # in a row that want no drafts, until there are none; and plans of a trial after that
+_PLANS_TO_TRIAL = 512  # between trials: they take 6 % of the steps, and cost a draft each
+
+
+class DeviceDepths:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, max_depth: int, opening_depth: int) -> None:
+        self.max_depth = max_depth
+        self._depth = min(opening_depth, max_depth)
+        self._sums = _Sums()
+        self._tried: _Sums | None = None
+        self._rates: dict[float, PositionRates] = {}  # by temperature
+        self._num_sequences = 0  # of the last plan
+        self._steps_to_plan = 0
+        self._num_plans = self._plans_without = 0
+
+    def acceptance(self, temperature: float) -> SequenceAcceptance:
+        """Returns the acceptance of a new sequence, to be observed with each of its rounds."""
+        kind = round(4 * temperature) / 4
+        if kind not in self._rates:
+            self._rates[kind] = PositionRates(self.max_depth)
+        return SequenceAcceptance(self._rates[kind])
+
+    def tried(self) -> None:
+        """The steps observed so far were tried before the first request, of every depth."""
+        self._sums.weigh(_TRIED_STEPS)
+        self._tried, self._sums = self._sums, _Sums()
+
+    def observe(self, num_rows: int, depth: int, seconds: float) -> None:
+        """Learns from a step that verified `num_rows` rows and then drafted `depth` tokens of each sequence."""
+        if self._tried is not None:
+            self._sums.fade(_KEEP)
+            predicted = float(_features(num_rows, depth) @ self._costs())
+            seconds = min(seconds, _MOST_OVER * max(predicted, 0.0)) if predicted > 0 else seconds
+        self._sums.add(_features(num_rows, depth), seconds)
+
+    def next_depth(self, sequences: Sequence[SequenceAcceptance]) -> int:
+        """Returns the depth of the next drafts of `sequences`, which run or are about to.
+
+        They begin at once, and end after many plans without: the draft model's cache then lacks a step of every
+        sequence that runs, and these have no more drafts. Where there are none, a few are tried now and then, as
+        acceptance may have changed.
+        """
+        number = len(sequences)
+        self._steps_to_plan -= 1
+        if self._tried is None or (self._steps_to_plan > 0 and number <= 2 * self._num_sequences <= 4 * number):
+            return self._depth
+        self._steps_to_plan, self._num_sequences = _PLAN_STEPS, number
+        self._num_plans += 1
+        self._depth = self._best(sequences)
+        if self._depth:
+            self._plans_without = 0
+            if self._num_plans % _PLANS_TO_LOOK == 0:
+                self._depth = min(self._depth + 1, self.max_depth)
+        else:
+            self._depth = int(self._plans_without % _PLANS_TO_TRIAL < _PLANS_TO_STOP)
+            self._plans_without += 1
+        return self._depth
+
+    def _best(self, sequences: Sequence[SequenceAcceptance]) -> int:
+        survival = np.cumprod(own_rates(sequences), axis=1).sum(axis=0)  # [max_depth]
+        number, depths = len(sequences), range(self.max_depth + 1)
+        tokens = number + np.concatenate([[0.0], np.cumsum(survival)])
+        seconds = np.stack([_features(number * (1 + depth), depth) for depth in depths]) @ self._costs()
+        rates = tokens / np.maximum(seconds, 1e-9)
+        best = int(rates.argmax())
+        return best if rates[best] >= _LEAST_GAIN * rates[0] else 0
+
+    def _costs(self) -> FloatArray:
+        """Seconds: fixed, for a row, for the first draft and for each."""
+        assert self._tried is not None
+        return self._sums.fit(self._tried)
+
+
+class _Sums:
+    """Those of a least-squares fit."""
+
+    def __init__(self) -> None:
+        self._products = np.zeros((4, 4))
+        self._targets = np.zeros(4)
+
+    def add(self, features: FloatArray, seconds: float) -> None:
+        self._products += np.outer(features, features)
+        self._targets += features * seconds
+
+    def fade(self, share: float) -> None:
+        self._products *= share
+        self._targets *= share
+
+    def weigh(self, num_steps: float) -> None:
+        """Has the steps that were added count for `num_steps`."""
+        if self._products[0, 0] > 0:
+            self.fade(num_steps / self._products[0, 0])
+
+    def fit(self, other: _Sums) -> FloatArray:
+        """Returns the four costs by the steps of both; none is negative."""
+        solved = np.linalg.lstsq(self._products + other._products, self._targets + other._targets, rcond=None)[0]
+        return np.asarray(np.maximum(solved, 0.0), np.float64)
+
+
+def _features(num_rows: float, depth: int) -> FloatArray:
+    return np.array([1.0, num_rows, depth > 0, depth], np.float64)

@@ -1,0 +1,118 @@
+"""Rounds whose drafts the model runner makes itself, on the target's device, and which the host never sees.
+
+The host only decides how many there are. Drafts for the next step are made at the end of each step, for all of its
+sequences, as many as `next_depth` said when it was scheduled. A sequence that ran in a step without drafting misses
+that step's tokens in the draft model's cache; its drafts would be poor, so it has no more of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.speculation.acceptance_model import SequenceAcceptance
+from cluster.speculation.device_depths import DeviceDepths
+from cluster.vllm.constraints import is_constrained
+from cluster.vllm.coupling import Coupling
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from cluster.vllm.scheduler import EngineStep
+
+DEPTHS = (0, 1, 2, 4, 7, 15)  # that are tried at start
+TRIED_STEPS = 3 * len(DEPTHS)  # each depth three times, as the first may compile
+
+
+@dataclass(slots=True)
+class _Sequence:
+    acceptance: SequenceAcceptance
+    asked: int | None  # drafts a step; None: the depth that is chosen
+    num_drafted: int = 0  # in its last step
+    is_whole: bool = True  # the draft model has seen all of its steps
+
+
+class DeviceRounds:
+    """`cluster.vllm.scheduler.Rounds` for a runner that drafts. A depth of 0 drafts nothing in that step."""
+
+    def __init__(self, max_depth: int, opening_depth: int, *, is_fixed: bool) -> None:
+        """`is_fixed`: the depth stays at `opening_depth` where a request does not ask for another."""
+        self._depths = DeviceDepths(max_depth, opening_depth)
+        self._max_depth = max_depth
+        self._is_fixed = is_fixed
+        self._chosen = opening_depth
+        self._scheduled: deque[int] = deque()  # depths of the steps that have not ended
+        self._sequences: dict[str, _Sequence] = {}
+        self._is_trying = True
+        self._num_tried = 0
+
+    def tried(self) -> None:
+        """The steps tried before the first request are over."""
+        self._depths.tried()
+        self._is_trying = False
+
+    def next_depth(self, requests: Iterable[Request]) -> int:
+        """Returns how many drafts the step about to be scheduled makes; `requests` run or wait."""
+        if self._is_trying:
+            self._num_tried += 1
+            return min(DEPTHS[self._num_tried % len(DEPTHS)], self._max_depth)
+        sequences = [self._sequence(request) for request in requests]
+        free = [sequence.acceptance for sequence in sequences if sequence.asked is None]
+        if free and not self._is_fixed:
+            self._chosen = self._depths.next_depth(free)
+        return max(map(self._depth, sequences), default=0)
+
+    def ran(self, request_ids: Iterable[str], depth: int) -> None:
+        """A step of `request_ids` was scheduled that makes `depth` drafts of each."""
+        self._scheduled.append(depth)
+        for request_id in request_ids:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None:
+                sequence.num_drafted = depth
+                sequence.is_whole &= depth > 0 or self._is_trying
+
+    def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
+        planned = {}
+        for request in decoding:
+            sequence = self._sequence(request)
+            wanted = self._max_depth if self._is_trying else self._depth(sequence)
+            planned[request.request_id] = min(wanted, sequence.num_drafted) if sequence.is_whole else 0
+        return planned if any(planned.values()) else {}
+
+    def collect(self, decoding: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        """Nothing comes: the drafts are where they are verified."""
+        return {}
+
+    def scheduled(self, joining: Sequence[Request]) -> None:
+        """Nothing is kept of requests before they are asked about."""
+
+    def end(self, step: EngineStep) -> None:
+        depth = self._scheduled.popleft()
+        if step.rounds and not step.prompts:
+            self._depths.observe(step.num_rows, depth, step.seconds)
+        if self._is_trying:
+            return
+        for committed in step.rounds:
+            sequence = self._sequences.get(committed.request.request_id)
+            if sequence is not None and committed.draft_token_ids:
+                sequence.acceptance.observe(len(committed.draft_token_ids), committed.num_accepted)
+
+    def close(self, request: Request) -> None:
+        self._sequences.pop(request.request_id, None)
+
+    def _depth(self, sequence: _Sequence) -> int:
+        return min(self._chosen if sequence.asked is None else sequence.asked, self._max_depth)
+
+    def _sequence(self, request: Request) -> _Sequence:
+        sequence = self._sequences.get(request.request_id)
+        if sequence is None:
+            params = request.sampling_params
+            coupling = Coupling.of(params.extra_args) if params is not None else None
+            temperature = 0.0 if coupling is None else coupling.params.temperature
+            asked = None if coupling is None else coupling.num_speculative_tokens
+            if is_constrained(params):
+                asked = 0  # the masks of its drafts would have to be known before these are
+            sequence = self._sequences[request.request_id] = _Sequence(self._depths.acceptance(temperature), asked)
+        return sequence

@@ -1,0 +1,77 @@
+"""Drafts that the runner makes on its device change no token, in the interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from bench.workload import held_out_prompts
+from cluster.model_folder import resolve_model_folder
+
+from .environment import ROOT, environment
+from .test_bound_steps import ENGINE, NUM_CASES
+from .test_exactness import SAMPLING
+
+DRAFT_MODEL = {"method": "draft_model", "model": str(resolve_model_folder("outrider-draft-2m"))}
+METHODS = {
+    "draft model": DRAFT_MODEL,
+    "padded draft model": DRAFT_MODEL,
+    "eagle": {"method": "eagle", "model": str(resolve_model_folder("outrider-eagle-12m"))},
+}
+MAX_DRAFTS = 4
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Output of the program for each way to ask for drafts."""
+    lengths = (1, 31, 33, 60)
+    cases = [
+        {"prompt": prompt[: lengths[index % len(lengths)]], "fields": SAMPLING[index % len(SAMPLING)]}
+        for index, prompt in enumerate(held_out_prompts(NUM_CASES, seed=3))
+    ]
+    own = {
+        "speculative_config": METHODS[request.param] | {"num_speculative_tokens": MAX_DRAFTS},
+        "tensor_parallel_size": 1,  # the bundled draft has three heads
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.vllm.v2.device_drafts_program"],
+        cwd=ROOT,
+        env={**environment(tmp_path_factory.mktemp("plugin")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        input=json.dumps({"engine": ENGINE | own, "cases": cases, "pads": "padded" in request.param}) + "\n",
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, "the engine has ended; why is on stderr"
+    return {line["way"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("way", ["of one depth", "of several depths", "tried", "chosen"])
+def test_drafts_change_no_token(told: dict[str, dict[str, Any]], way: str) -> None:
+    assert told[way]["num_answers"] == NUM_CASES
+    assert told[way]["different"] == []
+
+
+def test_requests_that_are_aborted_change_no_other(told: dict[str, dict[str, Any]]) -> None:
+    assert 0 < told["aborted"]["num_answers"] < NUM_CASES
+    assert told["aborted"]["different"] == []
+
+
+def test_drafts_are_accepted_where_the_target_draws(told: dict[str, dict[str, Any]]) -> None:
+    assert told["without drafts"]["drafted"] == 0
+    assert told["of one depth"]["accepted"] > 0.2 * told["of one depth"]["drafted"] > 0
+
+
+def test_depth_changes_between_steps(told: dict[str, dict[str, Any]]) -> None:
+    assert told["without drafts"]["depths"] == [0]
+    assert told["tried"]["depths"] == [0, 1, 2, MAX_DRAFTS]
+    assert told["chosen"]["drafted"] > 0
+
+
+def test_sequences_were_preempted(told: dict[str, dict[str, Any]]) -> None:
+    assert told["of one depth"]["preemptions"] > 0
