@@ -23,7 +23,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cluster.engine.gpu_kernels import norm, product
 from cluster.engine.gpu_kernels import paged_attention as attention
+from cluster.engine.gpu_kernels.product_tiles import TILES
 from cluster.speculation import triton_noise as noise
 from cluster.speculation import triton_sampling as sampling
 
@@ -38,9 +40,12 @@ _TYPES = {
     "uniform": "*fp64",
     "scale": "fp32",
 }
-_OF_THE_MODEL = ("output", "query", "keys", "values", "logits")  # in its dtype
+_OF_THE_MODEL = ("output", "query", "keys", "values", "logits", "x", "weight", "bias")  # in its dtype
 _DTYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-_MULTIPLES_OF_16 = ("query_stride", "output_stride", "slot_stride", "num_heads")
+_MULTIPLES_OF_16 = (
+    *("query_stride", "output_stride", "slot_stride", "num_heads"),
+    *("num_outputs", "num_inputs", "row_stride"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,8 @@ class Resources:
 
 
 def kernels() -> Iterator[Kernel]:
-    """All of them: attention with 64 heads and 8 KV heads of 128, the sampler for 128,256 tokens."""
+    """All of them: attention with 64 heads and 8 KV heads of 128, products and norms of 4,096 values, the sampler for
+    128,256 tokens."""
     for dtype in _DTYPES:
         compiled = partial(attention.constants, 64, 8, 128, dtype, 16)
         options = attention.Sizes.of(dtype).options
@@ -89,6 +95,7 @@ def kernels() -> Iterator[Kernel]:
         constants = {key: value for key, value in compiled(8, True).items() if key in attention.OF_MERGE}
         name = f"attention, {str(dtype).removeprefix('torch.')}, merge"
         yield Kernel(name, attention.merge_kernel, constants, attention.MERGE_OPTIONS, dtype)
+        yield from _products(dtype)
     chunk, options = {"chunk": sampling.CHUNK}, sampling.OPTIONS
     yield Kernel("sampling, shape", sampling.shape_kernel, chunk, options)
     yield Kernel("sampling, bias", sampling.bias_kernel, {"step": sampling.BIAS_STEP}, options)
@@ -98,6 +105,19 @@ def kernels() -> Iterator[Kernel]:
         yield Kernel(f"sampling, draw the best {width}", sampling.draw_kernel, constants, options)
     yield Kernel("sampling, merge", sampling.merge_kernel, {"entries": 512}, options)
     yield Kernel("noise", noise._uniforms, {"num_blocks": noise._BLOCKS_PER_PROGRAM}, {"num_warps": 4})
+
+
+def _products(dtype: torch.dtype) -> Iterator[Kernel]:
+    name = str(dtype).removeprefix("torch.")
+    for tile in TILES[dtype.itemsize]:
+        for is_split in (False, True):
+            constants = product.constants(tile, 4096, dtype, has_bias=not is_split, is_split=is_split)
+            title = f"product, {name}, {tile.num_rows} x {tile.num_columns}" + ", by parts" * is_split
+            yield Kernel(title, product.product_kernel, constants, product.options(tile), dtype)
+    constants = {"columns": product.ADD_COLUMNS, "has_bias": True}
+    yield Kernel(f"product, {name}, add parts", product.add_parts_kernel, constants, product.ADD_OPTIONS, dtype)
+    constants, options = norm.constants(4096, 1e-5)
+    yield Kernel(f"norm, {name}", norm.norm_kernel, constants, options, dtype)
 
 
 def resources(kernel: Kernel, capability: int) -> Resources:

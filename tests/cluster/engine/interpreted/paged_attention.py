@@ -6,18 +6,15 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from cluster.engine.batch import Batch, Segment, pack
 from cluster.engine.gpu_kernels import paged_attention
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention
 from tests.interpreter import spare_bookkeeping
+from tests.interpreter_dot import dot_in_order
 from tests.soak import IS_SOAK, length
 
 CPU = torch.device("cpu")
@@ -108,17 +105,8 @@ def assert_right(
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter keeps bfloat16 as 16 bits, and its product takes them for integers; and it multiplies with
-    NumPy, which on some processors sums a row by how many rows there are."""
     spare_bookkeeping(monkeypatch)
-
-    def by_rows(builder: InterpreterBuilder, a: Any, b: Any, sums: Any, *_: Any) -> TensorHandle:
-        if a.dtype.scalar == tl.bfloat16:
-            a, b = (builder.cast_impl(x, tl.block_type(tl.float32, list(x.data.shape))) for x in (a, b))
-        rows = np.matmul(a.data[..., :, None, :], b.data[..., None, :, :], dtype=sums.data.dtype)
-        return TensorHandle(rows[..., 0, :] + sums.data, sums.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", by_rows)
+    dot_in_order(monkeypatch)
 
 
 @pytest.fixture

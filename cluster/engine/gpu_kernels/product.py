@@ -1,0 +1,158 @@
+"""Matrix products in Triton whose rows have the same bits in every batch: one order of sums for every height.
+
+A library chooses a kernel by the number of rows, and with it the order in which an output is summed (He and Thinking
+Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025). Here the order depends on the weight's shape and the
+dtype alone:
+
+    parts    The inputs are cut into `num_parts` parts, which are added in their order ("split-K").
+    blocks   A part is walked from its start in blocks of `BLOCKS` inputs, each added by one `tl.dot` in float32.
+
+A step with few rows has a program for every part of a tile, and a second kernel adds their sums. A prompt has enough
+tiles to fill a GPU, so one program walks all parts. Both add the same numbers in the same order, and neither kernel may
+fuse a product with a sum outside of `tl.dot`. Tiles of different heights use different instructions. That those sum a
+block in the same order is what `check_invariance` tries on the user's GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from cluster.engine.gpu_kernels.product_tiles import BLOCKS, Tile, choose_tile, num_parts, uses_programs_of_parts
+
+ADD_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+ADD_COLUMNS = 1024  # outputs of a program of `add_parts_kernel`
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_blocks(  # type: ignore[no-untyped-def]
+    x_rows, weight_rows, first, last, num_inputs,
+    tile_rows: tl.constexpr, tile_columns: tl.constexpr, block: tl.constexpr, is_even: tl.constexpr,
+):  # fmt: skip
+    """The blocks `first` to `last` of a tile, added in their order: float32 [tile_rows, tile_columns]."""
+    summed = tl.zeros([tile_rows, tile_columns], tl.float32)
+    for index in range(first, last):
+        place = index * block + tl.arange(0, block)
+        if is_even:
+            left = tl.load(x_rows[:, None] + place[None, :])
+            right = tl.load(weight_rows[:, None] + place[None, :])
+        else:
+            is_there = (place < num_inputs)[None, :]
+            left = tl.load(x_rows[:, None] + place[None, :], mask=is_there, other=0.0)
+            right = tl.load(weight_rows[:, None] + place[None, :], mask=is_there, other=0.0)
+        summed = tl.dot(left, tl.trans(right), summed, input_precision="ieee")
+    return summed
+
+
+# The number of rows changes from step to step. A part of one block must not be compiled by itself.
+@triton.jit(do_not_specialize=["num_rows", "parts", "blocks_per_part"])  # type: ignore[untyped-decorator]
+def product_kernel(  # type: ignore[no-untyped-def]
+    output, part_sums, x, weight, bias, num_rows, num_outputs, num_inputs, parts, blocks_per_part,
+    tile_rows: tl.constexpr, tile_columns: tl.constexpr, block: tl.constexpr,
+    is_even: tl.constexpr, has_bias: tl.constexpr, is_split: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows, tile of outputs, part). If `is_split` it leaves the sums of its part, else the output."""
+    row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows).to(tl.int64)
+    column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns).to(tl.int64)
+    is_output = (row < num_rows)[:, None] & (column < num_outputs)[None, :]
+    # Past the end the last one is read again: what comes of it is not stored.
+    x_rows = x + tl.minimum(row, num_rows - 1) * num_inputs
+    weight_rows = weight + tl.minimum(column, num_outputs - 1) * num_inputs
+    num_blocks = tl.cdiv(num_inputs, block)
+    if is_split:
+        part = tl.program_id(2)
+        summed = _sum_of_blocks(
+            x_rows, weight_rows, part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks),
+            num_inputs, tile_rows, tile_columns, block, is_even,
+        )  # fmt: skip
+        place = (part * num_rows + row)[:, None] * num_outputs + column[None, :]
+        tl.store(part_sums + place, summed, mask=is_output)
+    else:
+        total = tl.zeros([tile_rows, tile_columns], tl.float32)
+        for part in range(parts):
+            total += _sum_of_blocks(
+                x_rows, weight_rows, part * blocks_per_part, tl.minimum((part + 1) * blocks_per_part, num_blocks),
+                num_inputs, tile_rows, tile_columns, block, is_even,
+            )  # fmt: skip
+        if has_bias:
+            total += tl.load(bias + column, mask=column < num_outputs, other=0.0).to(tl.float32)[None, :]
+        tl.store(output + row[:, None] * num_outputs + column[None, :], total, mask=is_output)
+
+
+@triton.jit(do_not_specialize=["num_rows", "parts"])  # type: ignore[untyped-decorator]
+def add_parts_kernel(  # type: ignore[no-untyped-def]
+    output, part_sums, bias, num_rows, num_outputs, parts, columns: tl.constexpr, has_bias: tl.constexpr
+):  # fmt: skip
+    """Program (row, range of outputs): adds the sums of the parts in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    is_output = column < num_outputs
+    total = tl.zeros([columns], tl.float32)
+    for part in range(parts):
+        total += tl.load(part_sums + (part * num_rows + row) * num_outputs + column, mask=is_output, other=0.0)
+    if has_bias:
+        total += tl.load(bias + column, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(output + row * num_outputs + column, total, mask=is_output)
+
+
+def constants(tile: Tile, num_inputs: int, dtype: torch.dtype, *, has_bias: bool, is_split: bool) -> dict[str, Any]:
+    """Returns the compile-time constants of `product_kernel`."""
+    block = BLOCKS[dtype.itemsize]
+    return {
+        "tile_rows": tile.num_rows,
+        "tile_columns": tile.num_columns,
+        "block": block,
+        "is_even": num_inputs % block == 0,
+        "has_bias": has_bias,
+        "is_split": is_split,
+    }
+
+
+def options(tile: Tile) -> dict[str, Any]:
+    """Returns how `product_kernel` is compiled for `tile`."""
+    return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns `x @ weight.T + bias` [num_rows, num_outputs], in the dtype of `x`, summed in float32.
+
+    `x` is [num_rows, num_inputs] and `weight` [num_outputs, num_inputs]: float32, bfloat16 or float16, both the same.
+    """
+    tile = choose_tile(len(x), x.element_size())
+    parts = num_parts(*weight.shape)
+    is_split = uses_programs_of_parts(tile, len(x), len(weight), parts)
+    return product_by_tiles(x, weight, bias, tile, is_split=is_split)
+
+
+def product_by_tiles(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, *, is_split: bool
+) -> torch.Tensor:
+    """As `product`, cut as requested, which decides no bit of the result."""
+    x = x.contiguous()
+    assert weight.is_contiguous()
+    (num_rows, num_inputs), num_outputs = x.shape, len(weight)
+    output = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return output
+    compiled = constants(tile, num_inputs, x.dtype, has_bias=bias is not None, is_split=is_split)
+    parts = num_parts(num_outputs, num_inputs)
+    blocks_per_part = triton.cdiv(triton.cdiv(num_inputs, compiled["block"]), parts)
+    sums = torch.empty(parts, num_rows, num_outputs, device=x.device) if is_split else output
+    given_bias = output if bias is None else bias
+    grid = (triton.cdiv(num_rows, tile.num_rows), triton.cdiv(num_outputs, tile.num_columns), parts if is_split else 1)
+    product_kernel[grid](
+        *(output, sums, x, weight, given_bias, num_rows, num_outputs, num_inputs, parts, blocks_per_part),
+        **compiled,
+        **options(tile),
+    )
+    if is_split:
+        add_parts_kernel[(num_rows, triton.cdiv(num_outputs, ADD_COLUMNS))](
+            *(output, sums, given_bias, num_rows, num_outputs, parts),
+            columns=ADD_COLUMNS,
+            has_bias=bias is not None,
+            **ADD_OPTIONS,
+        )
+    return output

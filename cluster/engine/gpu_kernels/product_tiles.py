@@ -1,0 +1,65 @@
+"""How products are cut into programs. Imports neither torch nor Triton, as memory is planned without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MOST_PARTS = 8
+_PROGRAMS = (
+    128  # with fewer, a GPU of about 132 multiprocessors is not full; a constant, as it decides the order of sums
+)
+_COLUMNS = 128  # outputs of a program in the count that chooses the parts
+_LEAST_INPUTS = 256  # of a part
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one program computes, and how it is compiled. It decides no bit of a result."""
+
+    num_rows: int
+    num_columns: int  # outputs
+    num_warps: int
+    num_stages: int  # blocks of inputs in flight, one of them being multiplied
+
+    def count(self, num_rows: int, num_outputs: int) -> int:
+        """Returns the number of tiles of a product."""
+        return -(-num_rows // self.num_rows) * -(-num_outputs // self.num_columns)
+
+
+# By bytes of a value, from few rows to many. The last is for all that are more.
+TILES = {
+    2: (Tile(16, 64, 4, 8), Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),
+    4: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 64, 8, 2)),
+}
+_ROWS = (16, 64)  # the most rows of a product in the first tiles
+BLOCKS = {2: 64, 4: 32}
+"""Inputs that are multiplied at once, by bytes of a value. It decides the order of sums: all tiles have the same."""
+
+
+def choose_tile(num_rows: int, value_bytes: int) -> Tile:
+    """Returns the tile of a product of `num_rows` rows."""
+    index = sum(num_rows > most for most in _ROWS)
+    return TILES[value_bytes][index]
+
+
+def num_parts(num_outputs: int, num_inputs: int) -> int:
+    """Returns the parts into which the inputs are cut: 1, 2, 4 or 8, so that programs of one part each fill a GPU.
+
+    It depends on the shape of the weight alone, not on the GPU, so that different GPUs sum in one order.
+    """
+    parts, columns = 1, -(-num_outputs // _COLUMNS)
+    while parts < _MOST_PARTS and parts * columns < _PROGRAMS and num_inputs >= 2 * parts * _LEAST_INPUTS:
+        parts *= 2
+    return parts
+
+
+def uses_programs_of_parts(tile: Tile, num_rows: int, num_outputs: int, parts: int) -> bool:
+    """Returns whether each part gets a program of its own, because there are too few tiles to fill a GPU."""
+    return parts > 1 and tile.count(num_rows, num_outputs) < _PROGRAMS
+
+
+def part_sums_bytes(num_rows: int, num_outputs: int, num_inputs: int, value_bytes: int) -> int:
+    """Returns the bytes of the sums that the programs of parts leave; 0 if one program sums all parts."""
+    parts, tile = num_parts(num_outputs, num_inputs), choose_tile(num_rows, value_bytes)
+    is_split = uses_programs_of_parts(tile, num_rows, num_outputs, parts)
+    return 4 * parts * num_rows * num_outputs * is_split
