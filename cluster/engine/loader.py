@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from cluster.config.workers import LayerChoice
+from cluster.config.workers import LayerChoice, Numerics
 from cluster.engine.checkpoint import TensorReader
 from cluster.engine.cpu_model import CpuModel
 from cluster.engine.kv_cache import KVCache
@@ -69,30 +69,35 @@ def load_model(
     layers: LayerChoice | None = None,
     quantization: Quantization | None = None,
     form: type[Model] | None = None,
+    numerics: Numerics = "fast",
     ends: ModelWeights | None = None,
 ) -> LoadedModel:
     """Reads `folder` (config.json, one or several .safetensors). Raises ConfigurationError when it is incomplete.
 
-    `layers` leaves the other layers out; `form` is that of `form_on` unless given. `ends` are weights of the same model
-    in the format of that form, whose embedding, last norm and head are taken as they are instead of read.
+    `layers` leaves the other layers out; `form` is that of `form_on` for `numerics` unless given. `ends` are weights
+    of the same model for the same device, whose embedding, last norm and head are taken as they are instead of read.
     """
     config = ModelConfig.from_folder(folder)
     chosen = range(config.num_layers) if layers is None else choose_layers(layers, config.num_layers)
-    form = form or form_on(config, dtype, device)
+    form = form or form_on(config, dtype, device, numerics)
     reader = _WeightReader(config, TensorReader(folder, dtype, device), form.weight_format, quantization)
     weights = reader.read(chosen, progress or (lambda done, total: None), ends)
     return LoadedModel(config.with_layers(chosen), weights, form)
 
 
-def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> type[Model]:
-    """Returns the fastest form of a model that its device supports; PyTorch's operators compute every model."""
+def form_on(config: ModelConfig, dtype: torch.dtype, device: torch.device, numerics: Numerics = "fast") -> type[Model]:
+    """Returns the fastest form of a model that its device supports; PyTorch's operators compute every model.
+
+    For `numerics` "invariant" it is an invariant form if there is one.
+    """
     if device.type == "cpu" and CpuModel.supports(config, dtype):
         return CpuModel
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from cluster.engine.triton_model import TritonModel  # PyTorch's builds for CPUs come without Triton
+        # PyTorch's builds for CPUs come without Triton.
+        from cluster.engine.triton_model import InvariantTritonModel, TritonModel
 
         if TritonModel.supports(config, dtype):
-            return TritonModel
+            return InvariantTritonModel if numerics == "invariant" else TritonModel
     return TorchModel
 
 

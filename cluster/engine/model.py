@@ -1,8 +1,8 @@
 """A decoder of the Llama kind (Touvron et al., arXiv 2302.13971) over a paged KV cache, and its form in PyTorch.
 
 A forward pass takes a packed batch: no padding, no attention mask over sequences. Shapes are [num_tokens, ...]
-throughout. The other forms are `triton_model.py`, which has a kernel for attention and records steps, and
-`cpu_model.py`, which computes a pass in one call of kernels.
+throughout. The other forms are `triton_model.py`, which has kernels for attention and for invariant numerics and
+records steps, and `cpu_model.py`, which computes a pass in one call of kernels.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TorchModel(Model):
     Arithmetic follows `transformers`: norms and rotary angles in float32.
     """
 
-    weight_format = TorchWeightFormat()
+    weight_format: ClassVar[WeightFormat] = TorchWeightFormat()
     is_invariant = False
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:

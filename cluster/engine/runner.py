@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, LayerChoice, WorkerConfig
+from cluster.config.workers import DEFAULT_KV_CACHE_BYTES, LayerChoice, Numerics, WorkerConfig
 from cluster.engine.batch import Segment, pack, slots_of
 from cluster.engine.blocks import BlockManager
 from cluster.engine.graph_memory import StepModel, graph_bytes, graph_sizes
@@ -106,9 +106,13 @@ def load_weights(
     dtype_on_cpu: torch.dtype,
     progress: Progress | None = None,
     layers: LayerChoice | None = None,
+    numerics: Numerics = "fast",
     ends: ModelWeights | None = None,
 ) -> LoadedModel:
-    """The model that `config` names, as it says; `layers` and `ends` as in `load_model`. Raises ConfigurationError."""
+    """Loads the model that `config` names; `layers`, `numerics` and `ends` as in `load_model`.
+
+    Raises ConfigurationError.
+    """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, on_cpu=dtype_on_cpu)
     quantization = config.quantization and Quantization.named(config.quantization, config.quantization_group_size)
@@ -120,6 +124,7 @@ def load_weights(
         progress,
         layers=layers,
         quantization=quantization,
+        numerics=numerics,
         ends=ends,
     )
 

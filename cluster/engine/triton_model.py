@@ -7,6 +7,7 @@ import logging
 import torch
 
 from cluster.engine.batch import Batch, Segment, pack
+from cluster.engine.gpu_kernels.norm import rms_norm
 from cluster.engine.gpu_kernels.paged_attention import PagedAttention, max_group
 from cluster.engine.gpu_kernels.tiles import SPLIT
 from cluster.engine.graph_memory import graph_sizes
@@ -14,6 +15,7 @@ from cluster.engine.kv_cache import KVCache
 from cluster.engine.model import TorchModel
 from cluster.engine.model_config import ModelConfig
 from cluster.engine.step_graphs import CudaRecorder, Recorder, StepGraphs
+from cluster.engine.triton_linear import FixedOrderWeightFormat
 from cluster.engine.weights import ModelWeights
 
 logger = logging.getLogger(__name__)
@@ -21,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 class TritonModel(TorchModel):
     """`TorchModel` with `PagedAttention`. Its steps read nothing back; those of chains that `prepare` recorded are
-    replayed. Products are cuBLAS's, which chooses by the number of rows: only attention gives a row its own bits."""
+    replayed. Products are cuBLAS's, which chooses by the number of rows: only attention gives a row the same bits in
+    every batch. `InvariantTritonModel` does so for all."""
 
     records_steps = True
 
@@ -91,3 +94,17 @@ class TritonModel(TorchModel):
         """`forward` without records, which is what records are made of."""
         max_context = batch.block_tables.shape[1] * self.block_size
         return self._logits(batch, PagedAttention(batch, self.block_size, max_context))
+
+
+class InvariantTritonModel(TritonModel):
+    """`TritonModel` for `numerics: invariant`: a row has the same bits in any batch, recorded or not.
+
+    Products and norms are kernels with a fixed order of sums, as attention is. The other operators, PyTorch's, compute
+    each value by itself.
+    """
+
+    weight_format = FixedOrderWeightFormat()
+    is_invariant = True
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self.config.rms_norm_eps)

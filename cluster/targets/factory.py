@@ -59,7 +59,7 @@ def make_target(config: Config, tokenizer_fingerprint: str, progress: Progress |
 
 def _torch(config: Config, fingerprint: str, progress: Progress | None) -> Target:
     target = config.target
-    loaded = load_weights(target, dtype_on_cpu=torch.bfloat16, progress=progress)
+    loaded = load_weights(target, dtype_on_cpu=torch.bfloat16, progress=progress, numerics=target.numerics)
     pool: LinkPool
     if config.drafts_in_process:
         runner, pool = _with_drafter(config, fingerprint, loaded)

@@ -78,7 +78,7 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
             # With adapters vLLM runs other kernels, for the base too. The adapters themselves are reported separately.
             **({"max_lora_rank": str(LoraLimits.of(target).max_rank)} if target.takes_adapters else {}),
         }
-    form = form_on(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device)
+    form = form_on(ModelConfig.from_folder(resolve_model_folder(target.model)), dtype, device, target.numerics)
     return {
         "engine": f"torch {torch.__version__}, {ENGINE_VERSION}",
         "tensor_parallel_size": "1",

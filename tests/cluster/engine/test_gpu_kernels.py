@@ -29,10 +29,11 @@ def config() -> ModelConfig:
 
 
 def test_a_gpu_computes_with_them_if_triton_is_installed(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cluster.engine.triton_model import TritonModel
+    from cluster.engine.triton_model import InvariantTritonModel, TritonModel
 
     gpu = torch.device("cuda")
     assert form_on(config, torch.bfloat16, gpu) is TritonModel
+    assert form_on(config, torch.bfloat16, gpu, "invariant") is InvariantTritonModel
     assert form_on(config, torch.bfloat16, torch.device("cpu")) is not TritonModel
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert form_on(config, torch.bfloat16, gpu) is TorchModel

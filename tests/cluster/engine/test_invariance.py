@@ -47,7 +47,7 @@ def test_pytorchs_operators_are_refused(tiny_llama: Callable[..., Path]) -> None
 def test_an_operator_that_breaks_the_promise_is_found(tiny_llama: Callable[..., Path]) -> None:
     class Uneven(CpuModel):
         def forward(self, batch: Batch) -> torch.Tensor:
-            return super().forward(batch) * (1 + 1e-6 * (len(batch.token_ids) == 10))
+            return super().forward(batch) * (1 + 1e-6 * (len(batch.token_ids) == 13))
 
     checked = runner(tiny_llama(), Uneven)
     with pytest.raises(ConfigurationError, match="does not hold on this machine"):

@@ -1,0 +1,103 @@
+"""The model for invariant numerics passes the check at start, and computes what the plain one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cluster.engine import triton_linear
+from cluster.engine.batch import Segment, pack
+from cluster.engine.gpu_kernels.norm import rms_norm
+from cluster.engine.invariance import check_invariance
+from cluster.engine.loader import load_model
+from cluster.engine.model import TorchModel
+from cluster.engine.quantization import Quantization
+from cluster.engine.runner import ModelRunner
+from cluster.engine.triton_model import InvariantTritonModel
+from cluster.errors import ConfigurationError
+from tests.cluster.engine.filled_caches import BLOCK_SIZE, CPU, model_and_cache
+from tests.interpreter import spare_bookkeeping
+from tests.interpreter_dot import dot_in_order
+
+FAMILIES = [{}, {"family": "qwen3"}, {"family": "qwen2"}]  # plain, with a norm of each head, with a bias
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare_bookkeeping(monkeypatch)
+    dot_in_order(monkeypatch)
+
+
+@pytest.fixture(params=FAMILIES, ids=str)
+def folder(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Path:
+    return tiny_folder(**request.param)
+
+
+def new_runner(folder: Path, form: type[InvariantTritonModel] = InvariantTritonModel) -> ModelRunner:
+    return ModelRunner(load_model(folder, torch.bfloat16, CPU, form=form), BLOCK_SIZE, 32)
+
+
+def test_the_same_logits_as_pytorchs(folder: Path) -> None:
+    batch = pack([Segment([5, 6, 7], 8, [3, 4, 5], 3), Segment([9] * 20, 0, list(range(10, 15)), 20)], BLOCK_SIZE, CPU)
+    expected, found = (model_and_cache(folder, form)[0].forward(batch) for form in (TorchModel, InvariantTritonModel))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_it_passes_the_check(folder: Path) -> None:
+    runner = new_runner(folder)
+    check_invariance(runner)
+    assert runner.blocks.num_used_blocks == 0
+
+
+def test_recorded_steps_pass_the_check(tiny_folder: Callable[..., Path]) -> None:
+    runner = new_runner(tiny_folder())
+    assert isinstance(runner.model, InvariantTritonModel)
+    runner.model.record(48, 48, lambda call: call)
+    check_invariance(runner)
+
+
+def test_a_product_that_depends_on_the_height_is_found(
+    tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only products of more rows than the check has in one sequence sum in another order."""
+
+    def uneven(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if len(x) <= 64:
+            return product(x, weight, bias)
+        half = x.shape[1] // 2
+        return (x[:, :half].float() @ weight[:, :half].float().T + x[:, half:].float() @ weight[:, half:].float().T).to(
+            x.dtype
+        )
+
+    product = triton_linear.product
+    monkeypatch.setattr(triton_linear, "product", uneven)
+    with pytest.raises(ConfigurationError, match="does not hold"):
+        check_invariance(new_runner(tiny_folder()))
+
+
+def test_a_step_without_logits(tiny_folder: Callable[..., Path]) -> None:
+    runner = new_runner(tiny_folder())
+    assert runner.run([Segment([1, 2, 3], 0, [0], 0)]).shape[0] == 0
+
+
+@pytest.mark.parametrize("quantization", [Quantization(8, None), Quantization(4, 32)])
+def test_integers_are_refused(tiny_folder: Callable[..., Path], quantization: Quantization) -> None:
+    with pytest.raises(ConfigurationError, match=f"quantization int{quantization.bits} with numerics 'invariant'"):
+        load_model(tiny_folder(), torch.bfloat16, CPU, form=InvariantTritonModel, quantization=quantization)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 24, 512, 1000])
+def test_the_norm_is_pytorchs(length: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(length)
+    x = torch.randn(5, 4, length, generator=generator).to(dtype)[:, :3]  # the last vector of a row is not normed
+    weight = torch.randn(3, length, generator=generator).to(dtype)
+    expected = weight * F.rms_norm(x.float(), (length,), eps=1e-5).to(dtype)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+    )
+    assert rms_norm(x[:0], weight, 1e-5).shape == (0, 3, length)
