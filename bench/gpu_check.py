@@ -2,9 +2,9 @@
 
 Each check is a row: its subject, whether it held, and its figures. A check that fails or raises is a row too, and the
 others still run. Choices and noise are compared with the CPU's, answers with those of a cluster without drafts, and the
-Triton kernels with PyTorch's operators (`bench.gpu_kernels_check`). Speed is measured with the bundled target widened
-by `bench.models`, which keeps the acceptance of the bundled pair. The bundled draft runs on the CPU and on the same
-GPU.
+Triton kernels with PyTorch's operators (`bench.gpu_kernels_check`, `bench.gpu_product_check`). Speed is measured with
+the bundled target widened by `bench.models`, which keeps the acceptance of the bundled pair. The bundled draft runs on
+the CPU and on the same GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench import gpu_kernels_check
+from bench import gpu_kernels_check, gpu_product_check
 from bench.gpu_rows import (
     PAIR_INTERMEDIATE_SIZE,
     PAIR_WIDTH_FACTOR,
@@ -215,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "sampling": lambda: check_sampling() + gpu_kernels_check.check_sampling(GPU, VOCAB_SIZES, PARAMS),
             "constraints": check_constraints,
             **{name: partial(check, GPU) for name, check in gpu_kernels_check.CHECKS.items()},
+            **{name: partial(check, GPU) for name, check in gpu_product_check.CHECKS.items()},
             "answers": check_answers,
             "engine": lambda: check_engine(pair, results),
             "speed": lambda: check_speed(pair, results),

@@ -27,6 +27,11 @@ ROWS = {
     ),
     "triton-steps": ("steps with Triton attention, recorded, float32",),
     "triton-bursts": ("drafts in bursts, float32",),
+    "product-invariant": (
+        "products in a fixed order, bits in bfloat16",
+        "products in a fixed order, times in bfloat16",
+        "check of invariant numerics at start",
+    ),
     "answers": ("answers under speculation, float32", "answers under speculation, bfloat16"),
     "engine": ("cost of a step, draft", "cost of a step, target"),
     "speed": ("speedup, target on the GPU, draft on cpu", "speedup, target on the GPU, draft on cuda"),

@@ -26,8 +26,8 @@ def table() -> dict[str, str]:
 
 def patterns() -> Iterator[str]:
     """Yields patterns of the row names in the source, with wildcards for their fields."""
-    for path in (ROOT / "bench" / "gpu_check.py", ROOT / "bench" / "gpu_kernels_check.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for file in ("gpu_check.py", "gpu_kernels_check.py", "gpu_product_check.py"):
+        for node in ast.walk(ast.parse((ROOT / "bench" / file).read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(func=ast.Name(id="Row"), args=[name, *_]) | ast.Assign([ast.Name(id="row")], name):
                     if isinstance(name, ast.Constant):

@@ -14,7 +14,7 @@ _LEAST_INPUTS = 256  # of a part
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes, and how it is compiled. It decides no bit of a result."""
+    """Share of one program, and how it is compiled. No bit of a result depends on it."""
 
     num_rows: int
     num_columns: int  # outputs
