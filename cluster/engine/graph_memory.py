@@ -2,8 +2,8 @@
 
     inputs       8 bytes for every number of a row and for every block of its longest context.
     output       The logits of a row in float32, once for all sizes.
-    pool         Memory of a step while it computes: activations, logits, and the splits of attention. Graphs share it,
-                 so only the largest step counts.
+    pool         Memory of a step while it computes: activations, logits, the splits of attention, and with invariant
+                 numerics the parts of a product. Graphs share it, so only the largest step counts.
 
 The driver keeps more for each recorded kernel. Its size is not known here, so it has to fit into the share of memory
 that `memory_utilization` leaves free.
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.engine.gpu_kernels.product_tiles import part_sums_bytes
 from cluster.engine.gpu_kernels.tiles import SPLIT, num_tiles, uses_splits
 from cluster.engine.model_config import ModelConfig
 
@@ -55,16 +56,38 @@ class StepModel:
         )
 
 
-def graph_bytes(model: StepModel, sizes: Sequence[int], max_context: int, block_size: int, value_bytes: int) -> int:
+def graph_bytes(
+    model: StepModel,
+    sizes: Sequence[int],
+    max_context: int,
+    block_size: int,
+    value_bytes: int,
+    *,
+    is_invariant: bool = False,
+) -> int:
     """Returns the bytes of recorded steps of `sizes` rows over contexts of up to `max_context` tokens.
 
-    `value_bytes` is the size of a value in the model's dtype.
+    `value_bytes` is the size of a value in the model's dtype. If `is_invariant`, products have a fixed order.
     """
     largest = max(sizes)
     inputs = 8 * largest * (_NUM_INPUTS + -(-max_context // block_size))
     output = 4 * largest * model.vocab_size
     pool = max(_step_bytes(model, size, max_context, value_bytes) for size in sizes)
-    return inputs + output + pool
+    parts = max(_parts_bytes(model, size, value_bytes) for size in sizes) if is_invariant else 0
+    return inputs + output + pool + parts
+
+
+def _parts_bytes(model: StepModel, num_rows: int, value_bytes: int) -> int:
+    """Bytes of the partial results of the product that has the most of them."""
+    hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    shapes = (
+        (queries + keys, hidden),
+        (hidden, queries),
+        (2 * model.intermediate_size, hidden),
+        (hidden, model.intermediate_size),
+        (model.vocab_size, hidden),
+    )
+    return max(part_sums_bytes(num_rows, *shape, value_bytes) for shape in shapes)
 
 
 def _step_bytes(model: StepModel, num_rows: int, max_context: int, value_bytes: int) -> int:

@@ -134,7 +134,10 @@ def recorded_bytes(config: WorkerConfig, model: LoadedModel) -> int:
     if model.weights.device.type != "cuda" or not model.form.records_steps:
         return 0
     sizes, max_context = graph_sizes(config.max_num_batched_tokens), _max_context(config, model)
-    return graph_bytes(StepModel.of(model.config), sizes, max_context, config.block_size, model.weights.dtype.itemsize)
+    return graph_bytes(
+        *(StepModel.of(model.config), sizes, max_context, config.block_size, model.weights.dtype.itemsize),
+        is_invariant=model.form.is_invariant,
+    )
 
 
 def _max_context(config: WorkerConfig, model: LoadedModel) -> int:
