@@ -149,7 +149,8 @@ class TargetConfig(WorkerConfig):
     numerics: Numerics = Field(
         "fast",
         description="fast: logits may differ in their last bits with the batch; invariant: the same bits whatever the "
-        "batch and the cut of the work, or no start at all",
+        "batch and the cut of the work, or no start at all; engine torch needs AVX-512 for it on a CPU, and on a "
+        "GPU Triton and no quantization",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
