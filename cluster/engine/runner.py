@@ -40,12 +40,13 @@ class ModelRunner:
         dtype_on_cpu: torch.dtype,
         progress: Progress | None = None,
         layers: LayerChoice | None = None,
+        numerics: Numerics = "fast",
     ) -> ModelRunner:
-        """Loads the model that `config` names, or some of its `layers`, and sizes the cache.
+        """Loads the model that `config` names, or some of its `layers`, for `numerics`, and sizes the cache.
 
         Raises ConfigurationError.
         """
-        loaded = load_weights(config, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers)
+        loaded = load_weights(config, dtype_on_cpu=dtype_on_cpu, progress=progress, layers=layers, numerics=numerics)
         num_bytes = kv_cache_budget(config, loaded.weights.device, recorded_bytes(config, loaded))
         return cls.with_cache(loaded, config, num_bytes)
 
