@@ -119,7 +119,8 @@ def table(document: dict[str, Any]) -> str:
             plain, auto = ([run[key] for run in both[way]] for way in _WAYS)
             ratios = [a / p for a, p in zip(auto, plain, strict=True)]
             cells.append(f"{1e3 * statistics.median(plain):.0f} → {1e3 * statistics.median(auto):.0f}")
-            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            of_repeats = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+            cells.append(f"{statistics.median(ratios):.2f}{of_repeats}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -36,7 +36,7 @@ ROWS = {
     "engine": ("cost of a step, draft", "cost of a step, target"),
     "speed": ("speedup, target on the GPU, draft on cpu", "speedup, target on the GPU, draft on cuda"),
 }
-"""The rows of each check. docs/MEASURED.md says of each where it was seen, and a test that it says so."""
+"""The rows of each check. docs/MEASURED.md lists the verdict on each."""
 
 RESULTS = {
     "cost of a step, draft": "gpu-engine-draft.json",

@@ -112,20 +112,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(document: Mapping[str, Any]) -> str:
-    """A row for each number of streams and temperature; the median of the repeats."""
+    """A row for each number of streams and temperature, a column for each k and place of the draft; medians."""
     cells = document["cells"]
-    kinds = list(dict.fromkeys((cell["where"], str(cell["k"])) for cell in cells))
-    names = [f"{where} k = {k}".strip() for where, k in kinds]
-    lines = ["| streams | T | vllm serve | its draft_model | " + " | ".join(names) + " |"]
-    lines.append("| --- " * (4 + len(kinds)) + "|")
+    ways = list(dict.fromkeys(map(_way, cells)))
+    lines = ["| streams | T | vllm serve | its draft_model | " + " | ".join(ways) + " |"]
+    lines.append("| --- " * (4 + len(ways)) + "|")
     for streams, temperature in dict.fromkeys((cell["streams"], cell["temperature"]) for cell in cells):
-        here = [cell for cell in cells if (cell["streams"], cell["temperature"]) == (streams, temperature)]
-        own = {(cell["where"], str(cell["k"])): cell for cell in here}
+        own = {_way(c): c for c in cells if (c["streams"], c["temperature"]) == (streams, temperature)}
         first = next(iter(own.values()))
         serve, drafted = (_median(first[peer]) for peer in ("serve", "draft_model"))
-        row = [f"{_median(own[kind]['tokens_per_second']):.0f} ({_ratio(own[kind], 'serve'):.2f})" for kind in kinds]
+        row = [
+            f"{_median(own[way]['tokens_per_second']):.0f} ({_ratio(own[way], 'serve'):.2f})" if way in own else ""
+            for way in ways
+        ]
         lines.append(f"| {streams} | {temperature:g} | {serve:.0f} | {drafted:.0f} | " + " | ".join(row) + " |")
     return "\n".join(lines)
+
+
+def _way(cell: Mapping[str, Any]) -> str:
+    """The title of the column of `cell`: its k, and where its draft is."""
+    return f"k = {cell['k']}" + (f", {cell['where']}" if cell["where"] else "")
 
 
 def _median(rates: Sequence[float]) -> float:

@@ -116,11 +116,13 @@ def table(document: dict[str, Any]) -> str:
             added = [
                 1e3 * (first - local["first_token_seconds"]) for first, local in zip(firsts, points[LOCAL], strict=True)
             ]
-            lines.append(
-                f"| {num_streams} | {way} | {statistics.median(rates):.0f} | {statistics.median(ratios):.3f} "
-                f"({min(ratios):.2f} to {max(ratios):.2f}) | {1e3 * statistics.median(firsts):.1f} "
-                f"| {statistics.median(added):+.1f} |"
-            )
+            ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            cells = [num_streams, way, f"{statistics.median(rates):.0f}", "" if way == LOCAL else ratio]
+            cells += [
+                f"{1e3 * statistics.median(firsts):.1f}",
+                "" if way == LOCAL else f"{statistics.median(added):+.1f}",
+            ]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

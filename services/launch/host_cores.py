@@ -12,7 +12,7 @@ from cluster.config import Config
 from cluster.errors import ConfigurationError
 from services.launch.cores import CoreShares
 
-# A draft's step is bound by reading its weights. A core of Sapphire Rapids reads 13 GB/s (docs/MEASURED.md), 16 cores
+# A draft's step is bound by reading its weights. A core of Sapphire Rapids reads 13 GB/s (`bench.engine`), 16 cores
 # therefore two thirds of the 307 GB/s of a socket; the threads of more cores wait for memory and for each other.
 MAX_DRAFT_CORES = 16
 _SYSTEM = Path("/sys/devices/system")

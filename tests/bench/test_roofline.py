@@ -14,17 +14,15 @@ from bench.roofline import (
     burst_table,
     compare,
     compare_sampling,
-    compared_table,
     main,
     measured_models,
-    sampling_table,
     verify_table,
 )
 from cluster.engine.memory_plan import PlannedModel
 from cluster.planning.hardware import GPUS, parse_gpus
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
-PAGES = ("MEASURED.md", "PLANNING.md")
+PAGE = RESULTS.parents[1] / "docs" / "PLANNING.md"
 
 
 def case(model: str, gpus: str, *, all_reduce_seconds: float = 0.0) -> Case:
@@ -112,9 +110,7 @@ def test_a_model_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -
     assert "9B" in capsys.readouterr().err
 
 
-def test_the_pages_have_what_the_bench_prints() -> None:
-    measured, planning = ((RESULTS.parents[1] / "docs" / page).read_text("utf-8") for page in PAGES)
-    assert compared_table(compare(RESULTS)[1]) in measured
-    assert sampling_table(compare_sampling(RESULTS)) in measured
+def test_the_page_has_what_the_bench_prints() -> None:
+    planning = PAGE.read_text("utf-8")
     assert verify_table(case("70B:bf16", "4xH100", all_reduce_seconds=10e-6)) in planning
     assert burst_table([case("1B:bf16", gpu) for gpu in ("A10G", "L4", "A100-80", "H100", "H200")]) in planning

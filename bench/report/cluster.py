@@ -1,0 +1,181 @@
+"""Tables of the whole cluster: exactness, speed next to no speculation and next to vLLM, latency, kinds of work."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from bench import equal_load
+from bench.report.page import Results, markdown, median
+
+_SPEEDUPS = {
+    "Sapphire Rapids": ["speedup-190m", "speedup-190m-4", "speedup-190m-16", "speedup-190m-64"],
+    "Zen 4": [f"speedup-190m-zen4-{streams}" for streams in (1, 4, 16, 64)],
+    "Zen 5": [
+        *(f"speedup-190m-zen5-{streams}" for streams in (1, 4, 16, 64)),
+        "speedup-190m-zen5-1-t1",
+        "speedup-190m-zen5-64-t0",
+    ],
+}
+"""Result files by processor; a point in a later file replaces the same point in an earlier one."""
+
+
+def exactness(results: Results) -> str:
+    cpu, gpu = results.read("exactness.json"), results.read("gpu-vllm.json")
+    depths = list(gpu["exactness"][0]["num_different_tokens"])
+    rows = [(f"PyTorch, `{row['instruction_set']}`", *_tokens(row), row["num_different_tokens"]) for row in cpu["rows"]]
+    rows += [
+        (f"vLLM on a GPU, {row['kind']}", *_tokens(row), ", ".join(str(row["num_different_tokens"][k]) for k in depths))
+        for row in gpu["exactness"]
+    ]
+    head = ["target", "tokens", "drafts accepted", f"tokens that differ (GPU: k = {', '.join(depths)})"]
+    return markdown(head, rows)
+
+
+def _tokens(row: Mapping[str, Any]) -> tuple[str, str]:
+    return f"{row['num_tokens']:,}", f"{row['num_accepted_drafts']:,}"
+
+
+def constraints(results: Results) -> str:
+    cpu, gpu = (results.read(name)["rows"] for name in ("constraints.json", "constraints-gpu.json"))
+    rows = ((own["workload"], _slower(own), _slower(other)) for own, other in zip(cpu[1:], gpu[1:], strict=True))
+    return markdown(["in each request", "CPU", "GPU"], rows)
+
+
+def _slower(row: Mapping[str, Any]) -> str:
+    low, high = row["step_ratio_range"]
+    return f"{row['step_ratio']:.2f} ({low:.2f}-{high:.2f})"
+
+
+def schemas(results: Results) -> str:
+    rows = results.read("schemas.json")["rows"]
+    cells = (
+        (row["drafts"], f"{row['steps']:,}", f"{row['tokens_per_step']:.2f}", row["accepted"] or "") for row in rows
+    )
+    return markdown(["drafts", "steps", "tokens a step", "accepted"], cells)
+
+
+def speedup(results: Results) -> str:
+    points = {
+        processor: {
+            (point["num_streams"], point["temperature"]): point
+            for name in names
+            for point in results.read(f"{name}.json")["points"]
+        }
+        for processor, names in _SPEEDUPS.items()
+    }
+    head = ["T", "streams"]
+    for processor in _SPEEDUPS:
+        head += [f"{processor}, tokens/s", "ratio (best)"]
+    keys = sorted({key for own in points.values() for key in own}, key=lambda key: (key[1], key[0]))
+    rows = []
+    for streams, temperature in keys:
+        cells = [cell for own in points.values() for cell in _sped_up(own[streams, temperature])]
+        rows.append([f"{temperature:g}", str(streams), *cells])
+    (busy,) = results.read("speedup-190m-4-streams.json")["points"]
+    rows.append(["0", "4, always busy", *_sped_up(busy), "", "", "", ""])
+    return markdown(head, rows)
+
+
+def _sped_up(point: Mapping[str, Any]) -> tuple[str, str]:
+    plain, auto = (statistics.median(of["tokens_per_second"]) for of in (_plain(point), point["depths"]["auto"]))
+    ratios = {name: statistics.median(depth["speedups"]) for name, depth in point["depths"].items()}
+    best = max(ratio for name, ratio in ratios.items() if name != "auto")
+    return f"{plain:.0f} → {auto:.0f}", f"{ratios['auto']:.2f} ({best:.2f})"
+
+
+def _plain(point: Mapping[str, Any]) -> dict[str, Any]:
+    return {"tokens_per_second": point["plain_tokens_per_second"]}
+
+
+def placements(results: Results) -> str:
+    cells: dict[tuple[float, int], dict[str, str]] = {}
+    for pair in ("12m", "190m"):
+        for point in results.read(f"placements-{pair}.json")["points"]:
+            own = cells.setdefault((point["temperature"], point["num_streams"]), {})
+            own[f"{pair.upper()}, k = {point['depth']}"] = _in_process(point)
+    columns = list(next(iter(cells.values())))
+    rows = [
+        [f"{temperature:g}", streams, *(own[column] for column in columns)]
+        for (temperature, streams), own in cells.items()
+    ]
+    return markdown(["T", "streams", *columns], rows)
+
+
+def _in_process(point: Mapping[str, Any]) -> str:
+    ratios = point["places"]["shared"]["ratios"]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+_PEERS = (
+    ("Sapphire Rapids", "peers-amx.json", "Outrider on PyTorch"),
+    ("Zen 5", "peers-zen5.json", "Outrider on PyTorch"),
+    ("Zen 5", "peers-vllm.json", "Outrider on vLLM"),
+)
+
+
+def peers(results: Results) -> str:
+    rows = []
+    points = results.read(_PEERS[0][1])["points"]
+    for processor, name, own in _PEERS:
+        systems = results.read(name)["systems"]
+        drafted = [speeds for system, speeds in systems.items() if "draft_model" in system]
+        outrider, alone = (_speeds(systems[system], points) for system in (own, "vLLM"))
+        best = [max(speeds) for speeds in zip(*(_speeds(speeds, points) for speeds in drafted), strict=True)]
+        cells = [f"{a:.0f} ({a / max(b, c):.2f})" for a, b, c in zip(outrider, alone, best, strict=True)]
+        rows.append([f"**{own}**, {processor}", *cells])
+        rows.append(["vLLM", *_whole(alone)])
+        rows.append(["its best `draft_model`", *_whole(best)])
+    others = results.read("peers.json")["systems"]
+    for system in ("vLLM ngram", "vLLM EAGLE", "Hugging Face assisted generation"):
+        speeds = others[system]
+        rows.append([system, *(_whole(_speeds(speeds, [p]))[0] if _key(p) in speeds else "" for p in points)])
+    return markdown(["tokens/s", *_titles(points)], rows)
+
+
+def _titles(points: list[list[float]]) -> Iterator[str]:
+    for temperature, streams in points:
+        yield f"T={temperature:g}, {streams}"
+
+
+def _key(point: list[float]) -> str:
+    return f"{point[0]:g}/{point[1]}"
+
+
+def _speeds(speeds: Mapping[str, Any], points: list[list[float]]) -> list[float]:
+    return [median(speeds[_key(point)], "tokens_per_second") for point in points]
+
+
+def _whole(values: list[float]) -> list[str]:
+    return [f"{value:.0f}" for value in values]
+
+
+def latency(results: Results) -> str:
+    return equal_load.table(results.read("equal_load-vllm.json")).partition("\n\n")[2]
+
+
+def scenarios(results: Results) -> str:
+    setups = [results.read(f"scenarios-pair{engine}.json")["setups"]["190M pair"] for engine in ("", "-vllm")]
+    rows = ([kind, *(_gained(measured[kind]) for measured in setups)] for kind in setups[0])
+    return markdown(["work", "PyTorch", "vLLM"], rows)
+
+
+def _gained(both: Mapping[str, Any]) -> str:
+    ratios = [
+        auto["tokens_per_second"] / plain["tokens_per_second"]
+        for auto, plain in zip(both["auto"], both["0"], strict=True)
+    ]
+    return f"{statistics.median(ratios):.2f}"
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "exactness": exactness,
+    "constraints": constraints,
+    "schemas": schemas,
+    "speedup": speedup,
+    "placements": placements,
+    "peers": peers,
+    "latency": latency,
+    "scenarios": scenarios,
+}

@@ -1,0 +1,105 @@
+"""Tables of drafters, trees, distilled drafts, and of the controller of the depth."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bench.demonstration import Compared
+from bench.report.page import Results, markdown
+from bench.speedup import AUTO
+from bench.trees import KINDS
+
+_LEVELS = {
+    "2M, Sapphire Rapids": "draft_levels.json",
+    "2M, Zen 5": "draft_levels-zen5.json",
+    "0.5B in INT8, Zen 4": "draft_levels-0.5b-int8.json",
+}
+_COMPARED_DEPTH = "3"
+
+
+def trace(results: Results) -> str:
+    document = results.read("trace.json")
+    rows = []
+    for one in document["traces"]:
+        own, best = (one[who]["tokens"] for who in ("controller", "oracle"))
+        size = len(own) // len(one["phases"])
+        phases = (f"{_regret(own, best, start, size):.1%}" for start in range(0, len(own), size))
+        rows.append([one["trace"], ", ".join(phases), f"{one['regret']:.1%}"])
+    return markdown(["trace", "regret by phase", "of all"], rows)
+
+
+def _regret(own: list[float], best: list[float], start: int, size: int) -> float:
+    return 1 - sum(own[start : start + size]) / sum(best[start : start + size])
+
+
+def drafters(results: Results) -> str:
+    cells: dict[str, dict[tuple[str, float], str]] = {}
+    for name in ("drafters.json", "drafters-smollm2.json"):
+        for point in results.read(name)["points"]:
+            cells.setdefault(point["drafter"], {})[name, point["temperature"]] = _drafter(point)
+    columns = list(itertools.product(("drafters.json", "drafters-smollm2.json"), (0.0, 1.0)))
+    titles = ["190M, T=0", "T=1", "135M instruct, T=0", "T=1"]
+    rows = [[name, *(own.get(column, "") for column in columns)] for name, own in cells.items()]
+    return markdown(["drafter", *titles], rows)
+
+
+def _drafter(point: Mapping[str, Any]) -> str:
+    speedups = {name: statistics.median(depth["speedups"]) for name, depth in point["depths"].items()}
+    best = max([1.0, *(speedup for name, speedup in speedups.items() if name != "auto")])
+    accepted = point["depths"][_COMPARED_DEPTH]["acceptance_rate"]
+    return f"{speedups['auto']:.2f} ({best:.2f}); {accepted:.2f}"
+
+
+def draft_levels(results: Results) -> str:
+    levels = {
+        title: {level["num_sequences"]: level["level"]["median"] for level in results.read(name)["levels"]}
+        for title, name in _LEVELS.items()
+    }
+    counts = sorted({count for own in levels.values() for count in own})
+    rows = [[count, *(f"{own[count]:.2f}" if count in own else "" for own in levels.values())] for count in counts]
+    return markdown(["sequences", *levels], rows)
+
+
+def trees(results: Results) -> str:
+    rows = []
+    for point in results.read("trees.json")["points"]:
+        cells: dict[str, dict[str, str]] = {}
+        for setting in point["settings"]:
+            speed = statistics.median(setting["tokens_per_second"])
+            cell = f"{setting['tokens_per_round']:.2f}, {speed:.0f}"
+            cells.setdefault(setting["nodes"], {})[setting["kind"]] = cell
+        for nodes, own in cells.items():
+            if nodes != AUTO:
+                rows.append([f"{point['temperature']:g}", nodes, *(own[kind] for kind in KINDS)])
+    return markdown(["T", "nodes", *KINDS], rows)
+
+
+def distill(results: Results) -> str:
+    document = results.read("distill.json")
+    rows = [
+        (
+            f"{old['temperature']:g}",
+            f"{old['rate']:.3f} → {new['rate']:.3f}",
+            f"{old['length']:.2f} → {new['length']:.2f}",
+        )
+        for old, new in zip(document["before"], document["after"], strict=True)
+    ]
+    return markdown(["T", "accepted", "tokens a round"], rows)
+
+
+def demonstration(results: Results) -> str:
+    rows = [Compared(**one).row() for one in results.read("demonstration.json")["compared"]]
+    return "\n".join([markdown(["T", "without drafts", "with", "ratio (range)", "equal answers"], []), *rows])
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "trace": trace,
+    "drafters": drafters,
+    "draft-levels": draft_levels,
+    "trees": trees,
+    "distill": distill,
+    "demonstration": demonstration,
+}

@@ -1,0 +1,87 @@
+"""Tables of runs on a GPU, and of kernels that are compiled for one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bench import gpu_rows, gpu_vllm, roofline, vllm_ladder
+from bench.report.page import Results, markdown
+
+_ENGINE_FILES = ("gpu.json", "gpu-engine-target.json", "gpu-engine-draft.json")
+_SHOWN_STEPS = {(1, 1), (64, 1)}  # sequences, rows
+
+
+def vllm(results: Results) -> str:
+    document = results.read("gpu-vllm.json")
+    return f"{_run(document)}\n\n{gpu_vllm.table(document)}"
+
+
+def ladder(results: Results) -> str:
+    document = results.read("vllm-ladder.json")
+    return f"{_run(document)}\n\n{vllm_ladder.table(document)}"
+
+
+def _run(document: Mapping[str, Any]) -> str:
+    return f"{document['gpu']}, {document['date']}, commit `{document['commit']}`."
+
+
+def speedup(results: Results) -> str:
+    points = [
+        {
+            (point["num_streams"], point["temperature"]): point["depths"]
+            for point in results.read(f"gpu-speedup-draft-on-{place}.json")["points"]
+        }
+        for place in ("cpu", "cuda")
+    ]
+    rows = [
+        [f"{temperature:g}", streams, *(_ratios(own.get((streams, temperature))) for own in points)]
+        for streams, temperature in points[0]
+        if streams < 16  # at 16 streams two clusters without drafts differ by more than any two depths
+    ]
+    return markdown(["T", "streams", "draft on the CPU", "draft on the same GPU"], rows)
+
+
+def _ratios(depths: Mapping[str, Any] | None) -> str:
+    if depths is None:
+        return ""
+    return ", ".join(f"{statistics.median(depths[k]['speedups']):.2f}" for k in ("auto", "2", "4"))
+
+
+def steps(results: Results) -> str:
+    _, compared = roofline.compare(results.folder_of(*_ENGINE_FILES))
+    return roofline.compared_table([one for one in compared if (one.num_seqs, one.rows) in _SHOWN_STEPS])
+
+
+def checks(results: Results) -> str:
+    found: dict[str, dict[str, None]] = {}
+    for row, verdict in gpu_rows.verdicts(results.folder_of(*_ENGINE_FILES, "gpu-constraints.json")).items():
+        found.setdefault(verdict, {})[row.partition(", vocabulary")[0]] = None
+    return markdown(["verdict", "checks"], ((verdict, "; ".join(rows)) for verdict, rows in found.items()))
+
+
+def resources(results: Results) -> str:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in results.read("gpu-resources.json")["kernels"]:
+        family = ", ".join(one["kernel"].split(", ")[: 2 if one["kernel"].startswith("attention") else 1])
+        found.setdefault(family, []).append(one)
+    rows = [
+        [
+            family,
+            *(max(one[key] for one in kernels) for key in ("registers", "spilled_bytes")),
+            f"{max(one['shared_bytes'] for one in kernels) / 1024:.0f}",
+        ]
+        for family, kernels in found.items()
+    ]
+    return markdown(["kernels", "registers", "bytes spilled", "shared KiB"], rows)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "gpu-vllm": vllm,
+    "gpu-ladder": ladder,
+    "gpu-speedup": speedup,
+    "gpu-steps": steps,
+    "gpu-checks": checks,
+    "gpu-resources": resources,
+}

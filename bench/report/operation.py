@@ -1,0 +1,116 @@
+"""Tables of faults, restarts, and of the router."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from bench import ray_overhead
+from bench.report.page import Results, markdown
+
+_FAULTS = {
+    "simulated engines": "faults-simulated.json",
+    "the bundled pair": "faults-torch.json",
+    "simulated engines on Ray": "faults-simulated-ray.json",
+}
+
+
+def faults(results: Results) -> str:
+    rows = []
+    for name, file in _FAULTS.items():
+        own = results.read(file)["rows"]
+        totals = [sum(row[key] for row in own) for key in _COUNTS]
+        longest = max(row["longest_pause"] for row in own)
+        rows.append([name, len(own) - 1, *totals, f"{longest:.1f}"])
+    soak = results.read("soak.json")
+    counts = [soak["sent"], soak["failed"], soak["asked_again"], soak["different_tokens"]]
+    rows.append(["half an hour of faults at random", sum(soak["faults"].values()), *counts, ""])
+    head = ["cluster", "faults", "requests", "failed", "asked again", "different tokens", "longest pause, s"]
+    return markdown(head, rows)
+
+
+_COUNTS = ("num_sent", "num_failed", "num_asked_again", "num_different_tokens")
+
+
+def pauses(results: Results) -> str:
+    both = [results.read(_FAULTS[name])["rows"] for name in ("simulated engines", "the bundled pair")]
+    cells: dict[str, dict[str, str]] = {}
+    for own, other in zip(*both, strict=True):
+        assert (own["fault"], own["victim"]) == (other["fault"], other["victim"])
+        if own["victim"]:
+            seconds = f"{own['longest_pause']:.1f}/{other['longest_pause']:.1f}"
+            cells.setdefault(own["fault"], {})[own["victim"]] = seconds
+    victims = ("target", "draft", "router")
+    return markdown(
+        ["fault", *victims], ([fault, *(own[victim] for victim in victims)] for fault, own in cells.items())
+    )
+
+
+def openings(results: Results) -> str:
+    document = results.read("openings.json")
+    cells = [f"{document[key]:.1f}" for key in ("link_up_s", "back_s", "all_back_s", "opened_mb")]
+    head = ["streams x tokens", "link up, s", "first draft accepted, s", "all have drafts, s", "sent, MB"]
+    return markdown(head, [[f"{document['streams']} x {document['prompt_tokens']:,}", *cells]])
+
+
+def streams(results: Results) -> str:
+    rows = [
+        (
+            f"{one['num_streams']:,}",
+            f"{one['chunks_per_second']:,.0f}",
+            one["num_lost"],
+            f"{one['cpu_us_per_chunk']:.0f}",
+            *(f"{one[key]['p50']:.0f}/{one[key]['p99']:.0f}" for key in ("late_ms", "first_ms")),
+        )
+        for one in results.read("streams.json")["results"]
+    ]
+    head = ["streams", "chunks/s", "lost", "router CPU a chunk, µs", "late, ms", "added to the first token, ms"]
+    return markdown(head, rows)
+
+
+def proxies(results: Results) -> str:
+    rows = [(one["case"], one["requests"], one["lost"]) for one in results.read("proxies.json")["results"]]
+    return markdown(["case", "requests", "lost"], rows)
+
+
+def head_of_line(results: Results) -> str:
+    rows = []
+    for name, label in itertools.chain(
+        [("head-of-line.json", "50 ms a step, shared by time")],
+        [("head-of-line-gpu.json", f"H100, prefill_ms {bound}") for bound in ("50", "null")],
+    ):
+        (run,) = (run for run in results.read(name)["runs"] if run["label"] == label)
+        alone, behind = run["alone"], run["behind"]
+        rows.append(
+            [
+                _LABELS[label],
+                f"{alone['first_ms_p50']:.0f}",
+                f"{behind['first_ms_p50']:.0f}/{behind['first_ms_max']:.0f}",
+                f"{behind['between_ms_p99']:.0f}",
+                f"{run['long_alone_s']:.1f}/{run['long_beside_s']:.1f}",
+            ]
+        )
+    head = ["", "first token alone", "behind: p50/max", "between tokens p99", "long prompt alone/not, s"]
+    return markdown(head, rows)
+
+
+_LABELS = {
+    "50 ms a step, shared by time": "CPU, steps of 50 ms",
+    "H100, prefill_ms 50": "H100, steps of 50 ms",
+    "H100, prefill_ms null": "H100, no bound",
+}
+
+
+def ray(results: Results) -> str:
+    return ray_overhead.table(results.read("ray_overhead.json")).partition("\n\n")[2]
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "faults": faults,
+    "pauses": pauses,
+    "openings": openings,
+    "streams": streams,
+    "proxies": proxies,
+    "head-of-line": head_of_line,
+    "ray": ray,
+}

@@ -1,0 +1,128 @@
+"""Tables of remote drafting: pools, networks, run-ahead, coordination."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bench import paced as paced_bench
+from bench.coordination import Cost
+from bench.report.page import Results, markdown, median
+
+_DRAFTS = {"1B": "1B", "1B-int4": "1B INT4", "0.5B": "0.5B", "parallel-1B": "parallel 1B"}
+
+
+def pool(results: Results) -> str:
+    cells = _pool_cells(results, card="A10G", delay_ms=0.5)
+    loads = [(1, 1), (1, 8), (1, 16), (1, 32), (1, 64), (2, 8), (4, 8), (8, 8)]
+    rows = []
+    for targets, streams in loads:
+        own = {c["draft"]: c for c in cells if (c["targets"], c["streams"]) == (targets, streams)}
+        rows.append([f"{targets} x {streams}", *(_pool_cell(own[draft]) for draft in _DRAFTS)])
+    document = results.read("pool.json")
+    table = markdown(["targets x streams", *_DRAFTS.values()], rows)
+    return f"{document['date']}, commit `{document['commit']}`.\n\n{table}"
+
+
+def _pool_cell(cell: Mapping[str, Any]) -> str:
+    return f"{_gain(cell):.2f} ({cell['planned']:.2f}, {cell['waiting_share']:.0%})"
+
+
+def distances(results: Results) -> str:
+    places = [("A10G", 0.2), ("A10G", 2.0), ("L4", 0.5), ("L40S", 0.5)]
+    rows = []
+    for card, delay_ms in places:
+        cells = _pool_cells(results, card=card, delay_ms=delay_ms)
+        own = {c["draft"]: c for c in cells if (c["targets"], c["streams"]) == (1, 8)}
+        rows.append([f"{card}, {delay_ms:g} ms", *(f"{_gain(own[draft]):.2f}" for draft in _DRAFTS)])
+    return markdown(["draft GPU, round trip", *_DRAFTS.values()], rows)
+
+
+def _pool_cells(results: Results, card: str, delay_ms: float) -> list[dict[str, Any]]:
+    cells = results.read("pool.json")["cells"]
+    return [c for c in cells if (c["card"], c["delay_ms"], c["acceptance"]) == (card, delay_ms, 0.8)]
+
+
+def _gain(cell: Mapping[str, Any]) -> float:
+    return float(cell["tokens_per_second"] / cell["k0"])
+
+
+def capacity(results: Results) -> str:
+    capacities = results.read("capacity.json")["capacities"]
+    rows = []
+    for limit, of_limit in itertools.groupby(capacities, key=lambda one: one["limit"]):
+        cells = (f"{'≥' if one['is_at_least'] else ''}{one['measured']:.0f} ({one['predicted']})" for one in of_limit)
+        rows.append([f"{limit['first_token_p99_ms']}, {limit['between_tokens_p99_ms']} ms", *cells])
+    return markdown(["limit", *dict.fromkeys(one["case"] for one in capacities)], rows)
+
+
+def paced(results: Results) -> str:
+    cells: dict[int, dict[str, str]] = {}
+    for case in results.read("paced.json")["cases"]:
+        own = paced_bench.Case(case["num_streams"], case["depth"], case["real"], case["paced"])
+        real, simulated, ratio = map(statistics.median, (own.real, own.paced, own.ratios))
+        title = "k = auto" if own.depth is None else f"k = {own.depth}"
+        cells.setdefault(own.num_streams, {})[title] = f"{real:.0f}, {simulated:.0f} ({ratio:.2f})"
+    titles = list(next(iter(cells.values())))
+    return markdown(["streams", *titles], ([streams, *own.values()] for streams, own in cells.items()))
+
+
+def network(results: Results) -> str:
+    rows = [
+        (one["case"]["name"], f"{statistics.median(one['speedups']):.2f}", f"{one['mean_depth']:.1f}")
+        for one in results.read("network.json")["results"]
+    ]
+    return markdown(["case", "ratio", "k"], rows)
+
+
+def links(results: Results) -> str:
+    document = results.read("peers-links.json")
+    keys = [f"{temperature:g}/{streams}" for temperature, streams in document["points"]]
+    rows = [
+        [
+            name.removeprefix("Outrider on vLLM, ").removesuffix(" between the pools"),
+            *(f"{median(speeds[key], 'tokens_per_second'):.0f}" for key in keys),
+        ]
+        for name, speeds in document["systems"].items()
+    ]
+    return markdown(["round trip", *(f"{streams} streams" for _, streams in document["points"])], rows)
+
+
+def run_ahead(results: Results) -> str:
+    measured = [row for row in results.read("run_ahead.json")["rows"] if row["k"] == "4"]
+    cells: dict[float, dict[str, str]] = {}
+    for row in measured:
+        cell = f"{statistics.median(row['speedups']):.2f} ({row['hit_rate']:.0%})"
+        cells.setdefault(row["temperature"], {})[row["mode"]] = cell
+    modes = list(next(iter(cells.values())))
+    rows = [[f"{temperature:g}", *(own[mode] for mode in modes)] for temperature, own in cells.items()]
+    return markdown(["T", *modes], rows)
+
+
+def coordination(results: Results) -> str:
+    costs = [Cost(**cost) for cost in results.read("coordination.json")["costs"]]
+    rows = []
+    for count, of_count in itertools.groupby(costs, key=lambda cost: cost.num_sequences):
+        own = list(of_count)
+        values = [
+            statistics.median(getattr(cost, name) for cost in own)
+            for name in ("critical_ms", "other_ms", "alone_ms", "bar_ms")
+        ]
+        size = statistics.median(cost.bytes_per_token for cost in own)
+        rows.append([count, *(f"{value:.2f}" for value in values), f"{size:.0f}"])
+    head = ["sequences", "critical, ms", "other", "back to back", "its bar", "bytes a token"]
+    return markdown(head, rows)
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "pool": pool,
+    "distances": distances,
+    "capacity": capacity,
+    "paced": paced,
+    "network": network,
+    "links": links,
+    "run-ahead": run_ahead,
+    "coordination": coordination,
+}
