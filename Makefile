@@ -150,6 +150,7 @@ docs: $(READY_DEV)
 	$(BIN)/python -m deploy.grafana.dashboards
 	$(BIN)/python -m deploy.kuberay.rayservice
 	$(BIN)/python -m tests.deploy.golden
+	$(BIN)/python -m bench.report
 
 constraints: $(READY_RAY)
 	$(BIN)/python -m deploy.docker.constraints
