@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_TABLE = re.compile(r"(<!--table (?P<name>[\w-]+)-->\n).*?(?=<!--end-->)", re.DOTALL)
+_TABLE = re.compile(r"(<!--table:(?P<name>[\w-]+)-->\n).*?(?=<!--end-->)", re.DOTALL)
 
 
 class Results:
@@ -29,7 +29,7 @@ class Results:
 
 
 def fill(page: str, tables: Mapping[str, str]) -> str:
-    """Returns `page` with each text between `<!--table NAME-->` and `<!--end-->` replaced by the table NAME.
+    """Returns `page` with each text between `<!--table:NAME-->` and `<!--end-->` replaced by the table NAME.
 
     Raises ValueError if the page has a marker without a table, a table twice, or lacks a table.
     """

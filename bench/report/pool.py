@@ -27,7 +27,8 @@ def pool(results: Results) -> str:
 
 
 def _pool_cell(cell: Mapping[str, Any]) -> str:
-    return f"{_gain(cell):.2f} ({cell['planned']:.2f}, {cell['waiting_share']:.0%})"
+    waits = f", {cell['waiting_share']:.0%}" if cell["waiting_share"] >= 0.005 else ""
+    return f"{_gain(cell):.2f} ({cell['planned']:.2f}{waits})"
 
 
 def distances(results: Results) -> str:
@@ -87,7 +88,9 @@ def links(results: Results) -> str:
         ]
         for name, speeds in document["systems"].items()
     ]
-    return markdown(["round trip", *(f"{streams} streams" for _, streams in document["points"])], rows)
+    return markdown(
+        ["round trip", *(f"{streams} stream{'s' if streams > 1 else ''}" for _, streams in document["points"])], rows
+    )
 
 
 def run_ahead(results: Results) -> str:

@@ -43,11 +43,11 @@ def doctor(results: Results) -> str:
         results.read("doctor.json")["sick"], key=lambda one: one["sickness"]
     ):
         own = list(of_sickness)
-        first = [one["report"]["findings"][0] for one in own]
+        first = [(one["report"]["findings"] or [{"name": "", "loss": None}])[0] for one in own]
         cells = (
             [one["strength"] for one in own],
             [f"{one['loss']:.2f}" for one in own],
-            [f"{finding['loss']:.2f}" for finding in first],
+            ["none" if finding["loss"] is None else f"{finding['loss']:.2f}" for finding in first],
             ["yes" if finding["name"] == sickness else "no" for finding in first],
         )
         rows.append([sickness, *map(", ".join, cells)])

@@ -39,16 +39,16 @@ def test_every_result_file_has_a_place(page: str) -> None:
 
 
 def test_tables_replace_what_is_between_their_markers() -> None:
-    page = "Before.\n\n<!--table one-->\n\nold\n\n<!--end-->\n\nAfter.\n"
+    page = "Before.\n\n<!--table:one-->\n\nold\n\n<!--end-->\n\nAfter.\n"
     filled = fill(page, {"one": "| a |\n| --- |\n| 1 |"})
-    assert filled == "Before.\n\n<!--table one-->\n\n| a |\n|---|\n| 1 |\n\n<!--end-->\n\nAfter.\n"
+    assert filled == "Before.\n\n<!--table:one-->\n\n| a |\n|---|\n| 1 |\n\n<!--end-->\n\nAfter.\n"
     assert fill(filled, {"one": "| a |\n| --- |\n| 1 |"}) == filled
 
 
 @pytest.mark.parametrize("tables", [{}, {"one": "", "two": ""}])
 def test_markers_without_a_table_and_tables_without_markers_are_refused(tables: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="one" if not tables else "two"):
-        fill("<!--table one-->\n<!--end-->\n", tables)
+        fill("<!--table:one-->\n<!--end-->\n", tables)
 
 
 def test_empty_cells_are_a_space_wide() -> None:
