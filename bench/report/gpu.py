@@ -10,7 +10,9 @@ from bench import gpu_rows, gpu_vllm, roofline, vllm_ladder
 from bench.report.page import Results, markdown
 
 _ENGINE_FILES = ("gpu.json", "gpu-engine-target.json", "gpu-engine-draft.json")
+_CHECK_FILES = ("gpu-constraints.json", "gpu-product.json", "gpu-triton.json")
 _SHOWN_STEPS = {(1, 1), (64, 1)}  # sequences, rows
+_PRODUCT_ROWS = (1, 16, 64, 2048)
 
 
 def vllm(results: Results) -> str:
@@ -51,14 +53,30 @@ def _ratios(depths: Mapping[str, Any] | None) -> str:
 
 def steps(results: Results) -> str:
     _, compared = roofline.compare(results.folder_of(*_ENGINE_FILES))
-    return roofline.compared_table([one for one in compared if (one.num_seqs, one.rows) in _SHOWN_STEPS])
+    shown = [one for one in compared if (one.num_seqs, one.rows) in _SHOWN_STEPS and "draft" not in one.model]
+    return roofline.compared_table(shown)
 
 
 def checks(results: Results) -> str:
     found: dict[str, dict[str, None]] = {}
-    for row, verdict in gpu_rows.verdicts(results.folder_of(*_ENGINE_FILES, "gpu-constraints.json")).items():
+    for row, verdict in gpu_rows.verdicts(results.folder_of(*_ENGINE_FILES, *_CHECK_FILES)).items():
         found.setdefault(verdict, {})[row.partition(", vocabulary")[0]] = None
     return markdown(["verdict", "checks"], ((verdict, "; ".join(rows)) for verdict, rows in found.items()))
+
+
+def products(results: Results) -> str:
+    rows = results.read("gpu-product.json")["rows"]
+    (times,) = [row["figures"] for row in rows if "times" in row["check"]]
+    names = dict.fromkeys(name.partition(",")[0] for name in times)
+
+    def ratio(name: str, number: int) -> str:
+        ours, theirs = (times[f"{name}, {kind}, {number} rows"]["us"] for kind in ("fixed", "cuBLAS"))
+        return f"{ours / theirs:.2f}"
+
+    return markdown(
+        ["product", *(f"{number:,}" for number in _PRODUCT_ROWS)],
+        ([name, *(ratio(name, number) for number in _PRODUCT_ROWS)] for name in names),
+    )
 
 
 def resources(results: Results) -> str:
@@ -83,5 +101,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "gpu-speedup": speedup,
     "gpu-steps": steps,
     "gpu-checks": checks,
+    "gpu-products": products,
     "gpu-resources": resources,
 }
