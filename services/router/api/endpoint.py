@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
@@ -33,6 +34,7 @@ from services.router.output.logprobs import LogprobsFormat
 from services.router.output.message import Reader
 from services.router.output.writer import ChoiceWriter, TextFormat
 from services.router.page.feed import Feed
+from services.router.targets.affinity import ConversationKey
 from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.prompt_budget import PromptBudget, StartWindow
 from services.router.targets.replicas import AdapterRef, Limits, ReplicaPool
@@ -81,6 +83,7 @@ class Serving:
 @dataclass(frozen=True)
 class _Prompts:
     token_ids: list[list[int]]
+    conversations: list[ConversationKey]  # of each prompt
     echoes: list[str]  # what the text of each prompt's choices begins with; "" without `echo`
 
 
@@ -150,7 +153,17 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         limits = serving.pool.limits()
         prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
         echoes = await run_in_thread_if_large(num_bytes, lambda: self._echoes(request, prompts, limits.vocab_size))
-        return _Prompts(prompts, echoes)
+        session = Headers(scope=scope).get("x-session-id")
+        return _Prompts(prompts, [self._conversation(request, prompt, session) for prompt in prompts], echoes)
+
+    def _conversation(self, request: R, prompt: list[int], session: str | None) -> ConversationKey:
+        return ConversationKey.of(
+            prompt,
+            opening=request.opening,
+            name=session if request.prompt_cache_key is None else request.prompt_cache_key,
+            salt=request.cache_salt or "",
+            has_earlier_turns=request.has_earlier_turns,
+        )
 
     def _echoes(self, request: R, prompts: list[list[int]], vocab_size: int) -> list[str]:
         """Returns the text that the choices of each prompt begin with. Raises InvalidRequestError for bad tokens."""
@@ -168,7 +181,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         limits = self._serving.pool.limits()
         reader = self._reader(request, prompts.token_ids[0])
         reply = self._new_reply(request, reader, request_id, adapter, limits.fingerprint)
-        choices = self._choice_requests(request, reader, reply, prompts.token_ids, adapter, limits)
+        choices = self._choice_requests(request, reader, reply, prompts, adapter, limits)
         if self._serving.traffic is not None:
             self._serving.traffic.add(prompts.token_ids)
         prompt_lens = [len(prompt) for prompt in prompts.token_ids]
@@ -215,14 +228,15 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         request: R,
         reader: Reader | None,
         reply: Reply,
-        prompts: list[list[int]],
+        prompts: _Prompts,
         adapter: AdapterRef | None,
         limits: Limits,
     ) -> list[ChoiceRequest]:
         return build_choice_requests(
             request,
             request_id=reply.id,
-            prompts=prompts,
+            prompts=prompts.token_ids,
+            conversations=prompts.conversations,
             seed=reply.seed,
             limits=limits,
             tokenizer=self._serving.tokenizer,

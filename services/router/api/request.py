@@ -50,7 +50,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
 # Fields that do not change the text here: any value is accepted.
 IGNORED_FIELDS = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),  # about the caller
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),  # about the caller
         *("prediction", "kv_transfer_params"),  # about speed
         "verbosity",  # chat templates have no place for it
         "audio",  # the form of spoken answers, which `modalities` asks for
@@ -153,6 +153,9 @@ class ApiRequest(BaseModel, abc.ABC):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
+        default=None, description="the conversation's name: its turns go to one target while loads allow it"
+    )
     spaces_between_special_tokens: bool = Field(default=True, description="taken, and without effect")
     vllm_xargs: Annotated[dict[str, Any], PlainValidator(_vllm_xargs)] = Field(
         default={}, description="num_speculative_tokens"
@@ -212,6 +215,16 @@ class ApiRequest(BaseModel, abc.ABC):
     def continuous_usage(self) -> bool:
         """As in vLLM: only together with `include_usage`."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def opening(self) -> str | None:
+        """The text that all turns of the conversation begin with. None if the request has no messages."""
+        return None
+
+    @property
+    def has_earlier_turns(self) -> bool:
+        """True if the messages have an answer, which a target may still hold."""
+        return False
 
     @property
     def token_limit(self) -> tuple[str, int | None]:

@@ -10,6 +10,7 @@ from cluster.tokenization import Tokenizer
 from protos.speculation.v1 import target_pb2, types_pb2
 from services.router.api.request import ApiRequest
 from services.router.errors import ContextLengthError, excerpt
+from services.router.targets.affinity import ConversationKey
 from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.replicas import AdapterRef, Limits
 
@@ -21,6 +22,7 @@ def build_choice_requests(
     *,
     request_id: str,
     prompts: Sequence[Sequence[int]],
+    conversations: Sequence[ConversationKey],
     seed: int,
     limits: Limits,
     tokenizer: Tokenizer,
@@ -31,8 +33,8 @@ def build_choice_requests(
 ) -> list[ChoiceRequest]:
     """Returns the requests to targets with `limits`: for each of `prompts` (token IDs) its `request.n` choices.
 
-    `turn_end_ids` also end an answer. Each choice has noise of its own: choice j of prompt i
-    has the index `i * request.n + j`, as in the answer.
+    `conversations` are those of the prompts. `turn_end_ids` also end an answer. Each choice has noise of its own:
+    choice j of prompt i has the index `i * request.n + j`, as in the answer.
     Raises InvalidRequestError naming the field when the request is beyond those limits.
     """
     template = target_pb2.GenerateRequest(
@@ -64,12 +66,12 @@ def build_choice_requests(
     if not may_speculate:
         template.num_speculative_tokens = 0
     choices: list[ChoiceRequest] = []
-    for prompt_token_ids in prompts:
+    for prompt_token_ids, conversation in zip(prompts, conversations, strict=True):
         check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
         max_tokens = _max_tokens(request, len(prompt_token_ids), limits.max_model_len)
         max_tokens = max(1, max_tokens)  # where it is 0 the one is dropped
         indices = range(len(choices), len(choices) + request.n)
-        choices += [ChoiceRequest(template, prompt_token_ids, max_tokens, index) for index in indices]
+        choices += [ChoiceRequest(template, prompt_token_ids, max_tokens, index, conversation) for index in indices]
     return choices
 
 

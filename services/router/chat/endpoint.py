@@ -16,7 +16,7 @@ from services.router.api.endpoint import ApiEndpoint, Serving
 from services.router.api.reply import ChoicesReply, Reply
 from services.router.api.request import UNSUPPORTED_FIELDS, ApiRequest, MaxTokens
 from services.router.chat.fields import TemplateVariables
-from services.router.chat.messages import Message, text_of, to_messages
+from services.router.chat.messages import Message, opening_of, text_of, to_messages
 from services.router.chat.prompt import ChatPrompts, Conversation, check_continuation
 from services.router.chat.readers import Readers
 from services.router.chat.shapes import ChatMessage, ToolChoiceField, ToolDefinition
@@ -76,6 +76,14 @@ class ChatRequest(ApiRequest, TemplateVariables):
             continue_final_message=self.continue_final_message,
             variables=self.template_variables,
         )
+
+    @property
+    def opening(self) -> str:
+        return opening_of(self.messages)
+
+    @property
+    def has_earlier_turns(self) -> bool:
+        return any(message["role"] == "assistant" for message in self.messages)
 
     @cached_property
     def grammar(self) -> Grammar | None:

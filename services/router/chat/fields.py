@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 EXTENSIONS = (
     "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "ignore_eos",
     "stop_token_ids", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "priority", "cache_salt",
-    "request_id", "vllm_xargs", "skip_special_tokens", "include_reasoning", "chat_template_kwargs", "enable_thinking",
-    "num_speculative_tokens",
+    "prompt_cache_key", "request_id", "vllm_xargs", "skip_special_tokens", "include_reasoning", "chat_template_kwargs",
+    "enable_thinking", "num_speculative_tokens",
 )  # fmt: skip
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequestError
@@ -63,6 +63,16 @@ def to_messages(value: object) -> list[Message]:
 def text_of(content: str | list[Part]) -> str:
     """The text of a message; of several parts, one under the other, as vLLM has it."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def opening_of(messages: Sequence[Message]) -> str:
+    """Returns the text of a chat's messages up to the first of the user, which all of its turns begin with."""
+    texts = []
+    for message in messages:
+        texts.append(text_of(message["content"]))
+        if message["role"] == "user":
+            break
+    return "\n".join(texts)
 
 
 def parts_of(content: str | list[Part]) -> list[Part]:

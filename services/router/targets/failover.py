@@ -54,7 +54,7 @@ async def run_anywhere(
     """
     await pool.wait_out_change()
     request_id, adapter = request.template.request_id, AdapterRef.of(request.template)
-    replica = pool.choose(adapter=adapter)
+    replica = pool.choose(None, adapter, request.conversation)
     traits, token_ids, num_deaths, num_scored = replica.traits, list[int](), 0, 0
     full, num_moves, last_answer_at = set[Replica](), 0, time.monotonic()
     while num_moves < _MAX_MOVES:
@@ -82,7 +82,8 @@ async def run_anywhere(
                             return
         except OverloadedError as error:
             full.add(replica)
-            another = pool.find(traits if token_ids else None, adapter, full)
+            like = traits if token_ids else None
+            another = pool.find(like, adapter, request.conversation, full)
             if another is not None:
                 replica = another
                 continue
@@ -90,7 +91,7 @@ async def run_anywhere(
                 raise OverloadedError("the targets' queues are full; retry later") from error
             full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
-            replica = await pool.wait_for(traits if token_ids else None, max_pause_seconds, adapter)
+            replica = await pool.wait_for(like, max_pause_seconds, adapter, request.conversation)
         except ReplicaLostError as error:
             num_moves += 1
             if len(token_ids) == num_tokens_before:
@@ -109,6 +110,7 @@ async def run_anywhere(
                     raise ModelNotFoundError(
                         f"the adapter {adapter.name!r} has been unloaded", param="model"
                     ) from error
-            replica = await pool.wait_for(traits if token_ids else None, max_pause_seconds, adapter)
+            like = traits if token_ids else None
+            replica = await pool.wait_for(like, max_pause_seconds, adapter, request.conversation)
             traits = traits if token_ids else replica.traits
     raise UnavailableError(f"the request was moved {_MAX_MOVES} times without an end; retry")

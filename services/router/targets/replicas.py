@@ -18,6 +18,7 @@ import grpc
 
 from cluster.errors import UnavailableError
 from cluster.transport.dialing import PLAIN, Dialer
+from services.router.targets.affinity import ConversationKey
 from services.router.targets.replica import AdapterRef, LossReason, Replica, ReplicaLostError
 from services.router.targets.retry_after import RetryAfter
 from services.router.targets.traits import PATIENCE_S, Reference, Traits
@@ -123,30 +124,47 @@ class ReplicaPool:
         is_unknown = not self.usable and any(replica.adapters is None for replica in self.replicas)
         return is_unknown or any(adapter in (replica.adapters or {}) for replica in self.replicas)
 
-    def choose(self, like: Traits | None = None, adapter: AdapterRef | None = None) -> Replica:
+    def choose(
+        self,
+        like: Traits | None = None,
+        adapter: AdapterRef | None = None,
+        conversation: ConversationKey | None = None,
+    ) -> Replica:
         """The least loaded replica that has `adapter`, a silent one only where all are; with `like`, of those with
-        these traits, which answer alike.
+        these traits, which answer alike. `conversation` decides between those with about the least load.
 
         Where different targets are allowed and none like it is usable, any. Raises UnavailableError.
         """
-        replica = self.find(like, adapter) or self._least_loaded(self.usable, like, adapter)
+        replica = self.find(like, adapter, conversation)
+        if replica is None:
+            replica = self._least_loaded(self.usable, like, adapter, conversation)
         if replica is None:
             raise self.nobody()
         return replica
 
     def find(
-        self, like: Traits | None, adapter: AdapterRef | None = None, avoided: Collection[Replica] = ()
+        self,
+        like: Traits | None,
+        adapter: AdapterRef | None = None,
+        conversation: ConversationKey | None = None,
+        avoided: Collection[Replica] = (),
     ) -> Replica | None:
         """Returns the replica that `choose` would, without silent and `avoided` ones; None if there is none."""
         answering = [replica for replica in self.usable if not replica.is_silent and replica not in avoided]
-        return self._least_loaded(answering, like, adapter)
+        return self._least_loaded(answering, like, adapter, conversation)
 
     def _least_loaded(
-        self, replicas: Sequence[Replica], like: Traits | None, adapter: AdapterRef | None
+        self,
+        replicas: Sequence[Replica],
+        like: Traits | None,
+        adapter: AdapterRef | None,
+        conversation: ConversationKey | None,
     ) -> Replica | None:
         usable = [replica for replica in replicas if replica.has(adapter)]
         alike = [replica for replica in usable if like in (None, replica.traits)]
         candidates = alike if self._reference is not None else alike or usable
+        if conversation is not None:
+            return conversation.preferred(candidates)
         return min(candidates, key=lambda replica: replica.load, default=None)
 
     async def wait_for(
@@ -154,13 +172,14 @@ class ReplicaPool:
         like: Traits | None,
         timeout: float,  # noqa: ASYNC109
         adapter: AdapterRef | None = None,
+        conversation: ConversationKey | None = None,
     ) -> Replica:
         """Waits until `find` returns a replica: a moved request is not risked at a silent one.
 
         Raises UnavailableError after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while (replica := self.find(like, adapter)) is None:
+                while (replica := self.find(like, adapter, conversation)) is None:
                     await self._changed.wait()
                 return replica
         raise self.nobody()
