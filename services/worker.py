@@ -102,16 +102,20 @@ def log_kv_cache(num_blocks: int, block_size: int, max_num_seqs: int, num_slots:
 
 
 def serve_readings(
-    worker: WorkerConfig, read: Callable[[], Iterable[Reading]], listener: Listener | None = None
+    worker: WorkerConfig,
+    read: Callable[[], Iterable[Reading]],
+    model_name: str,
+    listener: Listener | None = None,
 ) -> str:
     """Serves a metrics page with the readings of `read` to callers that `listener` accepts, if `worker` has a port.
 
+    `model_name`: what clients call the model, the label of metrics that have vLLM's names.
     Returns its URL; "" where there is none.
     """
     if worker.metrics_port is None:
         return ""
     guard = PageGuard.of(listener or Listener(), worker.metrics_token_file)
-    port = serve_metrics(WorkerMetrics(read).registry, worker.metrics_host, worker.metrics_port, guard)
+    port = serve_metrics(WorkerMetrics(read, model_name).registry, worker.metrics_host, worker.metrics_port, guard)
     scheme = "https" if listener is not None and listener.is_secure else "http"
     host = f"[{worker.metrics_host}]" if ":" in worker.metrics_host else worker.metrics_host
     url = f"{scheme}://{host}:{port}/metrics"

@@ -15,7 +15,7 @@ from cluster.config.simulation import SimulationConfig
 from cluster.config.speculation import SpeculationConfig
 from cluster.config.tls import TlsConfig
 from cluster.config.types import LogFormat, LogLevel, Section, Share
-from cluster.config.workers import DraftConfig, TargetConfig, WorkerConfig
+from cluster.config.workers import DraftConfig, TargetConfig, WorkerConfig, model_name
 
 
 class TracingConfig(Section):
@@ -191,6 +191,13 @@ class Config(Section):
     def draft_model(self) -> str:
         """The model whose tokens the drafter knows: the target's own unless the drafter is a model of its own."""
         return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
+
+    @property
+    def served_model_id(self) -> str:
+        """The name that clients use: `router.served_model_name`, or that of the target's model."""
+        if self.router.served_model_name is not None:
+            return self.router.served_model_name
+        return "simulated" if self.target.engine == "simulated" else model_name(self.target.model)
 
     @property
     def has_drafter(self) -> bool:

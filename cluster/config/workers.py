@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -229,3 +230,11 @@ class DraftConfig(WorkerConfig):
         if self.ngram_min > self.ngram_max:
             raise ValueError(f"ngram_min {self.ngram_min} exceeds ngram_max {self.ngram_max}")
         return self
+
+
+def model_name(model: str) -> str:
+    """Returns `model`, or the folder's name if it is a path."""
+    path = Path(model).expanduser()
+    if model.startswith((".", "/", "~")) or path.is_dir():
+        return path.resolve().name
+    return model

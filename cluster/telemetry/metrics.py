@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 # When each series began: as many series again, which nothing asks for.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
+_ENGINE = "0"  # vLLM numbers the engines behind a page; a worker has one
+
 LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
@@ -92,9 +94,11 @@ class WorkerMetrics(Collector):
         sum(rate(outrider_link_bytes_total{kind="round"}[1m])) / rate(outrider_committed_tokens_total[1m])
     """
 
-    def __init__(self, read: Callable[[], Iterable[Reading]]) -> None:
+    def __init__(self, read: Callable[[], Iterable[Reading]], model_name: str) -> None:
+        """`model_name`: the label of the metrics that have vLLM's names, together with `engine`."""
         self.registry = CollectorRegistry()
         self._read = read
+        self._vllm_labels = {"model_name": model_name, "engine": _ENGINE}
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -103,7 +107,7 @@ class WorkerMetrics(Collector):
             family = families.get(reading.name)
             if family is None:
                 family = families[reading.name] = _family(reading)
-            labels = dict(reading.labels)
+            labels = (self._vllm_labels if reading.name.startswith("vllm:") else {}) | dict(reading.labels)
             if reading.buckets:
                 for limit, count in reading.buckets:
                     family.add_sample(f"{reading.name}_bucket", labels | {"le": limit}, count)

@@ -91,7 +91,7 @@ OVERVIEW = Dashboard(
                     "Requests in flight",
                     "At the routers.",
                     "none",
-                    (Query('sum(vllm:num_requests_running{$J,model_name!=""})'),),
+                    (Query('sum(vllm:num_requests_running{$J,engine="router"})'),),
                     True,
                 ),
                 Panel("Failing", "5xx, of requests whose clients stayed.", "percentunit", (Query(_FAILING),), True),
@@ -293,12 +293,15 @@ POOLS = Dashboard(
                     "That hold KV blocks, and that wait for them.",
                     "none",
                     (
-                        Query('vllm:num_requests_running{$J,model_name=""}', "{{instance}} running"),
-                        Query("vllm:num_requests_waiting{$J}", "{{instance}} waiting"),
+                        Query('vllm:num_requests_running{$J,engine!="router"}', "{{instance}} running"),
+                        Query('vllm:num_requests_waiting{$J,engine!="router"}', "{{instance}} waiting"),
                     ),
                 ),
                 Panel(
-                    "KV cache", "Share in use.", "percentunit", (Query("vllm:kv_cache_usage_perc{$J}", "{{instance}}"),)
+                    "KV cache",
+                    "Share in use.",
+                    "percentunit",
+                    (Query('vllm:kv_cache_usage_perc{$J,engine!="router"}', "{{instance}}"),),
                 ),
                 Panel(
                     "Step time",

@@ -6,6 +6,7 @@ import asyncio
 from itertools import chain
 
 from cluster.config import Config
+from cluster.config.workers import model_name
 from cluster.drafters.base import Drafter
 from cluster.drafters.factory import make_drafter
 from cluster.drafters.identity import draft_fingerprint
@@ -58,7 +59,12 @@ async def _serve(config: Config, drafter: Drafter, description: types_pb2.ModelD
         tunes_temperature=config.speculation.tunes_draft_temperature,
     )
     listener = Listener.of(config.tls, "draft")
-    metrics_url = serve_readings(config.draft, lambda: chain(worker.readings(), drafter.readings()), listener)
+    metrics_url = serve_readings(
+        config.draft,
+        lambda: chain(worker.readings(), drafter.readings()),
+        model_name(config.draft_model),
+        listener,
+    )
     worker.start()
     servicer = DraftServicer(worker, drafter, description, advertised_address(config.draft), metrics_url)
     try:

@@ -8,7 +8,6 @@ import importlib.metadata
 import os
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -47,6 +46,7 @@ from services.router.metrics import RouterMetrics
 from services.router.openapi.routes import OpenApi
 from services.router.operators.adapters import AdapterCalls
 from services.router.operators.health import Health
+from services.router.operators.pool_metrics import PoolMetrics
 from services.router.operators.switch import SpeculationSwitch
 from services.router.operators.traffic_log import TrafficLog
 from services.router.page.feed import Feed
@@ -73,9 +73,7 @@ def create_app(config: Config) -> Starlette:
         raise ConfigurationError("no target to call: set `target.addresses` to [host:port, ...]")
     folder = resolve_model_folder(config.target.model)
     tokenizer = Tokenizer(folder)
-    model_id = config.router.served_model_name or (
-        "simulated" if config.target.engine == "simulated" else served_model_id(config.target.model)
-    )
+    model_id = config.served_model_id
     if model_id in config.target.lora:
         raise ConfigurationError(
             f"target.lora has an adapter called {model_id!r}, which is the model's own name: give it another, or set "
@@ -88,6 +86,7 @@ def create_app(config: Config) -> Starlette:
         allow_different=config.router.allow_different_targets,
         dialer=Dialer.of(config.tls, "router", config.target.tls_server_name),
     )
+    metrics.registry.register(PoolMetrics(pool, metrics, model_id))
     serving = Serving(
         model_id=model_id,
         tokenizer=tokenizer,
@@ -172,14 +171,6 @@ def create_app(config: Config) -> Starlette:
             expose_headers=["retry-after", "x-outrider-seed", "x-request-id"],
         )
     return app
-
-
-def served_model_id(model: str) -> str:
-    """The name clients use: `model` as configured, or the folder's name when it is a path."""
-    path = Path(model).expanduser()
-    if model.startswith((".", "/", "~")) or path.is_dir():
-        return path.resolve().name
-    return model
 
 
 def _hello(serving: Serving, template: ChatTemplate | None, question: str | None) -> dict[str, Any]:

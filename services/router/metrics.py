@@ -13,7 +13,10 @@ from prometheus_client.registry import Collector
 
 from cluster.telemetry.metrics import LATENCY_BUCKETS, TimeTally
 
-_ENGINE = "0"  # vLLM's label for one of several engines behind a page; a router's page is of all its targets together
+ROUTER_ENGINE = "router"  # vLLM's label `engine` on a router's page, which is of all its targets together
+
+_TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_CHOICE_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 _FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -49,24 +52,25 @@ class RouterMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = registry = CollectorRegistry()
+        self.running_adapters: dict[str, int] = {}  # choices in flight with each
         self._model_name = model_name
 
         def histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
             family = Histogram(name, documentation, ["model_name", "engine"], registry=registry, buckets=buckets)
-            return family.labels(model_name, _ENGINE)
+            return family.labels(model_name, ROUTER_ENGINE)
 
         self.requests_running: Gauge = Gauge(
             "vllm:num_requests_running",
             "Requests in flight.",
             ["model_name", "engine"],
             registry=registry,
-        ).labels(model_name, _ENGINE)
+        ).labels(model_name, ROUTER_ENGINE)
         self.prompt_tokens: Counter = Counter(
             "vllm:prompt_tokens",
             "Prompt tokens of answered requests.",
             ["model_name", "engine"],
             registry=registry,
-        ).labels(model_name, _ENGINE)
+        ).labels(model_name, ROUTER_ENGINE)
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds",
             "From the request's arrival to its first token.",
@@ -85,6 +89,28 @@ class RouterMetrics:
             "vllm:request_time_per_output_token_seconds",
             "From the first token of a choice to its last, over the tokens after the first: decoding alone.",
             _INTER_TOKEN_BUCKETS,
+        )
+        self.prompt_tokens_cached: Counter = Counter(
+            "vllm:prompt_tokens_cached",
+            "Prompt tokens of answered requests that were in a target's prefix cache.",
+            ["model_name", "engine"],
+            registry=registry,
+        ).labels(model_name, ROUTER_ENGINE)
+        self.request_prompt_tokens = histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of choices that have ended.", _TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens generated for choices that have ended.", _TOKEN_BUCKETS
+        )
+        self.request_params_max_tokens = histogram(
+            "vllm:request_params_max_tokens", "Tokens that a choice may have at most.", _TOKEN_BUCKETS
+        )
+        self.request_params_n = histogram("vllm:request_params_n", "Choices that requests ask for.", _CHOICE_BUCKETS)
+        self._success = Counter(
+            "vllm:request_success",
+            "Choices that have ended, by how: stop, length, abort (the client left) or error.",
+            ["model_name", "engine", "finished_reason"],
+            registry=registry,
         )
         self._decode_seconds = Counter(
             "outrider_decode_seconds",
@@ -139,6 +165,20 @@ class RouterMetrics:
     def count_request(self, code: int) -> None:
         """Counts one request that ended with `code`."""
         self._requests.labels(self._model_name, str(code)).inc()
+
+    def count_end(self, finish_reason: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Counts a choice that ended with `finish_reason`: stop, length, abort or error."""
+        self._success.labels(self._model_name, ROUTER_ENGINE, finish_reason).inc()
+        self.request_prompt_tokens.observe(num_prompt_tokens)
+        self.request_generation_tokens.observe(num_tokens)
+
+    def count_running_adapter(self, name: str, change: int) -> None:
+        """`change`: 1 where a choice begins with the adapter, -1 where it ends."""
+        number = self.running_adapters.get(name, 0) + change
+        if number > 0:
+            self.running_adapters[name] = number
+        else:
+            self.running_adapters.pop(name, None)
 
     def count_closed_connection(self, reason: str) -> None:
         """Counts one connection that was closed for what its client did."""
@@ -199,7 +239,7 @@ class TokenTally(Collector):
     def collect(self) -> Iterator[Metric]:
         def counter(name: str, documentation: str, value: float) -> Metric:
             family = CounterMetricFamily(name, documentation, labels=["model_name", "engine"])
-            family.add_metric([self._model_name, _ENGINE], value)
+            family.add_metric([self._model_name, ROUTER_ENGINE], value)
             return family
 
         prefix = "vllm:spec_decode_num"
@@ -213,14 +253,14 @@ class TokenTally(Collector):
             labels=["model_name", "engine", "position"],
         )
         for position, count in enumerate(self._num_accepted_per_position):
-            per_position.add_metric([self._model_name, _ENGINE, str(position)], count)
+            per_position.add_metric([self._model_name, ROUTER_ENGINE, str(position)], count)
         yield per_position
         latency = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
             "Between two arrivals of tokens of one choice; with speculation several come at once.",
             labels=["model_name", "engine"],
         )
-        latency.add_metric([self._model_name, _ENGINE], self._gaps.buckets(), self._gaps.seconds)
+        latency.add_metric([self._model_name, ROUTER_ENGINE], self._gaps.buckets(), self._gaps.seconds)
         yield latency
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 
 from cluster.config import Config
 from cluster.grammars.compiler import GrammarCompiler
@@ -11,6 +12,7 @@ from cluster.placement.endpoints import advertised_address, follow
 from cluster.targets.base import Target
 from cluster.targets.factory import make_target
 from cluster.targets.traits import traits_of
+from cluster.telemetry.metrics import Reading
 from cluster.telemetry.tracing import check_tracing, make_tracer
 from cluster.tokenization import Tokenizer
 from cluster.transport.listening import Listener
@@ -49,7 +51,9 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         folder = resolve_model_folder(config.target.model)
         grammars = GrammarCompiler(folder, target.model.vocab_size, target.model.eos_token_ids)
     listener = Listener.of(config.tls, "target")
-    metrics_url = serve_readings(config.target, target.readings, listener)
+    metrics_url = serve_readings(
+        config.target, lambda: chain(target.readings(), [_cache_info(target)]), config.served_model_id, listener
+    )
     address = advertised_address(config.target)
     # Here, as it starts a thread: the engine may have started processes of its own before.
     tracer = make_tracer(config.tracing, "outrider-target", address)
@@ -80,3 +84,8 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         if grammars is not None:
             await grammars.close()
         tracer.close()
+
+
+def _cache_info(target: Target) -> Reading:
+    labels = {"block_size": str(target.block_size), "num_gpu_blocks": str(target.load().num_blocks)}
+    return Reading("vllm:cache_config_info", "Tokens in a KV block, and blocks.", 1, labels=labels)

@@ -122,6 +122,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             wire_version=WIRE_VERSION,
             machine=describe_machine(self._metrics_url),
             adapters=target.adapters,
+            block_size=target.block_size,
         )
 
     async def Observe(self, request: target_pb2.ObserveRequest, context: _ObserveContext) -> target_pb2.Observation:

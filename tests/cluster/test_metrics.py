@@ -22,15 +22,17 @@ def test_chunks_and_rounds_are_on_the_page():
     metrics.tokens.count_round(4, 0)
     metrics.tokens.count_round(4, 3)
     page = page_of(metrics)
-    assert page['vllm:generation_tokens_total{engine="0",model_name="m"}'] == 7
-    bucket = 'vllm:inter_token_latency_seconds_bucket{{engine="0",le="{}",model_name="m"}}'.format
+    assert page['vllm:generation_tokens_total{engine="router",model_name="m"}'] == 7
+    bucket = 'vllm:inter_token_latency_seconds_bucket{{engine="router",le="{}",model_name="m"}}'.format
     assert [page[bucket(limit)] for limit in ("0.01", "0.025", "80.0", "+Inf")] == [1, 2, 2, 3]
-    assert page['vllm:inter_token_latency_seconds_count{engine="0",model_name="m"}'] == 3
-    assert page['vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"}'] == 0.01 + 0.011 + 1000.0
-    assert page['vllm:spec_decode_num_drafts_total{engine="0",model_name="m"}'] == 3
-    assert page['vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"}'] == 12
-    assert page['vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"}'] == 4
-    position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",model_name="m",position="{}"}}'.format
+    assert page['vllm:inter_token_latency_seconds_count{engine="router",model_name="m"}'] == 3
+    assert page['vllm:inter_token_latency_seconds_sum{engine="router",model_name="m"}'] == 0.01 + 0.011 + 1000.0
+    assert page['vllm:spec_decode_num_drafts_total{engine="router",model_name="m"}'] == 3
+    assert page['vllm:spec_decode_num_draft_tokens_total{engine="router",model_name="m"}'] == 12
+    assert page['vllm:spec_decode_num_accepted_tokens_total{engine="router",model_name="m"}'] == 4
+    position = (
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="router",model_name="m",position="{}"}}'.format
+    )
     assert [page[position(place)] for place in range(3)] == [2, 1, 1]
 
 
@@ -41,8 +43,8 @@ def test_decoding_is_timed_per_token_and_by_whether_it_may_speculate() -> None:
     metrics.count_decode(0, 0.0, may_speculate=False)  # of one token: nothing was decoded after it
     page = page_of(metrics)
     name = "vllm:request_time_per_output_token_seconds"
-    assert page[f'{name}_count{{engine="0",model_name="m"}}'] == 2
-    assert page[f'{name}_sum{{engine="0",model_name="m"}}'] == pytest.approx(0.06)
+    assert page[f'{name}_count{{engine="router",model_name="m"}}'] == 2
+    assert page[f'{name}_sum{{engine="router",model_name="m"}}'] == pytest.approx(0.06)
     for kind, seconds in (("on", 0.2), ("off", 0.4)):
         assert page[f'outrider_decode_tokens_total{{model_name="m",speculation="{kind}"}}'] == 10
         assert page[f'outrider_decode_seconds_total{{model_name="m",speculation="{kind}"}}'] == seconds
@@ -52,12 +54,13 @@ def test_queue_time_is_a_histogram_of_a_worker() -> None:
     queue = QueueTime()
     for seconds in (0.2, 0.4, 3.0):
         queue.observe(seconds)
-    page = generate_latest(WorkerMetrics(queue.readings).registry).decode().splitlines()
+    page = generate_latest(WorkerMetrics(queue.readings, "m").registry).decode().splitlines()
     name = "vllm:request_queue_time_seconds"
     assert f"# TYPE {name} histogram" in page
     for limit, count in (("0.3", 1), ("2.5", 2), ("+Inf", 3)):
-        assert f'{name}_bucket{{le="{limit}"}} {count}.0' in page
-    assert {f"{name}_count 3.0", f"{name}_sum 3.6"} <= {*page}
+        assert f'{name}_bucket{{engine="0",le="{limit}",model_name="m"}} {count}.0' in page
+    labels = '{engine="0",model_name="m"}'
+    assert {f"{name}_count{labels} 3.0", f"{name}_sum{labels} 3.6"} <= {*page}
 
 
 def test_no_series_says_when_it_began() -> None:
@@ -65,9 +68,9 @@ def test_no_series_says_when_it_began() -> None:
 
 
 def test_a_prometheus_that_asks_for_openmetrics_gets_vllms_names() -> None:
-    metrics = WorkerMetrics(lambda: [Reading("vllm:num_requests_waiting", "Sequences that wait.", 3)])
+    metrics = WorkerMetrics(lambda: [Reading("vllm:num_requests_waiting", "Sequences that wait.", 3)], "m")
     port = serve_metrics(metrics.registry, "127.0.0.1", 0)
     for accept in ("*/*", "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"):
         page = httpx.get(f"http://127.0.0.1:{port}/metrics", headers={"Accept": accept})
-        assert "vllm:num_requests_waiting 3.0" in page.text.splitlines()
+        assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 3.0' in page.text.splitlines()
         assert page.headers["content-type"].startswith("text/plain")

@@ -31,12 +31,12 @@ def test_progress_is_logged_once_a_second_and_at_the_end(
 def test_a_metrics_page_listens_where_it_is_told_to() -> None:
     (port,) = free_ports(1)
     worker = TargetConfig(metrics_host="127.0.0.2", metrics_port=port)
-    serve_readings(worker, lambda: [Reading("outrider_answers", "Answers.", 42)])
+    serve_readings(worker, lambda: [Reading("outrider_answers", "Answers.", 42)], "m")
     assert "outrider_answers 42.0" in httpx.get(f"http://127.0.0.2:{port}/metrics").text
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/metrics")
     with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.2:{port}: .*metrics_host"):
-        serve_readings(worker, list)
+        serve_readings(worker, list, "m")
 
 
 @pytest.mark.parametrize("is_on", [False, True])
@@ -64,4 +64,4 @@ def test_reflection_is_off_unless_it_is_asked_for(is_on: bool) -> None:
 
 
 def test_without_a_port_there_is_no_metrics_page() -> None:
-    serve_readings(TargetConfig(metrics_host="nowhere.invalid", metrics_port=None), list)
+    serve_readings(TargetConfig(metrics_host="nowhere.invalid", metrics_port=None), list, "m")

@@ -61,6 +61,7 @@ class EngineRequests:
         coordinator = Coordinator(self._pool, settings.speculation, model.get_vocab_size(), limits)
         self._drafting = RemoteDrafting(coordinator)
         self._max_model_len = model.max_model_len
+        self._model_name = str(model.served_model_name)
         self._req_states = req_states
         self._couplings = couplings_of(req_states.all_token_ids)
         self._added: dict[str, tuple[Sequence[int], int, int]] = {}  # not yet in a step
@@ -70,7 +71,7 @@ class EngineRequests:
         """Raises ConfigurationError when the metrics page's port is taken."""
         port = self._settings.metrics_port
         if port is not None:
-            registry = WorkerMetrics(self.readings).registry
+            registry = WorkerMetrics(self.readings, self._model_name).registry
             settings = self._settings
             guard = PageGuard.of(Listener.of(settings.tls, "target"), settings.metrics_token_file)
             port = serve_metrics(registry, settings.metrics_host, port, guard)

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from starlette.types import Scope
 
+from cluster.errors import OutriderError
 from cluster.wire.replies import UNFINISHED, CallReply
 from services.router.access.access_log import record_of
 from services.router.access.caller import current_key
@@ -45,6 +46,7 @@ class AnswerObserver:
         if adapter is not None:
             self.metrics.count_adapter(adapter.name)
             self.record.adapter = adapter.name
+        self.metrics.request_params_n.observe(request.n)
         num_prompt_tokens = sum(prompt_lens)
         self.trace.describe(request, reply.model, reply.id, reply.seed, num_prompt_tokens)
         record = self.record
@@ -64,14 +66,24 @@ class ChoiceObserver:
         self._counts_prompt = counts_prompt
         self._number_on_page = answer.feed.new_choice()
         self._num_tokens = 0
+        self._finish_reason: str | None = None
         self._first_token_at = self._last_token_at = 0.0
 
     def __enter__(self) -> ChoiceObserver:
+        metrics, adapter = self._answer.metrics, self._request.template.adapter
+        metrics.request_params_max_tokens.observe(self._request.max_tokens)
+        if adapter:
+            metrics.count_running_adapter(adapter, 1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        metrics, adapter = self._answer.metrics, self._request.template.adapter
+        if adapter:
+            metrics.count_running_adapter(adapter, -1)
+        ended_as = self._finish_reason or ("error" if isinstance(error, OutriderError) else "abort")
+        metrics.count_end(ended_as, len(self._request.prompt_token_ids), self._num_tokens)
         self._answer.trace.end()
 
     def moved(self, reason: str) -> None:
@@ -83,7 +95,7 @@ class ChoiceObserver:
         """A target sent `reply`."""
         answer = self._answer
         if reply.token_ids:
-            self._count_tokens(len(reply.token_ids))
+            self._count_tokens(len(reply.token_ids), reply.num_cached_tokens)
         for num_draft_tokens, num_accepted_tokens, _ in reply.rounds:
             answer.metrics.tokens.count_round(num_draft_tokens, num_accepted_tokens)
             answer.record.count_round(num_draft_tokens, num_accepted_tokens)
@@ -92,7 +104,7 @@ class ChoiceObserver:
             has_ended = reply.finish_reason != UNFINISHED
             answer.feed.note(self._number_on_page, len(reply.token_ids), reply.rounds, has_ended=has_ended)
 
-    def _count_tokens(self, count: int) -> None:
+    def _count_tokens(self, count: int, num_cached_tokens: int) -> None:
         answer, now, is_first = self._answer, time.perf_counter(), not self._num_tokens
         answer.metrics.tokens.count_tokens(count, None if is_first else now - self._last_token_at)
         answer.record.count_tokens(count, now)
@@ -104,6 +116,7 @@ class ChoiceObserver:
             if self._counts_prompt:
                 num_prompt_tokens = len(self._request.prompt_token_ids)
                 answer.metrics.prompt_tokens.inc(num_prompt_tokens)
+                answer.metrics.prompt_tokens_cached.inc(min(num_cached_tokens, num_prompt_tokens))
                 if answer.key is not None:
                     answer.metrics.keys.count_prompt(answer.key, num_prompt_tokens)
         self._last_token_at = now
@@ -116,6 +129,7 @@ class ChoiceObserver:
             answer.trace.note(self._request.choice_index, piece)
         if piece.finish_reason is None:
             return
+        self._finish_reason = piece.finish_reason
         answer.record.finish_reasons[piece.finish_reason] += 1
         answer.metrics.e2e_latency.observe(time.perf_counter() - answer.record.arrived_at)
         if self._num_tokens:

@@ -135,8 +135,8 @@ def test_as_many_sequences_as_a_request_may_have(router, target):
 def test_metrics_count_a_prompt_once(router):
     router.complete(prompt=[[70, 71], [72]], n=3, max_tokens=2)
     page = router.client.get("/metrics").text
-    assert f'vllm:prompt_tokens_total{{engine="0",model_name="{router.model}"}} 3.0' in page
-    assert f'vllm:generation_tokens_total{{engine="0",model_name="{router.model}"}} 12.0' in page
+    assert f'vllm:prompt_tokens_total{{engine="router",model_name="{router.model}"}} 3.0' in page
+    assert f'vllm:generation_tokens_total{{engine="router",model_name="{router.model}"}} 12.0' in page
     assert f'outrider_requests_total{{code="200",model_name="{router.model}"}} 1.0' in page
 
 

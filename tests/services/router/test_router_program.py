@@ -21,7 +21,7 @@ from cluster.config import Config
 from cluster.errors import ConfigurationError
 from cluster.wire.version import WIRE_VERSION
 from services.launch.local import free_ports
-from services.router.app import create_app, served_model_id
+from services.router.app import create_app
 from services.router.main import run
 from tests.waiting import WAIT_S, wait_until
 
@@ -110,13 +110,6 @@ def test_a_target_with_another_tokenizer_is_not_used(new_router, target, tokeniz
 
 def test_version(router):
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", router.client.get("/version").json()["version"])
-
-
-def test_served_model_id(model_folder):
-    assert served_model_id(str(model_folder)) == model_folder.name
-    assert served_model_id(f"{model_folder}/") == model_folder.name
-    assert served_model_id("owner/name") == "owner/name"
-    assert served_model_id("bundled") == "bundled"
 
 
 def test_no_target_address_is_a_configuration_error(model_folder):

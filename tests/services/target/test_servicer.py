@@ -46,6 +46,7 @@ class HandDrivenTarget(Target):
     is_stuck = False
 
     def __init__(self) -> None:
+        self.block_size = 16
         self.requests: list[str] = []
         self.aborted: list[str] = []
         self.held: dict[str, str] = {}

@@ -1,0 +1,107 @@
+"""The router's page answers the queries of vLLM's dashboards and has what a picker of pods asks for."""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+import pytest
+
+from tests.waiting import WAIT_S, wait_until
+
+# Families that llm-d's picker reads from each pod, with the labels it takes values from.
+PICKER = {
+    "vllm:num_requests_waiting": (),
+    "vllm:num_requests_running": (),
+    "vllm:kv_cache_usage_perc": (),
+    "vllm:lora_requests_info": ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+    "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
+}
+# Series that vLLM's dashboards query, all of them by `model_name`.
+DASHBOARDS = (
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_success_total",
+    "vllm:request_params_max_tokens_bucket",
+    "vllm:request_params_n_bucket",
+    "vllm:prompt_tokens_cached_total",
+)
+
+
+def labels_of(page: str, name: str) -> list[dict[str, str]]:
+    """The labels of each series of that name."""
+    found = re.findall(rf"^{re.escape(name)}\{{(.*)\}} ", page, re.MULTILINE)
+    return [dict(re.findall(r'(\w+)="([^"]*)"', labels)) for labels in found]
+
+
+def value(page: str, name: str, **labels: str) -> float:
+    total = 0.0
+    for line in page.splitlines():
+        if line.startswith(name + "{") and all(f'{key}="{text}"' in line for key, text in labels.items()):
+            total += float(line.rpartition(" ")[2])
+    return total
+
+
+@pytest.fixture
+def page(router) -> str:
+    assert router.complete(prompt=[70, 71], n=2, max_tokens=3).status_code == 200
+    return router.client.get("/metrics").text
+
+
+@pytest.mark.parametrize("name", PICKER)
+def test_the_picker_finds_its_families(page, router, name):
+    (labels,) = labels_of(page, name)
+    assert {"model_name", "engine", *PICKER[name]} <= labels.keys()
+    assert labels["model_name"] == router.model
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_finds_its_series(page, router, name):
+    series = labels_of(page, name)
+    assert series
+    assert {labels["model_name"] for labels in series} == {router.model}
+    assert {labels["engine"] for labels in series} == {"router"}
+
+
+def test_the_targets_are_summed(new_target, new_router):
+    targets = [new_target(), new_target()]
+    for target, used in zip(targets, (10, 30), strict=True):
+        target.description.load.num_used_blocks, target.description.load.num_blocks = used, 100
+        target.description.block_size = 16
+    page = new_router([target.address for target in targets]).client.get("/metrics").text
+    assert value(page, "vllm:num_requests_waiting") == 4
+    assert value(page, "vllm:kv_cache_usage_perc") == pytest.approx(0.2)
+    assert value(page, "vllm:cache_config_info", block_size="16", num_gpu_blocks="200") == 1
+
+
+def test_choices_that_end_are_counted_by_how(router, target):
+    router.complete(prompt=[70], n=2, max_tokens=3)
+    target.fail_after, target.failure = 1, (grpc.StatusCode.INTERNAL, "broken")
+    assert router.complete(prompt=[70], max_tokens=3).status_code >= 500
+    target.fail_after, target.hang_after = None, 1
+    with router.client.stream("POST", "/v1/completions", json={"prompt": [70], "stream": True}) as response:
+        next(response.iter_raw())
+    assert target.cancelled.wait(WAIT_S)
+
+    def ended(reason: str) -> float:
+        return value(router.client.get("/metrics").text, "vllm:request_success_total", finished_reason=reason)
+
+    wait_until(lambda: ended("abort") == 1)
+    assert [ended(reason) for reason in ("length", "error")] == [2, 1]
+    page = router.client.get("/metrics").text
+    assert value(page, "vllm:request_generation_tokens_count") == 4
+    assert value(page, "vllm:request_params_n_sum") == 4
+
+
+def test_cached_tokens_are_counted(router, target):
+    target.num_cached_tokens = 2
+    router.complete(prompt=[[70, 71, 72], [73]], n=2, max_tokens=1)
+    assert value(router.client.get("/metrics").text, "vllm:prompt_tokens_cached_total") == 3
