@@ -25,6 +25,7 @@ class Way:
     name: str
     depths: Sequence[int | None]  # of the cases in turn
     tries: bool = False  # as before the first request: all depths in turn
+    pads: bool = False  # further drafts are made for more sequences than there are, as by recorded steps on a GPU
     aborts: bool = False
 
 
@@ -35,6 +36,7 @@ WAYS = (
     Way("tried", (None,), tries=True),
     Way("chosen", (None, None, 2)),
     Way("aborted", (MAX_DRAFTS,), aborts=True),
+    Way("padded", (0, 1, 3, MAX_DRAFTS), pads=True),
 )
 
 
@@ -56,14 +58,14 @@ def main() -> None:
     assert config.scheduler_config.async_scheduling
     engine = LLMEngine(config, Executor.get_class(config), log_stats=False)
     engine.collective_rpc("install_bound_steps")
-    if asked["pads"]:
-        engine.collective_rpc(_pad)
     scheduler: Any = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
     expected: dict[int, list[int]] | None = None
     for way in WAYS:
         scheduler.rounds = rounds = CountedRounds(MAX_DRAFTS, 3, is_fixed=False)
         if not way.tries:
             rounds.tried()
+        if way.pads:
+            engine.collective_rpc(_pad)
         found = _generate(engine, asked["cases"], way)
         expected = expected or found
         told = {
@@ -80,8 +82,11 @@ def main() -> None:
 
 
 def _pad(worker: Any) -> None:
-    """Has further drafts made for more sequences than there are, as by recorded steps on a GPU."""
+    from cluster.vllm.coupled_drafts import RecordedSpeculator
+
     speculator = worker.model_runner.speculator
+    if not isinstance(speculator, RecordedSpeculator):
+        return
     speculator.recorded_further[speculator.max_num_reqs] = partial(speculator.draft_further, speculator.max_num_reqs)
 
 

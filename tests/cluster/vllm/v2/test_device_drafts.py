@@ -16,10 +16,8 @@ from .environment import ROOT, environment
 from .test_bound_steps import ENGINE, NUM_CASES
 from .test_exactness import SAMPLING
 
-DRAFT_MODEL = {"method": "draft_model", "model": str(resolve_model_folder("outrider-draft-2m"))}
 METHODS = {
-    "draft model": DRAFT_MODEL,
-    "padded draft model": DRAFT_MODEL,
+    "draft model": {"method": "draft_model", "model": str(resolve_model_folder("outrider-draft-2m"))},
     "eagle": {"method": "eagle", "model": str(resolve_model_folder("outrider-eagle-12m"))},
 }
 MAX_DRAFTS = 4
@@ -41,7 +39,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         [sys.executable, "-m", "tests.cluster.vllm.v2.device_drafts_program"],
         cwd=ROOT,
         env={**environment(tmp_path_factory.mktemp("plugin")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        input=json.dumps({"engine": ENGINE | own, "cases": cases, "pads": "padded" in request.param}) + "\n",
+        input=json.dumps({"engine": ENGINE | own, "cases": cases}) + "\n",
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -51,7 +49,7 @@ def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return {line["way"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("way", ["of one depth", "of several depths", "tried", "chosen"])
+@pytest.mark.parametrize("way", ["of one depth", "of several depths", "tried", "chosen", "padded"])
 def test_drafts_change_no_token(told: dict[str, dict[str, Any]], way: str) -> None:
     assert told[way]["num_answers"] == NUM_CASES
     assert told[way]["different"] == []
