@@ -12,7 +12,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
@@ -35,6 +34,7 @@ from services.terminal import as_text
 from services.top import cli as top
 from services.training import cli as training
 from services.tune import cli as tune
+from services.version import ShowVersion
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="outrider", description="Speculative decoding across machines, with an OpenAI-compatible endpoint."
     )
-    parser.add_argument("--version", action="version", version=f"outrider {version('outrider')}")
+    parser.add_argument("--version", action=ShowVersion, help="show the version, commit, wire and kernels, and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     settings = [settings_parser()]
     serve = commands.add_parser("serve", parents=settings, help="run a whole cluster, on this machine or on Ray")
