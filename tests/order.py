@@ -33,6 +33,7 @@ _SECONDS = {
     "tests/bench/test_faults.py": 140.0,
     "tests/system/vllm/test_v2_runner.py": 80.0,
     "tests/system/test_usability.py": 80.0,
+    "tests/system/test_wheel.py": 70.0,
     "tests/system/test_exactness.py": 80.0,
 }
 _SECONDS_OF_A_CLUSTER = 30.0  # where none are given above

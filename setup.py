@@ -1,0 +1,48 @@
+"""The parts of a build that `pyproject.toml` cannot express: the recorded commit, and the kernels of a release.
+
+With OUTRIDER_RELEASE=1 a kernel that does not compile is an error. OUTRIDER_COMMIT names the commit if there is no git.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # a build in isolation does not have it
+
+from services.version import COMMIT_FILE, commit
+
+
+def record_commit(folder: Path) -> None:
+    found = os.environ.get("OUTRIDER_COMMIT") or commit()
+    if found:
+        (folder / COMMIT_FILE).write_text(f"{found}\n", encoding="utf-8")
+
+
+class BuildExt(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        for extension in self.extensions if os.environ.get("OUTRIDER_RELEASE") else ():
+            extension.optional = False
+
+
+class BuildPy(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            record_commit(Path(self.build_lib))
+
+
+class Sdist(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        record_commit(Path(base_dir))
+
+
+setup(cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "sdist": Sdist})
