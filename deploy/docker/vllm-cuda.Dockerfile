@@ -10,12 +10,14 @@ ARG PIP_INDEX_URL=
 USER root
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY protos protos
 COPY cluster cluster
 COPY services services
+# The checkout's, which `outrider --version` shows.
+ARG COMMIT=
 RUN [ -n "${PIP_INDEX_URL}" ] || unset PIP_INDEX_URL; \
-    python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+    OUTRIDER_RELEASE=1 OUTRIDER_COMMIT="${COMMIT}" python3 -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${BASE}
 ARG PIP_INDEX_URL=
