@@ -1,0 +1,62 @@
+"""`make release`: writes the sdist, the wheel and SHA256SUMS to dist/.
+
+It refuses a commit that is not the one its version names. It makes no tag: tag the commit first, then build it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST = ROOT / "dist"
+
+
+def problems(version: str, all_tags: Collection[str], tags_here: Collection[str], changes: str) -> list[str]:
+    """Returns why this commit cannot be released as `version`. Without a tag it can: that is a build to try."""
+    tag = f"v{version}"
+    found = [f"the tag {other} is here, and pyproject.toml has version {version}" for other in {*tags_here} - {tag}]
+    if tag in all_tags and tag not in tags_here:
+        found.append(f"the tag {tag} names another commit: raise the version in pyproject.toml")
+    if changes:
+        found.append(f"there are changes that are not committed:\n{changes}")
+    return found
+
+
+def checksums(files: Collection[Path]) -> str:
+    """Returns one line for each file, as `sha256sum --check` reads them."""
+    return "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(files))
+
+
+def main() -> int:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    all_tags, tags_here = _git("tag", "--list", "v*"), _git("tag", "--list", "v*", "--points-at", "HEAD")
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    found = problems(version, all_tags.split(), tags_here.split(), changes)
+    for problem in found:
+        print(f"make release: {problem}", file=sys.stderr)
+    if found:
+        return 1
+    shutil.rmtree(DIST, ignore_errors=True)
+    command = [sys.executable, "-m", "build", "--outdir", str(DIST), str(ROOT)]
+    subprocess.run(command, check=True, env={**os.environ, "OUTRIDER_RELEASE": "1"})
+    text = checksums([*DIST.glob("*.tar.gz"), *DIST.glob("*.whl")])
+    (DIST / "SHA256SUMS").write_text(text, encoding="utf-8")
+    print(text, end="")
+    return 0
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True
+    ).stdout.rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
