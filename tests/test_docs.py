@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+from cluster.wire.version import WIRE_VERSION
 from services.router.api.completions import CompletionRequest
 from services.router.api.request import IGNORED_FIELDS
 from services.router.chat.endpoint import ChatRequest
@@ -54,3 +57,21 @@ def test_every_field_of_a_response_is_explained() -> None:
     page = (ROOT / "docs" / "API.md").read_text(encoding="utf-8")
     fields = {*responses.ResponsesRequest.model_fields, *responses.PASSED_ON, *responses.REFUSED, *responses.IGNORED}
     assert not {field for field in fields if f"`{field}`" not in page}
+
+
+def test_the_compatibility_table_has_this_version_first() -> None:
+    page = (ROOT / "docs" / "UPGRADING.md").read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    row = dict(zip(lines[0], lines[2], strict=True))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    required = [Requirement(text) for text in (*project["dependencies"], *extras["vllm"], *extras["ray"])]
+    pinned = {requirement.name: str(requirement.specifier).removeprefix("==") for requirement in required}
+    assert row == {
+        "Outrider": project["version"],
+        "wire": str(WIRE_VERSION),
+        "Python": f"{project['requires-python'].removeprefix('>=')} or later",
+        "PyTorch": pinned["torch"],
+        "vLLM": pinned["vllm"],
+        "Ray": pinned["ray"],
+    }
