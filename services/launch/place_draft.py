@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 
 from cluster.config import Config
@@ -10,6 +11,7 @@ from services.launch.host_cores import num_target_cores, read_cores
 
 # Those that were measured: models of the PyTorch engine, and what is hardly any work.
 _DRAFTERS = ("model", "self-int4", "layer-skip", "ngram")
+_V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _MIN_CORES = 4  # for the draft alone; with fewer it gains hardly anything over the core that it shares in a pool
 
 
@@ -18,12 +20,28 @@ def place_draft(config: Config) -> tuple[Config, str | None]:
     if config.draft.placement != "auto" or not config.has_drafter or config.draft.replicas == 0:
         return config, None
     placement, why = "in-process", why_apart(config)
-    if why is not None:
+    if _shares_gpu(config):
+        why = "the target and its draft share a GPU"
+    elif why is not None:
         placement = "pool"
         if _can_have_cores_of_its_own(config):
             placement, why = "host-cpu", "the target has a GPU, the draft the CPU, and there are cores for it alone"
     placed = config.model_copy(update={"draft": config.draft.model_copy(update={"placement": placement})})
     return placed, why or "one target and its draft share the few cores of this machine"
+
+
+def _shares_gpu(config: Config) -> bool:
+    """Returns True if vLLM's V2 runner can draft on the machine's only GPU, where a draft worker would take turns."""
+    target, draft = config.target, config.draft
+    if target.engine != "vllm" or os.environ.get(_V2_RUNNER) != "1" or draft.drafter != "model":
+        return False
+    is_alone = (target.replicas, draft.replicas, target.tensor_parallel_size) == (1, 1, 1)
+    return is_alone and draft.device != "cpu" and target_has_gpu(config) and _num_gpus() == 1
+
+
+def _num_gpus() -> int:
+    """Returns the number of NVIDIA GPUs that have a device file."""
+    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def target_has_gpu(config: Config) -> bool:

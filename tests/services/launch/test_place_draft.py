@@ -52,6 +52,28 @@ def test_auto_is_decided(
     assert (config.draft.placement, why) == (placement, reason)
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "runner", "settings", "placement"),
+    [
+        (1, "1", [], "in-process"),
+        (1, "0", [], "pool"),
+        (2, "1", [], "pool"),
+        (1, "1", ["draft.device=cpu"], "pool"),
+        (1, "1", ["target.tensor_parallel_size=2"], "pool"),
+        (1, "1", ["draft.drafter=ngram"], "pool"),
+        (1, "1", ["draft.placement=pool"], "pool"),
+    ],
+)
+def test_a_draft_that_shares_the_gpu_of_a_vllm_target_is_in_its_process(
+    num_gpus: int, runner: str, settings: list[str], placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_num_gpus", lambda: num_gpus)
+    monkeypatch.setattr(module, "read_cores", lambda: [Core((cpu,)) for cpu in range(2)])
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    config, _ = place_draft(load_config(None, ["target.engine=vllm", "target.device=cuda", *settings]))
+    assert config.draft.placement == placement
+
+
 def test_the_log_says_what_was_decided(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with caplog.at_level(logging.INFO):
