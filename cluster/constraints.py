@@ -22,9 +22,9 @@ class Grammar:
 class Constraints:
     """Only the target knows them: a draft that they forbid is cut before it is verified."""
 
-    allowed_token_ids: tuple[int, ...] = ()  # (): all
+    allowed_token_ids: tuple[int, ...] = ()  # (): any character
     bad_words: tuple[tuple[int, ...], ...] = ()  # token IDs; none of them may be completed
-    min_tokens: int = 0  # no token ends the sequence before this number was generated
+    min_tokens: int = 0  # the sequence cannot end before it has generated this number of tokens
     grammar: Grammar | None = None
 
 

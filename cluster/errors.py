@@ -67,14 +67,14 @@ class OverloadedError(OutriderError):
     http_status = 503
     grpc_code = grpc.StatusCode.RESOURCE_EXHAUSTED
     error_type = "overloaded_error"
-    retry_after = 1  # a place is free as soon as any request ends
+    retry_after = 1  # any request that ends frees a place
 
 
 class UnavailableError(OutriderError):
     http_status = 503
     grpc_code = grpc.StatusCode.UNAVAILABLE
     error_type = "unavailable_error"
-    retry_after = 5  # a worker that died: noticed, started again after a pause, its model loaded, found to answer
+    retry_after = 5  # time to notice a dead worker, restart it after a pause, load its model and find it again
 
 
 class InternalError(OutriderError):

@@ -6,7 +6,7 @@ import gc
 import sys
 
 _SWITCH_INTERVAL_SECONDS = 0.0005
-_GARBAGE_THRESHOLD = 10_000  # objects; the interpreter's own is 700
+_GARBAGE_THRESHOLD = 10_000  # number of objects; the interpreter's default is 700
 
 
 def switch_threads_soon() -> None:

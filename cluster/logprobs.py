@@ -17,7 +17,7 @@ class TokenLogprobs:
     """
 
     width: int
-    ranks: list[int] = field(default_factory=list)  # 1: no token is likelier
+    ranks: list[int] = field(default_factory=list)  # 1: the most likely token
     logprobs: list[float] = field(default_factory=list)
     top_token_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)

@@ -8,7 +8,7 @@ from cluster.errors import ConfigurationError
 
 ASSETS = Path(__file__).parent / "assets"
 _USED_FILES = ["*.json", "*.safetensors", "*.jinja"]
-_UNUSED_FILES = ["consolidated*", "original/*"]  # the same weights once more, in the format of the model's authors
+_UNUSED_FILES = ["consolidated*", "original/*"]  # duplicates of the weights, in the original authors' format
 
 
 def resolve_model_folder(model: str) -> Path:

@@ -50,7 +50,7 @@ def sweep(prefix: str) -> bool:
     """Removes the folders of `prefix` on this machine that nobody owns any more; returns whether there are others."""
     are_owned = False
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(FileNotFoundError, PermissionError):  # another was faster; it is another user's
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # another process was faster, or owns it
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as _Tokenizer
 from cluster.errors import ConfigurationError
 
 LONG_TEXT_CHARACTERS = 16_384  # longer ones are encoded without Python's lock, so that a thread helps
-_MAX_PENDING_TOKENS = 32  # that end inside a character
+_MAX_PENDING_TOKENS = 32  # pending tokens that end inside a character
 _LONGEST_CHARACTER = 4  # bytes
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -38,7 +38,7 @@ class Tokenizer:
         self._special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self._added = {token_id: token.content for token_id, token in added.items()}
         decoder = self._tokenizer.decoder
-        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()  # its part of the file
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     @property
     def vocab_size(self) -> int:
@@ -135,7 +135,7 @@ class _DisguisedTokenizer:
 
     def __init__(self, original: _Tokenizer) -> None:
         self._disguise = secrets.token_hex(16)
-        # The two share the model. There is no post-processor: it would know special tokens by the IDs that they had.
+        # The two share the model. There is no post-processor: it refers to special tokens by their former IDs.
         self._tokenizer = _Tokenizer(original.model)
         if original.normalizer is not None:
             self._tokenizer.normalizer = original.normalizer
@@ -202,7 +202,7 @@ class IncrementalDetokenizer:
         self._context: list[int] = []  # tokens of the last complete piece
         self._context_text = ""
         self._pending: list[int] = []  # tokens since, perhaps within a character
-        self._num_emitted = 0  # characters of the pending tokens' text that are out already
+        self._num_emitted = 0  # characters of the pending tokens' text that were already returned
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; "" when they end inside a character."""

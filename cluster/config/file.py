@@ -79,7 +79,7 @@ def _apply(tree: dict[str, Any], key: str, value: str, source: str) -> None:
         raise ConfigurationError(f"cannot apply {source!r}: write section.key=value")
     branch = tree
     for section in sections:
-        if branch.get(section) is None:  # a section of a file that has nothing but comments
+        if branch.get(section) is None:  # the section of the file holds nothing but comments
             branch[section] = {}
         branch = branch[section]
         if not isinstance(branch, dict):
@@ -95,7 +95,7 @@ def _describe(error: ValidationError, variables: Sequence[Variable]) -> str:
     complaint = error.errors()[0]
     key = ".".join(map(str, complaint["loc"])) or "configuration"
     named = next((one for one in variables if f"{key}.".startswith(f"{one.key}.")), None)
-    if named is None and complaint["type"] == "extra_forbidden":  # it may be the section that is unknown
+    if named is None and complaint["type"] == "extra_forbidden":  # the section itself may be unknown
         named = next((one for one in variables if one.key.startswith(f"{key}.")), None)
     reason = _reason(complaint, key, named)
     return reason if named is None else f"{named.name}: {reason}"
@@ -104,7 +104,7 @@ def _describe(error: ValidationError, variables: Sequence[Variable]) -> str:
 def _reason(complaint: ErrorDetails, key: str, variable: Variable | None) -> str:
     """`variable`: the one that is to blame, if one is."""
     if complaint["type"] != "extra_forbidden":
-        # Of a section, whose settings do not go together, the message says which.
+        # If settings of a section contradict each other, the message names them.
         given = "" if isinstance(complaint["input"], dict | BaseModel) else f" (got {_excerpt(complaint['input'])})"
         return f"{key}: {complaint['msg']}{given}"
     *within, name = map(str, complaint["loc"])
@@ -123,7 +123,7 @@ def _keys(location: Sequence[str]) -> list[str]:
     section: type[BaseModel] = Config
     for part in location:
         field = section.model_fields.get(part)
-        if field is None:  # a name of the user's own, such as those of ray.further_drafts
+        if field is None:  # a name chosen by the user, such as those of ray.further_drafts
             continue
         choices = (field.annotation, *getattr(field.annotation, "__args__", ()))
         sections = [choice for choice in choices if isinstance(choice, type) and issubclass(choice, BaseModel)]

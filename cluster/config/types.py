@@ -12,7 +12,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Share = Annotated[float, Field(ge=0, le=1)]
 HOST_PORT = r"([^\s:]+|\[[0-9a-fA-F:]+\]):\d{1,5}"
 HostPort = Annotated[str, Field(pattern=rf"^{HOST_PORT}$")]
-# One worker, all that a name stands for, or those that a file lists: `cluster.placement.endpoints`.
+# One worker, every address of a DNS name, or the addresses in a file: `cluster.placement.endpoints`.
 Address = Annotated[str, Field(pattern=rf"^({HOST_PORT}|dns:[^\s:]+:\d{{1,5}}|file:\S.*)$")]
 
 FilePath = Annotated[str, Field(min_length=1)]

@@ -6,7 +6,7 @@ import random
 
 _FIRST_SECONDS = 0.1
 _FACTOR = 2.0
-_JITTER = 0.5  # of the pause, more or less
+_JITTER = 0.5  # share by which a pause may be longer or shorter
 
 
 class Backoff:

@@ -21,13 +21,13 @@ from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.speculation.costs import LinkCosts
 from cluster.telemetry.metrics import Reading
 
-_SILENT_TIMEOUTS = 5.0  # draft timeouts without a word from a worker that owes proposals: it is ejected
+_SILENT_TIMEOUTS = 5.0  # silence, in draft timeouts, after which a worker that owes proposals is ejected
 _EJECT_SECONDS = 2.0
 _MAX_EJECT_SECONDS = 60.0
-_ALIKE = 1.03  # workers that are worth so little less than the best share the sequences evenly
-_WORSE = 1.1  # a worker that is worth so much less than another would be hands sequences over
+_ALIKE = 1.03  # workers whose value is within this share of the best split the sequences evenly
+_WORSE = 1.1  # a worker hands sequences over if another one's value is this many times its own
 _BALANCE_SECONDS = 1.0
-_SETTLE_SECONDS = 5.0  # the least time that a moved sequence stays
+_SETTLE_SECONDS = 5.0  # minimum time that a moved sequence stays with its worker
 
 
 class LinkBalancer:
@@ -45,9 +45,9 @@ class LinkBalancer:
         self._max_batch, self._max_depth = max_batch, link_value.max_depth
         self._balance_at = 0.0
         self._settled_at: dict[SpeculativeSequence, float] = {}
-        self._going: dict[SpeculativeSequence, ActiveLink] = {}  # that leave their links for those
+        self._going: dict[SpeculativeSequence, ActiveLink] = {}  # sequences that move, and the links they move to
         self._trials_due = 0.0
-        self._num_choices = 0  # since sequences were last looked at for a move
+        self._num_choices = 0  # choices since the last check for sequences to move
 
     def add(self, link: Link) -> None:
         self.active[link] = ActiveLink(link, self._new_costs(link), link.model, link.expected_round_trip)
@@ -127,7 +127,7 @@ class LinkBalancer:
             link.owes_since = link.late_since = None
             link.ejected_until = now + min(_EJECT_SECONDS * 2**link.num_ejections, _MAX_EJECT_SECONDS)
             link.num_ejections += 1
-            link.costs = self._new_costs(link.link)  # the old ones say nothing of what it will take then
+            link.costs = self._new_costs(link.link)  # the old costs do not predict those of the new link
             link.observed.clear()
             self.num_ejections += 1
             ejected.append(link)
@@ -171,7 +171,7 @@ class LinkBalancer:
             default=None,
         )
         if best is not None and self._link_value_of(best, temperature, number) >= _WORSE * values[worst]:
-            # One that nothing was measured of has to show first that it is as good as its place lets one expect.
+            # A worker without measurements first has to prove the quality that its place suggests.
             return self._send(worst, best, number if best.costs.is_known else 1, now)
         return self._trial(usable, values, now)
 

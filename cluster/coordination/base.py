@@ -21,10 +21,10 @@ class LinkState(enum.Enum):
 class Link(Protocol):
     """One draft worker, compared by identity."""
 
-    address: str  # of its worker; "": it is in this process
-    model: str  # which draft model its worker runs, as of when the link came up
+    address: str  # address of the worker; "": the drafter runs in this process
+    model: str  # the worker's draft model, as of when the link came up
     is_one_pass: bool  # its drafter drafts all tokens of a proposal in one step
-    expected_round_trip: float | None  # seconds, by its place; None: nobody knows
+    expected_round_trip: float | None  # seconds, estimated from its place; None: unknown
 
     def send(self, request: SpeculateRequest) -> None:
         """Hands `request` over, which is the link's from then on; never blocks. Dropped while the link is down."""
@@ -36,15 +36,15 @@ class LinkEvent:
 
     link: Link
     event: LinkState | SpeculateReply
-    answer_seconds: float = 0.0  # of a reply: since the last message that was sent
+    answer_seconds: float = 0.0  # seconds between the link's last message and the reply
 
 
 class LinkPool(ABC):
     """The draft workers that one coordinator may use."""
 
-    trial_share: float  # of the sequences, that are to try draft models that are not the best
+    trial_share: float  # share of the sequences that try draft models other than the best
     drafts_in_turn = False  # drafters compute in the engine's thread, while it polls with a timeout or lends a turn
-    drafting_seconds = 0.0  # processor time that they took of it
+    drafting_seconds = 0.0  # processor time that they used
 
     @property
     @abstractmethod

@@ -45,13 +45,13 @@ from cluster.wire.messages import SpeculateReply
 class StepTiming:
     """The time of a step, from its drafts to its choices."""
 
-    num_rows: int  # that yielded a choice
+    num_rows: int  # rows that yielded a token
     seconds: float
     is_pure: bool = True  # nothing else was computed in it, such as a chunk of a prompt
-    num_prompts: int = 0  # prompts with a chunk in it
-    num_prompt_tokens: int = 0  # in these chunks
-    left_prompts: bool = False  # more prompt tokens were waiting than the step had room for
-    longest_context: int = 0  # the most tokens that a chunk has before it
+    num_prompts: int = 0  # prompts of which the step computed a chunk
+    num_prompt_tokens: int = 0  # prompt tokens in these chunks
+    left_prompts: bool = False  # whether prompt tokens had to wait because the step had no room
+    longest_context: int = 0  # the largest number of tokens that precede a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class _EndedStep:
     """A step that nothing was learned from yet."""
 
     rounds: Sequence[Round]
-    collected: Mapping[SpeculativeSequence, Drafts]  # what drafters proposed for it
+    collected: Mapping[SpeculativeSequence, Drafts]  # the drafts of each sequence
     timing: StepTiming | None
-    seconds: float  # from the end of the step before it, or from its beginning where there was none
+    seconds: float  # since the end of the previous step, or since the step's own start if the engine was idle
     waited_seconds: float
-    is_as_planned: bool  # all of its sequences went on, and it was not the plain step among drafted ones
+    is_as_planned: bool  # all of its sequences continued, and it was not a plain measurement step
 
 
 class Coordinator:
@@ -97,11 +97,11 @@ class Coordinator:
             drafts_in_turn=pool.drafts_in_turn,
         )
         self._begun: Sequence[SpeculativeSequence] = ()
-        self._uncounted: Sequence[SpeculativeSequence] = ()  # of a step whose depths are not in `stats` yet
-        self._is_plain_step = False  # the one that was collected for
+        self._uncounted: Sequence[SpeculativeSequence] = ()  # sequences of a step whose depths are not in `stats` yet
+        self._is_plain_step = False  # the step that the drafts were collected for
         self._began_at = 0.0
-        self._waited_seconds = 0.0  # for proposals, before this step
-        self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # for the step that runs
+        self._waited_seconds = 0.0  # wait for proposals before this step
+        self._collected: Mapping[SpeculativeSequence, Drafts] = {}  # drafts of the running step
         self._ended: list[_EndedStep] = []
 
     def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
@@ -148,14 +148,14 @@ class Coordinator:
         plainly.
         """
         started_at, drafting_before = time.thread_time(), self._pool.drafting_seconds
-        if not (decoding and self._begun):  # else it began when the step before it ended
+        if not (decoding and self._begun):  # otherwise it began when the previous step ended
             self._began_at = self._clock()
         waited_before = self.stats.wait_seconds
         self._is_plain_step = self.planner.is_plain_step
         self._take_events()
         if not self._is_plain_step:
             self._waits.wait(decoding)
-        if decoding:  # the first step of an answer, and with it its first token, does not wait for a drafter
+        if decoding:  # The first step of an answer never waits for a drafter, so its first token is not delayed.
             self._pool.lend_turn()
             self._take_events()
         self._waited_seconds = self.stats.wait_seconds - waited_before
@@ -188,7 +188,7 @@ class Coordinator:
                 self._openings.add(sequence)
             self._openings.assign()
         self._send()
-        if rounds or timing is not None:  # else nothing ran
+        if rounds or timing is not None:  # otherwise the step was empty
             is_as_planned = len(rounds) == len(self._begun) and not self._is_plain_step
             seconds, self._began_at = now - self._began_at, now
             self._ended.append(
@@ -230,7 +230,7 @@ class Coordinator:
             num_committed = sum([len(ended.chosen) for ended in step.rounds])
             if step.is_as_planned and step.rounds and timing.is_pure:
                 planner.observe_speed(step.rounds, step.seconds)
-            # With all that the loop does between two steps: drafts spare it, as they spare steps.
+            # Includes the work between two steps: drafts save it, as they save steps.
             seconds = max(timing.seconds, step.seconds - step.waited_seconds)
             planner.steps.observe_rows(timing.num_rows, timing.num_prompt_tokens, timing.longest_context, seconds)
             planner.steps.observe_prompts(timing.num_prompt_tokens, num_committed, left_some=timing.left_prompts)
@@ -300,7 +300,7 @@ class Coordinator:
             self.timeline.answers.add(
                 AnswerSpan(
                     self._clock(),
-                    max(answer_seconds, held_seconds),  # it may have crossed a message, since which it is counted
+                    max(answer_seconds, held_seconds),  # a reply that crossed a message counts from that message
                     held_seconds,
                     step_seconds,
                     batch,
@@ -311,7 +311,7 @@ class Coordinator:
         now, sequences = self._clock(), link.sequences
         for wire_id, proposal in reply.proposals.items():
             sequence = sequences.get(wire_id)
-            if sequence is not None:  # None: closed meanwhile
+            if sequence is not None:  # None: it was closed in the meantime
                 sequence.answered(proposal, now, self.stats)
         if reply.lost or reply.refused:
             self._openings.turn_away(link, reply)
@@ -321,7 +321,7 @@ def _of_drafter(ended: Round, collected: Mapping[SpeculativeSequence, Drafts]) -
     """Returns `ended` without the drafts that a grammar added: they say nothing about the drafter."""
     proposed, verified = collected.get(ended.sequence), ended.drafts
     if proposed is None or verified is proposed or proposed.parents is not None:
-        return ended  # a grammar adds nothing to a tree
+        return ended  # a grammar adds no nodes to a tree
     pairs = zip(verified.token_ids, proposed.token_ids, strict=False)
     num_proposed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return ended._replace(drafts=verified.first(num_proposed))

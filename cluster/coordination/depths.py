@@ -17,11 +17,11 @@ from cluster.speculation.step_times import StepTimes
 from cluster.speculation.tree import RoundTime, Shape
 from cluster.speculation.tree_policy import Template, TreePolicy
 
-_PLAN_STEPS = 16  # between two plans: a plan takes as long as the bookkeeping of some steps, and depths change slowly
-_PLAIN_STEPS = 128  # between two plain steps while there are drafts: at a gain of 2.5 one costs 0.5 % of the tokens
-_PROBE_DEPTH = 3  # draft tokens of a probe: enough to see acceptance fall with the position
-_PROBE_SHARE = 0.005  # of the tokens, what probes may cost
-_PROBE_MEMORY = 24.0  # tests per position that are remembered while only probes add some: the rest is out of date
+_PLAN_STEPS = 16  # steps between plans: a plan takes as long as the bookkeeping of some steps, and depths change slowly
+_PLAIN_STEPS = 128  # steps between two plain steps while drafting: at a gain of 2.5, one costs 0.5 % of the tokens
+_PROBE_DEPTH = 3  # draft tokens of a probe: enough to measure how acceptance falls with the position
+_PROBE_SHARE = 0.005  # maximum share of the tokens that probes may cost
+_PROBE_MEMORY = 24.0  # tests per position that are remembered while only probes add some: older results are out of date
 
 
 class DepthPlanner:
@@ -35,21 +35,21 @@ class DepthPlanner:
         self.steps = StepTimes(max_rows)
         self.trees = TreePolicy(config.tree_width, config.max_speculative_tokens)
         self.realised = RealisedGain()
-        self.opening_depth = config.num_speculative_tokens  # of a new sequence
-        self.num_planned_rows = 0  # sequences of the step that was last planned for
-        self.has_drafts = True  # by the last plan
-        self.is_plain_step = False  # this step leaves drafts out
+        self.opening_depth = config.num_speculative_tokens  # depth of a new sequence
+        self.num_planned_rows = 0  # number of sequences in the step of the last plan
+        self.has_drafts = True  # whether the last plan drafts
+        self.is_plain_step = False  # the current step leaves drafts out
         self.probe: SpeculativeSequence | None = None
         self._opening_template: Template | None = None
-        self._opening_tokens: float | None = None  # expected of a new sequence's rounds; None before the first plan
+        self._opening_tokens: float | None = None  # expected per round of a new sequence; None before the first plan
         self._predicted = 0.0  # tokens per second of one sequence, by the last plan; 0: not predicted
         self._config = config
         self.max_depth = config.max_speculative_tokens
-        self.runs_ahead = config.granted_window > 0  # drafters draft past the proposals that they owe
+        self.runs_ahead = config.granted_window > 0  # whether drafters draft beyond the proposals they owe
         self._controller = make_controller(config, self.steps)
         self.measures = self._controller.measures
-        self._rates: dict[tuple[str, float], PositionRates] = {}  # by draft model and temperature
-        self._num_plans = 0  # since a draft model or a temperature was new
+        self._rates: dict[tuple[str, float], PositionRates] = {}  # rates by draft model and temperature
+        self._num_plans = 0  # plans since a draft model or a temperature was new
         self._steps_to_plan = 0.0
         self._steps_to_plain, self._steps_to_probe = _PLAIN_STEPS, 0
         self._num_probes = 0
@@ -65,19 +65,19 @@ class DepthPlanner:
         if asked is None:
             expected = self._opening_tokens or tokens_per_round(acceptance.survival()[: self.opening_depth])
             sequence.planned(self.opening_depth, self._opening_template, expected)
-            # A sequence that joins a few is planned for at once: what was chosen for others is not its own.
+            # A sequence that joins only a few others is planned immediately: the last plan does not fit it.
             self._steps_to_plan -= _PLAN_STEPS / max(1, self.num_planned_rows)
         else:
             depth = min(asked, self.max_depth)
             sequence.planned(depth, None, tokens_per_round(acceptance.survival()[:depth]))
 
     def leave(self, sequence: SpeculativeSequence) -> None:
-        if sequence.acceptance is not None:  # one that never joined makes no room
+        if sequence.acceptance is not None:  # a sequence that never joined leaves no room
             self.steps.ended()
-            # Its rounds since the last plan are not learned from. Well-drafted answers end within a few deep rounds,
+            # Rounds since the last plan are not learned from. Well-drafted answers end within a few deep rounds,
             # which would make deep drafts look better than they are for the rest: recorded answers at T = 0 were 1, 3
             # and 1 % slower with them, at 1, 4 and 16 streams.
-            # While little is known they are: with very short answers there would be no others.
+            # While there are few measurements they are used: very short answers would provide no others.
             if sequence.acceptance.shared.num_tests > _PROBE_MEMORY:
                 sequence.left()
         if sequence is self.probe:
@@ -129,7 +129,7 @@ class DepthPlanner:
         if not decoding or (self.measures and not self.steps.is_known):
             self._predicted = 0.0
             return
-        # The first rounds teach most: plans follow each other closely at first.
+        # The first rounds teach most, so the first plans follow in quick succession.
         self._num_plans += 1
         self._steps_to_plan, self.num_planned_rows = min(_PLAN_STEPS, 1 + self._num_plans // 2), num_rows
         candidates = []
@@ -164,7 +164,7 @@ class DepthPlanner:
     def _begin_probe(self, decoding: Sequence[SpeculativeSequence]) -> None:
         """Begins a probe if one is due, and goes on with one whose round is not over."""
         if self.probe is not None and self.probe.link is None:
-            self.probe = None  # no draft worker had room for it since the last plan: another one is tried
+            self.probe = None  # no draft worker had room since the last plan: try another one
         if self.probe is None and self.measures and self._steps_to_probe <= 0:
             free = [sequence for sequence in decoding if sequence.num_speculative_tokens is None]
             if free:
@@ -199,7 +199,7 @@ class DepthPlanner:
             depth = sequence.useful_depth
         is_free = sequence.num_speculative_tokens is None and self.measures
         if is_free and sequence.link is not None and not sequence.link.has_proposed:
-            depth = min(depth, 1)  # shows what drafts cost, and costs least where they are dear
+            depth = min(depth, 1)  # measures what drafts cost, and costs least where they are expensive
         return depth, self.shape(sequence, depth) if self.trees.may_branch else None
 
     def shape(self, sequence: SpeculativeSequence, num_drafts: int) -> Shape | None:

@@ -23,21 +23,21 @@ from protos.speculation.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
 
-_RECONNECT_SECONDS = 0.5  # at most, to a worker that cannot be reached: it may be back any time
-_REPAIR_SECONDS = 30.0  # at most, to one that cannot be used, or whose stream ends as soon as it is up
-_STABLE_SECONDS = 5.0  # a stream that has lived for this time was not ended by its first message
-_MAX_OPEN_TOKENS = 2**18  # in one message, of at most 5 bytes each, but for a longer sequence: workers take 16 MiB
+_RECONNECT_SECONDS = 0.5  # maximum pause before calling an unreachable worker again: it may return at any time
+_REPAIR_SECONDS = 30.0  # maximum pause if the worker is unusable, or its stream ends right after it is up
+_STABLE_SECONDS = 5.0  # a stream that lived this long did not end because of its first message
+_MAX_OPEN_TOKENS = 2**18  # tokens of 5 bytes in a message; a longer sequence may exceed it: workers take 16 MiB
 _NUM_ROUND_TRIPS = 64
 _LABEL_DIGITS = 8
-_STOPPED = "Cancelling all calls"  # what gRPC says for a server that has been told to stop
+_STOPPED = "Cancelling all calls"  # gRPC's message when a server is being shut down
 _DESCRIBE_TIMEOUT_SECONDS = 5.0
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 300),  # `_RECONNECT_SECONDS` comes on top
     ("grpc.max_receive_message_length", 16 * 2**20),
-    # A worker that has gone silent is noticed in four seconds. Without the last option a ping may stay unanswered for a
-    # minute, and without the one before a link that has nothing to say would stop asking.
+    # A silent worker is noticed in four seconds. Without the last option a ping may stay unanswered for a
+    # minute, and without the one before, a quiet link would send no pings.
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -50,10 +50,10 @@ _CHANNEL_OPTIONS = (
 class LinkTraffic:
     """Protobuf payload over a link's whole life, and the processor's time to make and read it."""
 
-    opens: int = 0  # bytes sent, for opening sequences
-    sent: int = 0  # bytes of all else that was sent
-    received: int = 0  # bytes
-    codec_seconds: float = 0.0  # of the links' thread; with handing replies over to the engine's
+    opens: int = 0  # bytes sent to open sequences
+    sent: int = 0  # bytes sent otherwise
+    received: int = 0  # bytes received
+    codec_seconds: float = 0.0  # time of the links' thread, including the hand-over of replies to the engine's
 
 
 class DraftLink:
@@ -68,16 +68,16 @@ class DraftLink:
         dialer: Dialer = PLAIN,
     ) -> None:
         self.address = address
-        self.expected_round_trip = expected_round_trip  # seconds, by its place; None: nobody knows
-        self.model = ""  # which draft model its worker runs, as of when the link came up
-        self.is_one_pass = False  # likewise
+        self.expected_round_trip = expected_round_trip  # seconds, estimated from the worker's place; None: unknown
+        self.model = ""  # the worker's draft model, as of when the link came up
+        self.is_one_pass = False  # whether one step drafts a whole proposal, as of when the link came up
         self.traffic = LinkTraffic()
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._notify = notify
         self._dialer = dialer
-        self._refusal: str | None = None  # what was last said of why it may not come up
-        self._is_unusable = False  # what the worker is or says, so that trying again soon is of no use
-        self._outbox: Outbox[SpeculateRequest] | None = None  # while the stream is up
+        self._refusal: str | None = None  # the last logged reason why the link may not come up
+        self._is_unusable = False  # the worker cannot be used as it is, so it is called again later rather than sooner
+        self._outbox: Outbox[SpeculateRequest] | None = None  # set while the stream is up
         self._sent_at = 0.0
         self._round_trips: deque[float] = deque(maxlen=_NUM_ROUND_TRIPS)
 
@@ -151,13 +151,13 @@ class DraftLink:
             if up_at is None:
                 self._report(error)
         except ValueError as error:
-            self._is_unusable = True  # it will hardly send others so soon
+            self._is_unusable = True  # it is unlikely to send usable ones soon
             level, cause = logging.ERROR, f"it sent an unusable message: {error}"
         except ConfigurationError as error:
             self._is_unusable = True
             logger.error("%s", error)
         except Exception as error:
-            # A link that ended for good would take its drafter from the pool without a word.
+            # If the link's task ended, its drafter would leave the pool without a log line.
             logger.exception("the link to draft worker %s failed", self.address)
             level, cause = logging.WARNING, f"{type(error).__name__}: {error}"
         if up_at is None:
@@ -202,7 +202,7 @@ class DraftLink:
                 self.traffic.received += message.ByteSize()
                 reply = decode_reply(message)
                 held_seconds = 0.0 if reply.timing is None else reply.timing.held_seconds
-                if answer_seconds >= held_seconds:  # else it crossed the last message
+                if answer_seconds >= held_seconds:  # otherwise it crossed the last message
                     self._round_trips.append(answer_seconds - held_seconds)
                 self._notify(LinkEvent(self, reply, answer_seconds))
                 self.traffic.codec_seconds += time.thread_time() - started_at

@@ -25,7 +25,7 @@ class LinkValue:
         """
         planner = self._planner
         survival = planner.survival(link.model, temperature)
-        if not len(survival):  # speculation.max_speculative_tokens is 0
+        if not len(survival):  # happens if speculation.max_speculative_tokens is 0
             return 0.0
         depths = np.arange(1, len(survival) + 1)
         waits = np.zeros(len(depths))

@@ -18,9 +18,9 @@ from cluster.wire.messages import Open, SpeculateReply, SpeculateRequest
 
 logger = logging.getLogger(__name__)
 
-_REOPEN_SECONDS = 1.0  # a refused sequence is not opened again before; doubled with every refusal
+_REOPEN_SECONDS = 1.0  # pause before a refused sequence is opened again; doubled by each refusal
 _MAX_REOPEN_SECONDS = 60.0
-_MAX_DEATHS = 2  # links that went down before they answered an opening: its sequence is not opened again
+_MAX_DEATHS = 2  # a sequence is not opened again after this many links went down before they answered its opening
 
 
 class Openings:
@@ -34,7 +34,7 @@ class Openings:
         stats: CoordinatorStats,
         clock: Callable[[], float],
     ) -> None:
-        self._waiting: dict[SpeculativeSequence, None] = {}  # for a draft worker, in the order they came
+        self._waiting: dict[SpeculativeSequence, None] = {}  # sequences without a draft worker, in order of arrival
         self._config = config
         self._planner = planner
         self._balancer = balancer
@@ -128,12 +128,12 @@ class Openings:
         """Its drafter forgets `sequence`, which waits for another."""
         link = sequence.link
         if link is not None:
-            link.credit = None  # its room is free, but how much that is only the worker knows
+            link.credit = None  # it has room again, but only the worker can report how much
             link.request.merge(SpeculateRequest(closes={sequence.wire_id}))
         self.detach(sequence)
 
     def _open(self, sequence: SpeculativeSequence, link: ActiveLink, now: float) -> None:
-        # A number that was used before could still be spoken of by a reply that is on its way.
+        # A reply that is on its way could still refer to a reused number.
         self._planner.drafted_by(sequence, link.model)
         sequence.opened(link, next(self._wire_ids))
         num_drafts, shape = self._planner.wanted(sequence)
@@ -145,7 +145,7 @@ class Openings:
         if self._config.acceptance in ("greedy", "engine"):
             params = replace(params, temperature=0.0)
         elif self._config.acceptance == "rejection":
-            noise_key = noise_key.within(NoiseDomain.DRAFT)  # a rejection must not be decided by what it rejects
+            noise_key = noise_key.within(NoiseDomain.DRAFT)  # the noise that drew a draft must not decide on it
         return Open(
             sequence.wire_id,
             list(sequence.token_ids),

@@ -37,8 +37,8 @@ class DraftPool(LinkPool):
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._links: dict[str, DraftLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Not a condition: its locks are taken in Python, and woken from it the engine's thread soon sleeps again, on
-        # the lock that the links' thread has not yet let go of.
+        # Not a Condition: its locks are taken in Python. A thread that it wakes soon sleeps again, on
+        # the lock that the links' thread has not released yet.
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
 
     @property
@@ -55,7 +55,7 @@ class DraftPool(LinkPool):
         try:
             async for lines in endpoints:
                 self._follow(lines)
-            await asyncio.Event().wait()  # a list that ends is a list that stays
+            await asyncio.Event().wait()  # after the end of the updates the last list stays valid
         finally:
             self._follow(())
 

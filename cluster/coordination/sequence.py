@@ -31,7 +31,7 @@ from cluster.speculation.tree_policy import Template
 from cluster.wire.messages import Advance, Proposal, SpeculateReply, SpeculateRequest
 
 NO_DRAFTS = Drafts()
-_MAX_WIDTH = 64  # nodes of a tree, times the window: as many as a shape may have
+_MAX_WIDTH = 64  # nodes of a tree, times the window: the number that a shape may have
 
 
 @dataclass(eq=False, slots=True)
@@ -42,36 +42,36 @@ class SpeculativeSequence:
     num_prompt_tokens: int
     params: SamplingParams
     noise_key: NoiseKey
-    num_speculative_tokens: int | None  # what its request asked for; None: the controller decides
-    max_len: int = sys.maxsize  # prompt and generated tokens at most
-    cache_root: bytes = b""  # a drafter shares KV only between sequences of the same
+    num_speculative_tokens: int | None  # the request's own number; None: the controller decides
+    max_len: int = sys.maxsize  # maximum number of tokens, prompt and generated
+    cache_root: bytes = b""  # a drafter shares KV only between sequences with the same root
 
     # What is planned for it.
-    acceptance: SequenceAcceptance | None = None  # None before it has joined
+    acceptance: SequenceAcceptance | None = None  # None before the sequence has joined
     depth: int = 0  # draft tokens wanted in the next round
     template: Template | None = (
-        None  # from which a tree of `depth` nodes is cut; None: a chain, or as the request's own number asks
+        None  # the tree of `depth` nodes is cut from it; None: a chain, or the request's own number
     )
-    expected_tokens: float = 1.0  # what a round of that depth commits on the average
-    expected_by: Sequence[float] | None = None  # and one of fewer drafts, by their number; None: not computed yet
+    expected_tokens: float = 1.0  # mean number of tokens that a round of that depth commits
+    expected_by: Sequence[float] | None = None  # the same for fewer drafts, by their number; None: not computed yet
 
     # Where it is drafted for.
     link: ActiveLink | None = None
-    wire_id: int = 0  # its number on the link, a new one each time it is opened
-    window: int = 0  # how far past the committed tokens proposals may go
-    num_refusals: int = 0  # in a row
+    wire_id: int = 0  # the sequence's number on the link, a new one for each opening
+    window: int = 0  # how far past the committed tokens proposals may reach
+    num_refusals: int = 0  # consecutive refusals
     may_open_at: float = 0.0
-    num_deaths: int = 0  # links in a row that went down before the first answer after its opening
+    num_deaths: int = 0  # consecutive links that went down before they answered an opening
 
     # The round.
-    num_acknowledged: int = 0  # committed tokens the drafter is known to have been told
-    num_levels: int = 0  # draft tokens in a row of the proposal that was asked for
-    shape: Shape | None = None  # of its tree; None: a chain
-    awaited_since: float | None = None  # when the proposal that is awaited was asked for
-    is_late: bool = False  # a step has stopped waiting for it
-    has_answered: bool = False  # its drafter, since it was opened there: it has computed all its tokens
+    num_acknowledged: int = 0  # committed tokens that the drafter is known to have
+    num_levels: int = 0  # length of the chain in the requested proposal
+    shape: Shape | None = None  # the shape of the requested tree; None: a chain
+    awaited_since: float | None = None  # when the awaited proposal was requested
+    is_late: bool = False  # a step gave up waiting for it
+    has_answered: bool = False  # its drafter answered since the opening, so it has computed the whole prompt
     proposal: Proposal | None = None
-    num_ready: int = 0  # levels of it that are here, of those that were asked for
+    num_ready: int = 0  # levels of the proposal that have arrived, of those that were requested
 
     @property
     def useful_depth(self) -> int:
@@ -167,7 +167,7 @@ class SpeculativeSequence:
         if proposal.start:
             grown = None if self.proposal is None else self.proposal.grown(proposal)
             if grown is None:
-                return  # of a tree that is no longer looked at
+                return  # it belongs to an abandoned branch of the tree
             proposal = grown
         proposal = self._within_limits(proposal, stats)
         base, num_tokens = proposal.base, len(self.token_ids)
@@ -176,7 +176,7 @@ class SpeculativeSequence:
             stats.num_stale_proposals += 1
             return
         self.num_acknowledged, self.num_refusals = base, 0
-        if base == num_tokens:  # nearly always
+        if base == num_tokens:  # the usual case
             self._keep(proposal)
             if proposal.is_whole:
                 self.awaited_since, self.is_late = None, False
@@ -186,7 +186,7 @@ class SpeculativeSequence:
             self.proposal, self.num_ready = proposal, len(path)
         else:
             stats.num_stale_proposals += 1
-        if self.is_late:  # the drafter lives but trails behind: what it was told since gets a budget of its own
+        if self.is_late:  # the drafter is alive but behind: newer messages get a timeout of their own
             self.awaited_since, self.is_late = now, False
 
     def _within_limits(self, proposal: Proposal, stats: CoordinatorStats) -> Proposal:
@@ -244,7 +244,7 @@ class SpeculativeSequence:
 
     def what_fits(self, proposal: Proposal) -> Drafts | None:
         """Returns `proposal` without the tokens committed since its base; None unless it begins with them."""
-        if proposal.base == len(self.token_ids):  # nearly always
+        if proposal.base == len(self.token_ids):  # the usual case
             return proposal.drafts
         return proposal.drafts.after(self.token_ids[proposal.base :])
 
@@ -255,20 +255,20 @@ class ActiveLink:
 
     link: Link
     costs: LinkCosts
-    model: str = ""  # that drafts there
-    expected_round_trip: float | None = None  # seconds, by its place; None: nobody knows
+    model: str = ""  # draft model of the worker
+    expected_round_trip: float | None = None  # seconds, estimated from its place; None: unknown
     sequences: dict[int, SpeculativeSequence] = field(default_factory=dict)
     request: SpeculateRequest = field(default_factory=SpeculateRequest)
-    has_proposed: bool = False  # drafts of anything
-    credit: int | None = None  # tokens of new sequences there is room for, as far as is known
-    owes_since: float | None = None  # when a proposal was asked for, and nothing has come since
-    late_since: float | None = None  # when a proposal was late, and nothing has come since
-    num_ready: list[int] = field(default_factory=list)  # levels of its drafts that a sequence's step found there
-    num_asked: list[int] = field(default_factory=list)  # and those that were asked for
-    observed: list[tuple[float, DraftStep]] = field(default_factory=list)  # replies that `costs` has not learned from
+    has_proposed: bool = False  # whether it drafts for any sequence
+    credit: int | None = None  # tokens of new sequences that the worker has room for, as far as is known
+    owes_since: float | None = None  # since when a requested proposal is outstanding, without any reply
+    late_since: float | None = None  # since when a proposal is late, without any reply
+    num_ready: list[int] = field(default_factory=list)  # levels of its drafts that were ready for each sequence's step
+    num_asked: list[int] = field(default_factory=list)  # levels that were requested for each
+    observed: list[tuple[float, DraftStep]] = field(default_factory=list)  # replies that `costs` has yet to learn from
     num_ejections: int = 0
     ejected_until: float = 0.0
-    tried_at: int = 0  # the number of its last trial
+    tried_at: int = 0  # number of its last trial
 
     @property
     def is_guessed(self) -> bool:
@@ -293,7 +293,7 @@ class ActiveLink:
         if reply.timing is not None:
             timing = reply.timing
             step = DraftStep(timing.step_seconds, timing.batch, timing.rows or timing.batch, timing.is_first)
-            # A reply that was held for longer than it took crossed the last message, and does not answer that.
+            # A reply held for longer than its round trip crossed the last message, and does not answer it.
             if answer_seconds >= timing.held_seconds or not self.costs.is_known:
                 self.observed.append((answer_seconds - timing.held_seconds, step))
             if not self.costs.is_known:
@@ -313,5 +313,5 @@ class Round(NamedTuple):
     """One sequence's part of a step."""
 
     sequence: SpeculativeSequence
-    drafts: Drafts = NO_DRAFTS  # that were verified
-    chosen: Sequence[int] = ()  # what the target chose: the accepted drafts and the bonus token
+    drafts: Drafts = NO_DRAFTS  # drafts that were verified
+    chosen: Sequence[int] = ()  # the accepted drafts and the bonus token

@@ -13,8 +13,8 @@ from cluster.speculation.costs import LinkCosts
 from cluster.speculation.demand import NUM_BATCHES, DraftDemand
 from cluster.telemetry.metrics import Reading
 
-_SECONDS = 1.0  # between two estimates, which take as long as a plan
-_STALE_SECONDS = 10.0  # without a plan, after which nothing is speculated on
+_SECONDS = 1.0  # time between two estimates, which take as long as a plan
+_STALE_SECONDS = 10.0  # time without a plan after which speculation counts as idle
 _BATCHES = [2**power for power in range(NUM_BATCHES)]
 
 
@@ -28,7 +28,7 @@ class SpeculationGain:
         self._planned_at = -_STALE_SECONDS
         self._gains: dict[str, float] = {}
         self._goodputs: dict[str, float] = {}
-        self._costs: dict[str, list[LinkCosts]] = {}  # of the workers of each model, those that were up last
+        self._costs: dict[str, list[LinkCosts]] = {}  # costs of each model's workers, from the links that were up last
         self._demand: DraftDemand | None = None
 
     def planned(
@@ -56,7 +56,7 @@ class SpeculationGain:
             batch = -(-max(1, num_rows) // max(1, num_workers[model]))
             *by_batch[model], gain = self._possible(model, temperatures, num_rows, [*_BATCHES, batch])
             if num_workers[model]:
-                self._goodputs = self._goodputs | {model: gain}  # a new one: `readings` may be iterating over it
+                self._goodputs = self._goodputs | {model: gain}  # a new dict: `readings` may iterate over the old one
         if by_batch:
             self._demand = DraftDemand(num_draftable, tuple(map(max, zip(*by_batch.values(), strict=True))))
 
@@ -80,7 +80,7 @@ class SpeculationGain:
         depths, every_batch = np.meshgrid(np.arange(1, len(survival) + 1), batches)
         links = self._costs[model]
         waits = np.array([link.wait_seconds(depths, every_batch) for link in links])
-        # A worker's step seems to take no longer for more sequences than it ever had: those count that had most.
+        # Beyond its largest batch a worker's steps seem to cost nothing: use the workers with the largest batches.
         seen = np.array([link.largest_batch for link in links])
         knows = seen[:, None] >= np.minimum(batches, seen.max())
         waits = np.where(knows[:, :, None], waits, np.inf).min(axis=0)

@@ -13,18 +13,18 @@ from cluster.telemetry.metrics import Reading
 class CoordinatorStats:
     """Counted since the start."""
 
-    num_stale_proposals: int = 0  # the target had chosen otherwise, or gone past them, by the time they came
-    num_late_rounds: int = 0  # a step that gave up waiting for a proposal
+    num_stale_proposals: int = 0  # outdated at arrival: the target chose otherwise, or had passed them
+    num_late_rounds: int = 0  # steps that gave up waiting for a proposal
     num_invalid_token_ids: int = 0  # drafts outside the target's vocabulary
-    num_excess_token_ids: int = 0  # drafts beyond the window they were granted
+    num_excess_token_ids: int = 0  # drafts beyond the granted window
     num_refused: int = 0
     num_lost: int = 0
-    num_given_up: int = 0  # sequences that no worker survived the opening of
+    num_given_up: int = 0  # sequences that lost every worker that opened them
     num_without_credit: int = 0  # times that no draft worker had room for a sequence
-    depths: Counter[int] = field(default_factory=Counter)  # of a sequence in a step, by what was wanted
-    plain_decodes: Counter[str] = field(default_factory=Counter)  # of a sequence in a step, by reason
-    wait_seconds: float = 0.0  # that steps waited for proposals
-    # Of the processor, spent on the rounds by the engine's thread: what a step or a drafter waits for, and the rest.
+    depths: Counter[int] = field(default_factory=Counter)  # sequences in steps, by the depth that was wanted
+    plain_decodes: Counter[str] = field(default_factory=Counter)  # sequences in steps that decoded plainly, by reason
+    wait_seconds: float = 0.0  # time that steps waited for proposals
+    # Processor time of the engine's thread in rounds: what a step or a drafter waits for, and the rest.
     critical_seconds: float = 0.0
     other_seconds: float = 0.0
 
@@ -42,7 +42,7 @@ class CoordinatorStats:
         yield counter("outrider_proposals_dropped", dropped, self.num_stale_proposals, reason="stale")
         yield counter("outrider_proposals_dropped", dropped, self.num_invalid_token_ids, reason="vocabulary")
         yield counter("outrider_proposals_dropped", dropped, self.num_excess_token_ids, reason="excess")
-        # `dict` takes a copy in one go, as another thread counts.
+        # `dict` makes an atomic copy: another thread counts.
         for depth, count in dict(self.depths).items():
             yield counter("outrider_chosen_depths", "Sequences in steps, by the k chosen.", count, k=str(depth))
         for reason, count in dict(self.plain_decodes).items():

@@ -21,9 +21,9 @@ class StepSpan(NamedTuple):
     ended_at: float
     waited_seconds: float
     seconds: float
-    num_sequences: int  # that decoded
-    num_rows: int  # that yielded a choice: a sequence's own, one for each of its drafts, the last one of a prompt
-    has_prompts: bool  # it also computed parts of prompts
+    num_sequences: int  # sequences that decoded
+    num_rows: int  # rows that yielded a token: one per sequence, one per draft, and the last one of a prompt
+    has_prompts: bool  # whether the step also computed parts of prompts
 
 
 class AnswerSpan(NamedTuple):
@@ -32,10 +32,10 @@ class AnswerSpan(NamedTuple):
     came_at: float
     seconds: float
     held_seconds: float
-    step_seconds: float  # of the drafter's last step, in which `batch` sequences got a token each
+    step_seconds: float  # time of the drafter's last step, in which each of `batch` sequences got a token
     batch: int
     num_proposals: int
-    draft: str  # the worker's address
+    draft: str  # address of the worker
 
 
 class Spans(Generic[T]):
@@ -50,7 +50,7 @@ class Spans(Generic[T]):
 
     def since(self, number: int) -> tuple[int, list[T]]:
         """Those from `number` on that are kept, and the number that the next one will have."""
-        kept = list(self._kept)  # a copy in one go, as another thread appends
+        kept = list(self._kept)  # an atomic copy: another thread appends
         return kept[-1][0] + 1 if kept else 0, [span for own, span in kept if own >= number]
 
 

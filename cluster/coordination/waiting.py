@@ -10,7 +10,7 @@ from cluster.coordination.depths import DepthPlanner
 from cluster.coordination.sequence import ActiveLink, SpeculativeSequence
 from cluster.coordination.stats import CoordinatorStats
 
-_LEAST_WAIT_SECONDS = 1e-4  # between two looks at whether a wait still pays
+_LEAST_WAIT_SECONDS = 1e-4  # minimum time between two checks of whether waiting still pays
 # Share of the tokens that a wait adds which is lost without the wait; late drafts are used in the next step as far as
 # they fit. A 1B draft in INT4 for 8 streams on an A10G: 899 tokens/s counting all of them, 951 counting half.
 _LOST_SHARE = 0.5
@@ -48,7 +48,7 @@ class Waits:
                 sequence.link.num_asked.append(sequence.num_levels)
         awaited = [s for s in decoding if s.is_awaited and s.depth > 0]
         if any(s.awaited_since is None or s.has_answered for s in decoding):
-            # Drafters of new sequences still compute the tokens that these were opened with: others do not wait.
+            # Drafters of new sequences are still computing the prompts: other sequences do not wait for these.
             for sequence in awaited:
                 if not sequence.has_answered:
                     sequence.gave_up()
@@ -56,7 +56,7 @@ class Waits:
         now = started_at = self._clock()
         lacking = self._lacking(awaited)
         while awaited:
-            is_probe = self._planner.probe in awaited  # its wait is part of what it may cost
+            is_probe = self._planner.probe in awaited  # the wait is part of what the step may cost
             seconds = self._seconds_to_wait(awaited, now)
             if not is_probe and not self.pays(decoding, awaited, seconds):
                 for link, lacked in lacking.items():
@@ -69,7 +69,7 @@ class Waits:
                 self._take_events(min(deadline - now, max(seconds, _LEAST_WAIT_SECONDS)))
                 now = self._clock()
             awaited = [s for s in awaited if s.is_awaited]
-            # Those of a probe's drafter say nothing: it has more to catch up with than one that drafts all the time.
+            # A probe's drafter has more to catch up with than one that drafts all the time, so its times do not count.
             for link in lacking.keys() - {s.link for s in awaited} if self._planner.has_drafts else ():
                 link.costs.observe_wait(now - started_at, *lacking.pop(link))
         self._stats.wait_seconds += now - started_at
@@ -100,7 +100,7 @@ class Waits:
         if not (self._planner.measures and steps.is_known):
             return True
         if len(awaited) == len(decoding) and all(s.num_speculative_tokens for s in decoding):
-            return True  # every request asked for its own number of drafts, and none has its proposal
+            return True  # every request has its own number of drafts, and none has its proposal
         ready = [self._num_ready(s) for s in decoding]
         now_rows = len(decoding) + sum(ready)
         at_once = steps.curve.seconds(now_rows)

@@ -23,10 +23,10 @@ _RULE_DEPTH = 5
 # The draft that is promised instead is a distilled 1B draft of a 70B target: steps of 0.8 ms, the target's 15 ms.
 GOOD_ACCEPTANCE = 0.82
 GOOD_COST_RATIO = 0.8 / 15
-_LEAST_LOSS = 0.05  # that is told of: less is within what two measurements of one cluster differ by
-_SHARE_OF_A_STEP = 0.05  # what a round trip may take of one without being looked at
-_FULL_SHARE = 0.9  # of the streams that are in steps; others begin or end, or wait to be admitted
-_REFUSED_SHARE = 0.05  # of the steps, in which a sequence was refused
+_LEAST_LOSS = 0.05  # minimum loss to report: smaller ones are within the noise of two measurements
+_SHARE_OF_A_STEP = 0.05  # share of a target step that a round trip may take without a finding
+_FULL_SHARE = 0.9  # share of the streams in steps that counts as full; others begin, end or wait for admission
+_REFUSED_SHARE = 0.05  # share of the steps with a refused sequence that makes a finding
 
 Rate = Callable[[SpeedModel], float]
 """Tokens a second of a cluster that is so."""
@@ -37,9 +37,9 @@ class Finding:
     """One thing that is wrong."""
 
     name: str
-    what: str  # was seen
+    what: str  # whether the problem was observed
     remedy: str
-    tokens_per_second: float | None  # predicted for the mended cluster; None: cannot be predicted
+    tokens_per_second: float | None  # predicted for the repaired cluster; None: cannot be predicted
     loss: float | None = None  # 1 - rate now / rate mended
 
 
@@ -70,9 +70,9 @@ def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list
 
 def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Iterator[Finding]:
     now = SpeedModel.of(found)
-    # What the formula leaves out, it leaves out of both: only ratios are taken from it, of all depths, as a mended
-    # cluster's best is another than that of now. Where drafts come late the controller's run has more that is left out
-    # than rounds of a depth that was reached.
+    # The formula omits the same terms in both predictions, so only their ratio is used. It covers all depths, since the
+    # repaired cluster may have another best depth. Where drafts are late, the controller's run omits more
+    # than rounds whose depth was reached.
     reckoned = sum(one.counts.seconds * now.rate(one.workload.num_speculative_tokens or 0) for one in found.reached)
     scale = sum(one.counts.num_tokens for one in found.reached) / max(reckoned, 1e-9)
 
@@ -107,7 +107,7 @@ def _cache(found: Examination, now: SpeedModel, rate: Rate) -> Iterator[Finding]
     num_streams = found.auto.workload.num_streams
     auto = found.auto.counts
     if auto.mean_batch < _FULL_SHARE * num_streams and found.is_cache_full:
-        alone = found.alone.counts  # with one stream no prompt is computed twice
+        alone = found.alone.counts  # with one stream no prompt is recomputed
         undisturbed = min(now.prompt_seconds, alone.prompt_seconds(alone.verify.mean_seconds))
         yield Finding(
             "KV cache exhausted",

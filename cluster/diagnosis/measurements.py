@@ -6,9 +6,9 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MAX_DEPTH = 16  # that is looked at
+MAX_DEPTH = 16  # deepest draft position that is examined
 _ALIKE = 1.25  # numbers of rows
-_REACHED_SHARE = 0.8  # of the draft tokens that were asked for: an answer's last rounds have fewer
+_REACHED_SHARE = 0.8  # least share of the requested drafts that were drafted: an answer's last rounds have fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class StepTotals:
     """Steps of one kind."""
 
     count: float = 0.0
-    seconds: float = 0.0  # of all of them
+    seconds: float = 0.0  # total time of the steps
 
     @property
     def mean_seconds(self) -> float:
@@ -35,8 +35,8 @@ class Counts:
     """Growth of the counters in `seconds` of a load; times of steps are sums over all targets."""
 
     seconds: float = 0.0
-    num_tokens: float = 0.0  # committed
-    num_rounds: float = 0.0  # with at least one draft token
+    num_tokens: float = 0.0  # committed tokens
+    num_rounds: float = 0.0  # rounds with at least one draft token
     num_draft_tokens: float = 0.0
     num_accepted_tokens: float = 0.0
     accepted_by_position: tuple[float, ...] = ()
@@ -44,11 +44,11 @@ class Counts:
     decode: StepTotals = StepTotals()
     prefill: StepTotals = StepTotals()
     draft: StepTotals = StepTotals()
-    wait_seconds: float = 0.0  # of steps, for proposals
-    busy_seconds: float = 0.0  # that there was work: steps, waits for proposals, and what is between
+    wait_seconds: float = 0.0  # time that steps waited for proposals
+    busy_seconds: float = 0.0  # time with work: steps, waits for proposals, and the time between steps
     num_preemptions: float = 0.0
-    num_refusals: float = 0.0  # of sequences, by draft workers without room
-    waiting_seconds: float = 0.0  # of sequences for blocks, summed over them
+    num_refusals: float = 0.0  # sequences refused by draft workers without room
+    waiting_seconds: float = 0.0  # time that sequences waited for blocks, summed over sequences
 
     @property
     def tokens_per_second(self) -> float:
@@ -126,7 +126,7 @@ class TimeCurve:
                 together.append((rows * some.count, some))
         self._rows = [rows / some.count for rows, some in together]
         self._seconds: list[float] = []
-        for _, some in together:  # more rows never cost less: what is less is noise
+        for _, some in together:  # more rows never cost less: a smaller time is noise
             self._seconds.append(max(some.mean_seconds, self._seconds[-1] if self._seconds else 0.0))
 
     def at(self, rows: float) -> float:
@@ -142,9 +142,9 @@ class TimeCurve:
 class Workload:
     """One load that the cluster was put under."""
 
-    num_streams: int  # on each target
+    num_streams: int  # streams on each target
     temperature: float
-    num_speculative_tokens: int | None  # None: the controller's
+    num_speculative_tokens: int | None  # None: the controller decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class WorkerThreads:
     """The compute threads of a worker, and the cores that it may use."""
 
     pool: str  # target or draft
-    worker: str  # its pool and address
+    worker: str  # pool and address of the worker
     num_threads: int
     num_cores: int  # 0: unknown
 
@@ -178,12 +178,12 @@ class Examination:
     """All that was measured of a cluster."""
 
     plain: Measured  # k = 0
-    fixed: Sequence[Measured]  # at the same temperature, by depth
-    alone: Measured  # one stream, with drafts
+    fixed: Sequence[Measured]  # loads of one depth each, at the same temperature
+    alone: Measured  # load of one stream, with drafts
     auto: Measured
-    temperatures: Sequence[Measured]  # one depth at several temperatures
-    max_depth: int = MAX_DEPTH  # that requests may ask for
-    threads: Sequence[WorkerThreads] = ()  # of all workers
+    temperatures: Sequence[Measured]  # loads of one depth, at several temperatures
+    max_depth: int = MAX_DEPTH  # depth that requests may ask for
+    threads: Sequence[WorkerThreads] = ()  # threads of all workers
 
     @property
     def is_cache_full(self) -> bool:

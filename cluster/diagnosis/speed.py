@@ -16,27 +16,27 @@ from dataclasses import dataclass, replace
 from cluster.diagnosis.measurements import MAX_DEPTH, Examination, StepTotals, TimeCurve
 from cluster.speculation.speed import tokens_per_round
 
-_MAX_WAIT_SHARE = 2.0  # above it something else was waited for
-_NOTHING = (0.0, StepTotals(1.0, 0.0))  # is drafted at depth 0
+_MAX_WAIT_SHARE = 2.0  # above this ratio the step waited for something else
+_NOTHING = (0.0, StepTotals(1.0, 0.0))  # time and totals at depth 0
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedModel:
     """Times in seconds."""
 
-    num_streams: float  # that do not wait for blocks
-    survival: tuple[float, ...]  # by depth from 1 on; beyond the last it falls as from the one before it
+    num_streams: float  # streams that do not wait for blocks
+    survival: tuple[float, ...]  # by depth from 1; beyond the last, it falls at the rate of the last position
     steps: TimeCurve  # over rows
-    drafting: TimeCurve  # of a round, for all sequences, over its depth
-    draft_seconds: float  # of a draft step, at the depth that is told of
+    drafting: TimeCurve  # drafting time of a round for all sequences, over its depth
+    draft_seconds: float  # time of a draft step, at the reported depth
     round_trip_seconds: float
-    wait_share: float  # of drafting and round trip, what a step waits
-    rest_seconds: float  # of a round, what is neither the step nor the wait
-    plain_rest_seconds: float  # of one without drafts
-    plain_share: float  # of the tokens, those without drafts where there are rounds
-    missed_steps: float  # for each token, which its sequence is no part of
-    prompt_seconds: float  # for each token of an answer
-    plain_prompt_seconds: float  # without drafts
+    wait_share: float  # wait of a step, as a share of drafting and round trip
+    rest_seconds: float  # time of a round outside the step and the wait
+    plain_rest_seconds: float  # time of a round without drafts, outside the step
+    plain_share: float  # share of the tokens that came without drafts, in a load with drafts
+    missed_steps: float  # steps per token that do not include the token's sequence
+    prompt_seconds: float  # prompt time per token of an answer
+    plain_prompt_seconds: float  # the same without drafts
     max_depth: int
 
     @classmethod

@@ -40,10 +40,10 @@ class Waterfall:
 class Thought:
     """The expectations of the draft, before it served."""
 
-    acceptance: float  # of a draft token
+    acceptance: float  # acceptance rate of a draft token
     draft_seconds: float
-    earlier_acceptance: float  # of the same draft when it was new; that of now where nobody knows
-    equal_acceptance: float  # were drafts sampled at the target's temperature
+    earlier_acceptance: float  # rate of the same draft when it was new; the current rate if unknown
+    equal_acceptance: float  # whether drafts were sampled at the target's temperature
 
 
 def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seconds: float) -> Waterfall:

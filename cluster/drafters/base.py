@@ -27,19 +27,19 @@ class DraftSequence:
     num_prompt_tokens: int
     params: SamplingParams
     noise_key: NoiseKey
-    num_speculative_tokens: int  # k: drafts owed in each round
-    window: int  # how far past the committed tokens drafts may run
-    shape: Shape | None = None  # of the tree that is owed; None: a chain of k
-    cache_root: bytes = b""  # KV is shared only between sequences of the same
+    num_speculative_tokens: int  # k: drafts owed per round
+    window: int  # how far past the committed tokens drafts may reach
+    shape: Shape | None = None  # shape of the owed tree; None: a chain of k
+    cache_root: bytes = b""  # KV is shared only between sequences with the same root
     width: int = 1  # children that a node is given when it is extended
     num_committed: int = 0
-    is_exhausted: bool = False  # the drafter has nothing more to propose after these tokens
+    is_exhausted: bool = False  # the drafter cannot propose anything after these tokens
     to_extend: list[int] = field(default_factory=list)  # nodes, in the next step; none: the end of the main path
     parents: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # how far below the best of its siblings each node scored
-    _children: list[Sequence[int]] = field(default_factory=lambda: [()])  # of node -1, then of every node
-    _depths: list[int] = field(default_factory=lambda: [0])  # likewise
-    tip: int = -1  # the end of the main path
+    gaps: list[float] = field(default_factory=list)  # how far each node scored below the best of its siblings
+    _children: list[Sequence[int]] = field(default_factory=lambda: [()])  # children of node -1, then of every node
+    _depths: list[int] = field(default_factory=lambda: [0])  # depth of node -1, then of every node
+    tip: int = -1  # last node of the main path
 
     def __post_init__(self) -> None:
         self.num_committed = self.num_committed or len(self.token_ids)
@@ -147,7 +147,7 @@ class DraftSequence:
         """
         depth, number = self.depth(node), self.proposal_depth + (self.window > self.num_speculative_tokens)
         if node == self.tip and depth < self.proposal_depth:
-            number -= depth  # the proposal that is owed
+            number -= depth  # the owed proposal
         return max(1, min(number, self.window - depth, max_model_len - self.num_committed - depth))
 
     def proposal(self) -> Drafts:
@@ -190,7 +190,7 @@ class DraftSequence:
                 break
             came_true.append(child)
             node = child
-        # When the target went another way, whatever was drafted is worthless.
+        # If the target chose another token, all drafts are worthless.
         rest = descendants_of(node, self.parents) if len(came_true) == len(news) else []
         self._replant(news, node, rest)
         self.is_exhausted = False
@@ -220,12 +220,12 @@ class Drafter(ABC):
     """Proposes tokens. Called from one thread; a sequence is handed in by reference and extended in place."""
 
     max_model_len: int
-    vocab_size: int  # a sequence with other token IDs cannot be drafted for
+    vocab_size: int  # sequences with other token IDs cannot be drafted
     dtype: str
-    num_blocks: int  # of the KV cache
-    block_size: int  # tokens in one
-    num_step_rows: int | None = None  # of the last step; None: one a sequence
-    is_one_pass = False  # one step drafts all tokens of a proposal
+    num_blocks: int  # blocks of the KV cache
+    block_size: int  # tokens per block
+    num_step_rows: int | None = None  # rows of the last step; None: one per sequence
+    is_one_pass = False  # whether one step drafts a whole proposal
 
     @property
     @abstractmethod

@@ -51,10 +51,10 @@ class Burst:
             paths=None,
             max_rows=1,
         )
-        self._ends = numbers(largest)  # positions from which on nothing is kept of a row
+        self._ends = numbers(largest)  # number of positions kept per row
         self._table = empty_table(largest, self._device)
         self._tokens = numbers(largest, MAX_STEPS)
-        self._place = numbers(1)  # of the next tokens in `_tokens`
+        self._place = numbers(1)  # position of the next tokens in `_tokens`
         self._steps = {size: record(self._step(model, size)) for size in reversed(self._sizes)}
 
     @classmethod
@@ -90,7 +90,7 @@ class Burst:
         if num_steps:
             size = self._sizes[bisect_left(self._sizes, num_rows)]
             self._begin(ids[:, 0], table, requests, block_tables, num_tokens)
-            for numbers in (self._inputs.positions, self._ends):  # of rows that pad the steps
+            for numbers in (self._inputs.positions, self._ends):  # entries of the rows that pad a step
                 numbers[num_rows:size].fill_(0)
             self._inputs.slots[:size].copy_(self._slots(size))
             for _ in range(num_steps):
@@ -138,7 +138,7 @@ class Burst:
             self._tokens[:size].index_copy_(1, self._place % MAX_STEPS, ids)
             for numbers in moved_on:
                 numbers.add_(1)
-            view.positions.clamp_(max=last_position)  # rows that have ended go on with the others
+            view.positions.clamp_(max=last_position)  # rows that have ended continue with the others
             view.slots.copy_(self._slots(size))
 
         return step

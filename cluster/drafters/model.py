@@ -27,9 +27,9 @@ class _Cache:
     """The KV cache of one sequence: node n of its tree has the n-th place after the committed tokens."""
 
     block_table: list[int]
-    num_computed_tokens: int  # committed ones; all of them when there are drafts
+    num_computed_tokens: int  # committed tokens; with drafts present, all of them
     computed_nodes: set[int] = field(default_factory=set)
-    counts: TokenCounts | None = None  # of the committed tokens, where penalties ask for them
+    counts: TokenCounts | None = None  # counts of the committed tokens, for penalties
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class ModelDrafter(Drafter):
             else:
                 self._extend_by(burst, [sequence for sequence, *_ in step.extended], logits)
             if not step.extended:
-                self._runner.wait()  # else the next step would be taken to be as long as both
+                self._runner.wait()  # otherwise the next step would seem to take the time of both
             self.num_step_rows = step.num_rows
             self._pace.observe(step.num_rows, chunks, time.perf_counter() - started_at)
         return without_room
@@ -135,7 +135,7 @@ class ModelDrafter(Drafter):
         num_with_slots = max((place + 1 for place, computed in enumerate(is_computed) if computed), default=0)
         self._runner.keep(cache.block_table, cache.num_computed_tokens, kept[:num_with_slots])
         num_committed = min(len(kept), sequence.num_committed - cache.num_computed_tokens)
-        # The last that came true may not have been computed, and then nothing comes after it.
+        # The last accepted draft may not have been computed; then nothing follows it.
         cache.num_computed_tokens += sum(is_computed[:num_committed])
         cache.computed_nodes = {node for node, computed in enumerate(is_computed[num_committed:]) if computed}
 
@@ -207,7 +207,7 @@ class ModelDrafter(Drafter):
         tables = [self._caches[sequence].block_table for sequence in sequences]
         for sequence, drawn in zip(sequences, burst.run(logits, requests, tables, owed), strict=True):
             for index, token in enumerate(drawn):
-                if index:  # the token before was the input of a step
+                if index:  # the previous token was an input of the step
                     self._caches[sequence].computed_nodes.add(sequence.tip)
                 sequence.append(token)
 

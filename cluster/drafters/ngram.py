@@ -15,14 +15,14 @@ class NgramDrafter(Drafter):
     """
 
     dtype = "none"
-    num_blocks = num_used_blocks = block_size = 0  # it has no model, and so no KV cache
+    num_blocks = num_used_blocks = block_size = 0  # there is no model, so no KV cache
 
     def __init__(self, vocab_size: int, limits: StepLimits, shortest: int, longest: int) -> None:
         assert 0 < shortest <= longest
         self.vocab_size = vocab_size
         self.max_model_len = limits.max_model_len
         self._max_num_seqs = limits.max_num_seqs
-        self._max_new_tokens = limits.max_num_batched_tokens  # in a step, for which all others wait
+        self._max_new_tokens = limits.max_num_batched_tokens  # per step: all other sequences wait for it
         self._lengths = range(longest, shortest - 1, -1)
         self._indices: dict[DraftSequence, _Index] = {}
 
@@ -70,8 +70,8 @@ class _Index:
 
     def __init__(self, lengths: range) -> None:
         self._lengths = lengths
-        self._next: dict[tuple[int, ...], int] = {}  # a run → the index of what follows it
-        self.num_tokens = 0  # that were taken in
+        self._next: dict[tuple[int, ...], int] = {}  # a run of tokens → index of the token that follows it
+        self.num_tokens = 0  # tokens that are indexed
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Takes in tokens up to the first `num_tokens`; the last can have nothing after it yet."""

@@ -20,7 +20,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.speculation.drafts import path_to
 from cluster.speculation.sampling import SampleRequest
 
-_MAX_ROUND_TOKENS = 65  # that a round commits: speculation.max_speculative_tokens is 64 at most
+_MAX_ROUND_TOKENS = 65  # tokens that a round commits: speculation.max_speculative_tokens is at most 64
 
 
 class ParallelDrafter(ModelDrafter):
@@ -65,10 +65,10 @@ class ParallelDrafter(ModelDrafter):
                 break
             num_tokens = len(sequence.token_ids) + rows.num_masks + num_masks
             if not self._runner.blocks.grow(cache.block_table, num_tokens):
-                num_masks = 0  # the tokens have their blocks, only those for masks are missing
+                num_masks = 0  # the tokens have their blocks, only those of the masks are missing
             rows.extend(node, path, num_masks)
             step.extended.append((sequence, node, 1 + num_masks))
-        if not rows.extended:  # there is no room for all of a path
+        if not rows.extended:  # no room for a whole path
             rows.inputs.update(path[: most - (end - start)])
         if rows.extended or rows.inputs:
             step.add(rows.segment(cache.block_table, self._mask_token_id))
@@ -131,7 +131,7 @@ class _Rows:
         return self._num_committed + len(self.inputs) + len(self.extended) + self.num_masks + num_others + 1
 
     def extend(self, node: int, path: Sequence[int], num_masks: int) -> None:
-        if node < 0:  # the last committed token is its row, even if it was computed before
+        if node < 0:  # the last committed token is its row, even if computed before
             self._start = min(self._start, self._sequence.num_committed - 1)
         self.inputs.update(path)
         self.extended.append((node, num_masks))

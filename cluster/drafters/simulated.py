@@ -11,7 +11,7 @@ from cluster.simulated_engines.acceptance import AcceptanceSchedule
 from cluster.simulated_engines.steps import REAL_TIME, StepCurve, Timekeeper
 from cluster.simulated_engines.tokens import token_at, uniform_at
 
-_GAPS = [float(rank) for rank in range(64)]  # of siblings, the likeliest first
+_GAPS = [float(rank) for rank in range(64)]  # gaps of siblings, most likely first
 # How often a next best draft is right when all better ones are wrong. Of a distilled pair the target's choice was among
 # the first 1, 2, 4 with 0.772, 0.898, 0.962: 0.55 for the second, 0.39 for the third and fourth.
 _NEXT_BEST = 0.5
@@ -82,7 +82,7 @@ class SimulatedDrafter(Drafter):
         nodes = (sequence.to_extend or [sequence.tip])[: max(1, budget)]
         num_node_rows = sum([self.num_rows(sequence, node) for node in nodes])
         for node in nodes:
-            places = [sequence.depth(node)]  # in the proposal
+            places = [sequence.depth(node)]  # positions in the proposal
             if self.is_one_pass:
                 places = list(range(sequence.num_drafts_after(node, self.max_model_len)))
             for place in places:

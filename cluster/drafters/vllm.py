@@ -19,7 +19,7 @@ class _Request:
     id: str
     params: SamplingParams
     num_tokens: int
-    num_drafts: int  # the last of them
+    num_drafts: int  # the latest steps
 
 
 class VllmDrafter(Drafter):
@@ -94,7 +94,7 @@ class VllmDrafter(Drafter):
     def _step(self, taking_part: dict[str, DraftSequence]) -> None:
         by_id = {request.id: sequence for sequence, request in self._requests.items()}
         for request_id, token_id in self._engine.step(taking_part.keys()).items():
-            # Also one that did not ask for it now, but whose prompt was still being computed.
+            # Includes one that was not requested now, but whose prompt was still being computed.
             sequence = by_id[request_id]
             sequence.append(token_id)
             request = self._requests[sequence]
@@ -105,7 +105,7 @@ class VllmDrafter(Drafter):
         """The engine's request for `sequence`, begun now if there is none."""
         request = self._requests.get(sequence)
         if request is not None and request.params != sequence.params:
-            self._remove_request(sequence)  # it is drafted for at another temperature from now on
+            self._remove_request(sequence)  # the sequence is now drafted at another temperature
             request = None
         if request is None:
             coupling = Coupling(sequence.params, sequence.noise_key, sequence.num_prompt_tokens)

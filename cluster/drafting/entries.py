@@ -17,7 +17,7 @@ from cluster.wire.messages import Proposal, SpeculateReply, Timing
 # draft worker does when the outcome is late.
 _LONGER_RATE, _SHORTER_RATE = 0.03, 0.3
 _LEAST_REST_SECONDS = 1e-4
-_MAX_CHANGE = 2.0  # a round counts as at most this many times the estimate: one with a prompt is no guide to the next
+_MAX_CHANGE = 2.0  # a round counts as at most this many times the estimate: one with a prompt does not predict the next
 
 Deliver = Callable[[SpeculateReply], None]
 """Takes a reply towards a coordinator; never blocks."""
@@ -28,15 +28,15 @@ class CoordinatorLink:
     """Where replies go, and what its coordinator is told of the time they took."""
 
     deliver: Deliver
-    answered_at: float  # the last time
-    received_at: float = 0.0  # the last request
-    num_waiting_bytes: int = 0  # of requests in the inbox
-    step_seconds: float = 0.0  # the last step that had a sequence of it
+    answered_at: float  # when it last answered
+    received_at: float = 0.0  # when the last request arrived
+    num_waiting_bytes: int = 0  # bytes of requests in the inbox
+    step_seconds: float = 0.0  # the last step with a sequence of this link
     batch: int = 0  # its sequences in that step
-    rows: int = 0  # and theirs
-    is_first: bool = False  # for some of them, of a proposal
-    advanced_at: float | None = None  # the last time that tokens were committed
-    round_seconds: float | None = None  # low estimate of the time between two of these; None: not known
+    rows: int = 0  # rows of its sequences in that step
+    is_first: bool = False  # whether the step was the first of a proposal for some of them
+    advanced_at: float | None = None  # when tokens were last committed
+    round_seconds: float | None = None  # low estimate of the time between two commits; None: unknown
 
     def advanced(self, arrived_at: float) -> None:
         """A request that arrived at this time has committed tokens."""
@@ -68,20 +68,20 @@ class CoordinatorLink:
 class Entry:
     """A sequence and what is owed for it."""
 
-    wire_id: int  # its number on its link
+    wire_id: int  # the sequence's number on its link
     link: int
     sequence: DraftSequence
-    granted_window: int  # how far past the committed tokens it may run, whatever k is
-    target_params: SamplingParams  # what the drafter samples with differs from it by the temperature
-    takes_parts: bool  # its coordinator takes proposals in parts
-    exponent: int = 0  # of that difference
-    num_rounds: int = 0  # that were drafted with it
+    granted_window: int  # how far past the committed tokens it may draft, whatever k is
+    target_params: SamplingParams  # the drafter samples with these parameters except for the temperature
+    takes_parts: bool  # its coordinator accepts proposals in parts
+    exponent: int = 0  # index of the temperature difference
+    num_rounds: int = 0  # rounds drafted with it
     owes_proposal: bool = True
-    lacks: list[int] | None = None  # the nodes to extend before the proposal is complete; None: to be found out
+    lacks: list[int] | None = None  # nodes to extend before the proposal is complete; None: not determined yet
     sent: Sent = field(default_factory=lambda: Sent())
-    frontier: Frontier | None = None  # None: to be made
-    is_computed: bool = False  # its prompt: it has been drafted for
-    is_behind: bool = False  # by more than a round commits: it was left in peace for some
+    frontier: Frontier | None = None  # None: has to be computed
+    is_computed: bool = False  # its prompt is computed: it has been drafted for
+    is_behind: bool = False  # by more tokens than a round commits, after it was not drafted for some time
 
     def has_proposal(self, max_model_len: int) -> bool:
         """Returns whether the due proposal is complete, or cannot grow further."""
@@ -139,9 +139,9 @@ class Sent:
     """The nodes of a sequence's tree that its coordinator was told of: those that may be verified next."""
 
     def __init__(self) -> None:
-        self.num_seen = 0  # nodes that were looked at
-        self._numbers = {-1: -1}  # of the nodes that were sent, in the coordinator's tree
-        self._main = {-1}  # the nodes of the main path
+        self.num_seen = 0  # nodes that were examined
+        self._numbers = {-1: -1}  # numbers of the sent nodes, in the coordinator's tree
+        self._main = {-1}  # nodes of the main path
 
     @property
     def number(self) -> int:

@@ -21,11 +21,11 @@ from cluster.speculation.tree import width_of
 from cluster.telemetry.metrics import Reading
 
 _NUM_POSITIONS = 64
-_DECAY = 0.998  # of what was counted, a round
-MAX_NODES_AHEAD = 64  # that a step extends ahead: finding out which takes as long as a small step
-MAX_SEQUENCES_AHEAD = 32  # with more none runs ahead: a step's bookkeeping takes 80 us for each that does
-_SLOWER = 1.1  # times what a step takes without rows that run ahead, where a proposal is owed
-_MAX_BRANCH_CHANCE = 0.5  # of a next best: it scored lower
+_DECAY = 0.998  # decay of the counts per round
+MAX_NODES_AHEAD = 64  # nodes that a step extends ahead: choosing them takes as long as a small step
+MAX_SEQUENCES_AHEAD = 32  # with more sequences none runs ahead: a step's bookkeeping takes 80 us for each that does
+_SLOWER = 1.1  # maximum time of a step, relative to one without rows that run ahead, while a proposal is owed
+_MAX_BRANCH_CHANCE = 0.5  # maximum chance of a next best: it scored lower
 
 
 class RunAhead:
@@ -40,10 +40,10 @@ class RunAhead:
         self.num_branches = num_branches
         self._hits: Counter[str] = Counter()
         self._misses: Counter[str] = Counter()
-        # Of the rounds that reached each position of the main path, those that left it there; a quarter at first.
+        # For each position of the main path: the share of rounds that left it there, a quarter at first.
         self._reached = [4.0] * _NUM_POSITIONS
         self._left = [1.0] * _NUM_POSITIONS
-        # Of the next bests where the target chose otherwise: how many it chose, and their odds by the scores.
+        # The next bests where the target chose otherwise: how many it chose, and their odds by score.
         self._taken, self._odds = 1.0, 1.0
 
     def width(self, sequence: DraftSequence, *, may_branch: bool) -> int:
@@ -83,7 +83,7 @@ class RunAhead:
                     self._odds = _DECAY * self._odds + math.exp(-sequence.gaps[other])
                 break
             node = children[0]
-        num_accepted = min(max(0, len(news) - 1), _NUM_POSITIONS)  # the kinds of outcomes are few, whatever is told
+        num_accepted = min(max(0, len(news) - 1), _NUM_POSITIONS)  # limits the number of kinds of outcomes
         rest = sequence.proposal().after(news[:num_accepted])
         return "all_accepted" if rest is not None and not rest else f"rejected_at_{num_accepted}"
 
@@ -107,13 +107,13 @@ class Frontier:
     """
 
     def __init__(self, sequence: DraftSequence, run_ahead: RunAhead) -> None:
-        self.nodes = [-1]  # those that may be extended, the likeliest first
-        self.chances = {-1: 1.0}  # of the nodes that an outcome leads to: how likely the target is to choose them
+        self.nodes = [-1]  # nodes that may be extended, most likely first
+        self.chances = {-1: 1.0}  # chances of the nodes that outcomes lead to: how likely the target is to choose each
         self._sequence = sequence
         self._run_ahead = run_ahead
-        self._num_seen = 0  # nodes that were looked at
-        self._main = {-1}  # the nodes of the main path
-        self._max_depths = {-1: sequence.window}  # of what follows the nodes in `chances`
+        self._num_seen = 0  # nodes that were examined
+        self._main = {-1}  # nodes of the main path
+        self._max_depths = {-1: sequence.window}  # maximum depths below the nodes in `chances`
 
     def follow(self) -> None:
         """Takes in what the sequence was extended by."""
@@ -138,7 +138,7 @@ class Frontier:
                     all_chances[child], max_depths[child] = before * chance, max_depth
                     if depth < max_depth:
                         nodes.append(child)
-                    max_depth = depth + num_drafts  # of a branch
+                    max_depth = depth + num_drafts  # maximum depth of a branch
             node += len(siblings)
         self.nodes = [node for node in nodes if not sequence.children(node)]
         self.nodes.sort(key=all_chances.__getitem__, reverse=True)

@@ -11,14 +11,14 @@ from cluster.speculation.draft_temperature import DraftTemperature, factor_of
 from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import Advance
 
-_ROUNDS_A_TEMPERATURE = 8  # of a sequence, before its draft temperature may change
+_ROUNDS_A_TEMPERATURE = 8  # rounds of a sequence before its draft temperature may change
 
 
 class TemperatureTuning:
     """Belongs to the draft worker's thread."""
 
     def __init__(self) -> None:
-        self._searches: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # by the targets' temperature
+        self._searches: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # searches by target temperature
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""

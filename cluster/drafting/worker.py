@@ -23,12 +23,12 @@ from cluster.wire.messages import Advance, Open, SpeculateReply, SpeculateReques
 
 logger = logging.getLogger(__name__)
 
-MAX_STEPS_WITHOUT_NEW = 16  # one after the other: a worker that always owes somebody must open sequences too
-_SILENT_SECONDS = 0.5  # after which a coordinator hears how long steps take, if nothing else
-_NEWS_SECONDS = 0.001  # between two messages of what was drafted ahead: one takes a tenth of that to make and to read
-_MAX_CONTEXTS = 16  # of the draft, that a sequence may have before it is forgotten: its tokens take memory
-_MAX_STEP_ROWS = 4096  # that the time of a step is learned for; it depends little on a row from there on
-_BRANCHING_SHARE = 0.8  # of the KV blocks; when more are in use there are no new branches
+MAX_STEPS_WITHOUT_NEW = 16  # in a row; after them a worker opens sequences even if it always owes proposals
+_SILENT_SECONDS = 0.5  # longest time until a coordinator receives the step times, if there is nothing else to send
+_NEWS_SECONDS = 0.001  # pause between two messages of early drafts: a message takes a tenth of that to write and read
+_MAX_CONTEXTS = 16  # contexts of the draft that a sequence may span before it is dropped: its tokens take memory
+_MAX_STEP_ROWS = 4096  # rows up to which step times are learned; beyond, a row adds little
+_BRANCHING_SHARE = 0.8  # share of the KV blocks in use above which no new branches start
 
 
 class DraftWorker:
@@ -53,18 +53,18 @@ class DraftWorker:
         self._drafter = drafter
         self._clock = clock
         self._prepare_thread = prepare_thread
-        self._curve = LearnedCurve(_MAX_STEP_ROWS)  # of the drafter's steps, over their rows
+        self._curve = LearnedCurve(_MAX_STEP_ROWS)  # times of the drafter's steps, by rows
         self._tuning = TemperatureTuning() if tunes_temperature else None
         self._entries: dict[tuple[int, int], Entry] = {}
         self._links: dict[int, CoordinatorLink] = {}
         self._num_links_ever = 0
         self._num_kept_drafts = 0
         self._num_wasted_drafts = 0
-        self._num_steps_without_new = 0  # that new sequences were left out of
-        self._inbox: list[tuple[int, SpeculateRequest | None, float]] = []  # with its arrival; None: the link is gone
+        self._num_steps_without_new = 0  # consecutive steps that left new sequences out
+        self._inbox: list[tuple[int, SpeculateRequest | None, float]] = []  # with their arrival; None: the link is gone
         self._wake = threading.Condition()
         self._stopping = False
-        # How long there is nothing to do unless something arrives; None: for ever.
+        # How long the loop may sleep unless a request arrives; None: indefinitely.
         self.idle_seconds: float | None = 0.0
         self._rest_seconds: float | None = None  # until running ahead may resume; None: not before a request arrives
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
@@ -155,7 +155,7 @@ class DraftWorker:
                 self._sleep_until_asked()
                 self.step()
         except BaseException as error:
-            # The process must not look healthy with a dead loop; its main program watches `error`.
+            # The process must not look healthy if its loop is dead; its main program watches `error`.
             self.error = error
             logger.exception("the drafting loop ended")
 
@@ -181,7 +181,7 @@ class DraftWorker:
             if known is not None and request.advances:
                 known.advanced(arrived_at)
             self._apply(link, request, reply)
-        # A proposal that running ahead has already completed does not wait for another step.
+        # A proposal that run-ahead has already completed does not wait for another step.
         self._collect_proposals(replies)
         self._send(replies)
 
@@ -227,7 +227,7 @@ class DraftWorker:
         """A step of `batch` took `seconds`; it was the first of a proposal for the links `first_for`."""
         self.step_time.add(seconds)
         if not all(entry.is_computed and not entry.is_behind for entry in batch):
-            return  # a coordinator would take the time of a prompt, or of several rounds, for that of one
+            return  # a coordinator would take the time of a prompt, or of several rounds, for that of a single round
         self._curve.observe(num_rows, seconds)
         num_rows = self._drafter.num_step_rows or num_rows
         for number, count in Counter(entry.link for entry in batch).items():
@@ -287,7 +287,7 @@ class DraftWorker:
         found = list(itertools.islice(heapq.merge(*lists, key=itemgetter(0), reverse=True), MAX_NODES_AHEAD))
         rows = [self._drafter.num_rows(entry.sequence, node) for _, entry, node in found]
         now, chances = self._clock(), [chance for chance, *_ in found]
-        expected = [link.outcome_in(now) for link in tuple(self._links.values())]  # links come and go
+        expected = [link.outcome_in(now) for link in tuple(self._links.values())]  # a copy: links come and go
         seconds, rest = min(expected, key=itemgetter(0), default=(math.inf, None))
         taken = num_nodes_ahead(chances, rows, sum(map(len, owed.values())), num_rows, self._curve, seconds)
         self._rest_seconds = rest if found and not taken else None
@@ -326,7 +326,7 @@ class DraftWorker:
                 replies.setdefault(entry.link, SpeculateReply()).add(entry.news())
 
     def _apply(self, link: int, request: SpeculateRequest, reply: SpeculateReply) -> None:
-        # What was closed makes room for what is opened.
+        # Closing sequences makes room for new ones.
         for wire_id in request.closes:
             entry = self._entries.get((link, wire_id))
             if entry is not None:

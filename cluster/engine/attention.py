@@ -43,7 +43,7 @@ class GatheredAttention:
     def __init__(self, batch: Batch, block_size: int) -> None:
         self._batch = batch
         self._block_size = block_size
-        self._views: dict[int, list[_View]] = {}  # by span: layers of one span share them
+        self._views: dict[int, list[_View]] = {}  # views by span: layers of one span share them
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
         views = self._views.get(span)
@@ -63,13 +63,13 @@ class GatheredAttention:
         views = []
         for index, context_len in enumerate(batch.context_lens.tolist()):
             rows, prefix_len = slice(starts[index], starts[index + 1]), prefix_lens[index]
-            first_seen = max(0, prefix_len + 1 - span)  # by any row
+            first_seen = max(0, prefix_len + 1 - span)  # first token that any row sees
             slots = (batch.block_tables[index][:, None] * block_size + offsets).flatten()[first_seen:context_len]
             mask: torch.Tensor | CausalBias | None = None
             is_chain = batch.paths is None or bool(batch.paths[rows][0, 0] < 0)
             if device.type == "cuda" and is_chain and span >= context_len:
                 # With an explicit mask cuDNN plans again for every context length, which takes 45 ms on an H100.
-                from torch.nn.attention.bias import causal_lower_right  # half of what a worker on a CPU would import
+                from torch.nn.attention.bias import causal_lower_right  # half of a CPU worker's imports
 
                 mask = causal_lower_right(rows.stop - rows.start, context_len)
             elif context_len > prefix_len + 1:
@@ -93,7 +93,7 @@ def _mask(
     row_depths = (paths >= 0).sum(dim=1, keepdim=True) - 1
     depths = torch.arange(paths.shape[1], device=device)
     is_seen = (paths >= 0) & (depths > row_depths - span)
-    # One column more takes what is not seen.
+    # The additional column takes the unseen positions.
     mask = torch.zeros(num_rows, context_len + 1, dtype=torch.bool, device=device)
     mask[:, :prefix_len] = torch.arange(prefix_len, device=device) > prefix_len + row_depths - span
     mask.scatter_(1, torch.where(is_seen, prefix_len + paths, context_len), True)

@@ -61,10 +61,10 @@ class Batch:
     logit_rows: torch.Tensor  # [num_logit_rows]
     row_starts: torch.Tensor  # [num_segments + 1]: a segment's rows lie between its start and the next
     context_lens: torch.Tensor  # [num_segments]
-    prefix_lens: torch.Tensor  # [num_segments]: tokens before those of the segment; in a tree, before its first node
+    prefix_lens: torch.Tensor  # [num_segments]: number of tokens before the segment; in a tree, before its first node
     block_tables: torch.Tensor  # [num_segments, longest table], zero beyond a segment's table
     paths: torch.Tensor | None  # [num_tokens, longest path]: nodes, then -1; all -1 in chains; None: no trees
-    max_rows: int  # of a segment
+    max_rows: int  # of the largest segment
 
 
 def pack(segments: Sequence[Segment], block_size: int, device: torch.device) -> Batch:

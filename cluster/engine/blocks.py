@@ -35,15 +35,15 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.num_queried_tokens = 0  # of the sequences that `allocate_for` made room for
-        self.num_hit_tokens = 0  # those of them whose KV was there
+        self.num_queried_tokens = 0  # tokens of the sequences that `allocate_for` placed
+        self.num_hit_tokens = 0  # those whose KV was cached
         self._enable_prefix_caching = enable_prefix_caching
-        # Taken from the end, so that low block numbers go first and a lone sequence gets neighbouring blocks.
+        # Taken from the end, so that low block numbers are used first and a single sequence gets adjacent blocks.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the one given back first comes first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the first one returned comes first
         self._num_owners = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        # Two sequences may have computed the same tokens at the same time. Only one of their blocks is found.
+        # Two sequences may have computed the same tokens concurrently. Only one of their blocks can be looked up.
         self._block_of: dict[bytes, int] = {}
 
     @property
@@ -101,7 +101,7 @@ class BlockManager:
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
         """Extends `block_table` to hold `num_tokens` tokens; False, changing nothing, when blocks are missing."""
         num_missing = self.num_blocks_for(num_tokens) - len(block_table)
-        if num_missing <= 0:  # nearly always
+        if num_missing <= 0:  # the usual case
             return True
         if num_missing > self.num_available_blocks:
             return False

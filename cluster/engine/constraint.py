@@ -33,7 +33,7 @@ class TokenConstraint:
         vocab_size: int,
         end_token_ids: Iterable[int],
     ) -> None:
-        self.error: InvalidRequestError | None = None  # why the sequence cannot go on
+        self.error: InvalidRequestError | None = None  # why the sequence cannot continue
         self._min_tokens = constraints.min_tokens
         self._bad_words = constraints.bad_words
         self._matcher = matcher

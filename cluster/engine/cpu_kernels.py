@@ -13,7 +13,7 @@ __all__ = ["LANES", "InstructionSet", "best_instruction_set", "has_kernels", "in
 
 try:
     from cluster.engine import _kernels as kernels
-except ImportError:  # no C compiler when the package was installed
+except ImportError:  # there was no C compiler at installation
     kernels = None  # type: ignore[assignment]
 
 LANES = 16  # float32 numbers in a register, as in kernels.h

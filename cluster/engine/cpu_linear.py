@@ -25,7 +25,7 @@ class KernelLinear:
         using: InstructionSet | None = None,
     ) -> None:
         using = instruction_set(weight.dtype) if using is None else using
-        if not using.is_supported:  # asking is also what gets the process its permission for tiles
+        if not using.is_supported:  # querying support also requests the permission to use tiles
             raise ValueError(f"{using.name} is not supported here")
         if isinstance(weight, QuantizedWeight):
             weight_format = Format.INT8 if weight.bits == 8 else Format.INT4

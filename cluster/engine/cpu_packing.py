@@ -37,7 +37,7 @@ def pack_weight(
         shape = (n // 2, _WIDE_PANEL) if is_int4 else (n, _WIDE_PANEL)
     else:
         panel, fill = _BLOCK, _FILL_BLOCKS[weight_format]
-        if group_size % _BLOCK:  # rare, so that a copy will do
+        if group_size % _BLOCK:  # rare, so a copy is cheap enough
             padding = -group_size % _BLOCK
             weight = F.pad(weight.view(out_features, -1, group_size), (0, padding)).flatten(1)
             n = weight.shape[1]

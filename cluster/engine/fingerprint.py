@@ -13,7 +13,7 @@ from cluster.errors import ConfigurationError
 
 _END_BYTES = 64 * 2**10
 _SAMPLE_BYTES = 4096
-_NOT_OF_THE_MODEL = ("_", "transformers_version")  # beginnings of keys: who wrote the file, and from what
+_NOT_OF_THE_MODEL = ("_", "transformers_version")  # prefixes of keys about who wrote the file, and from what
 
 
 def weights_fingerprint(folder: Path) -> str:

@@ -21,7 +21,7 @@ from cluster.engine.model_config import ModelConfig
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows of a step; larger steps are bound by arithmetic, not by launches."""
 
-_NUM_INPUTS = 7  # of a row, without its table: token, position, slot, logit row, row start, context, prefix
+_NUM_INPUTS = 7  # inputs per row, without its table: token, position, slot, logit row, row start, context, prefix
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -20,10 +20,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*shape, dtype=dtype)
-    # Memory that is shared is in small ones by default. What lies beyond the tensor is never touched.
+    # By default, shared memory uses small pages. The memory beyond the tensor is never touched.
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, num_bytes // _HUGE_PAGE * _HUGE_PAGE)
-    # The tensor keeps `memory`.
+    # The tensor keeps a reference to `memory`.
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(*shape)

@@ -15,7 +15,7 @@ from cluster.engine.runner import ModelRunner
 from cluster.errors import ConfigurationError
 
 _NUM_TOKENS = 45
-# All at once, one by one as in decoding, and as chunks and verify segments of heights that take different kernels.
+# All rows at once, one by one as in decoding, and as chunks and verify segments that use different kernels.
 _CUTS = ([1] * _NUM_TOKENS, [16, 8, 9, 2, 7, 3], [40, 5])
 
 
@@ -33,7 +33,7 @@ def check_invariance(runner: ModelRunner) -> None:
         raise ConfigurationError(f"kv_cache_bytes is too small to try numerics 'invariant': {2 * num_blocks} blocks")
     try:
         whole = _logits(runner, [Segment(token_ids, 0, table, _NUM_TOKENS)])
-        # With as many rows again, a prompt takes the kernel for the most rows.
+        # With that many additional rows, a prompt uses the kernel for the largest steps.
         company = Segment(token_ids, 0, other_table, num_logits=1)
         found = [_logits(runner, [company, Segment(token_ids, 0, table, _NUM_TOKENS)])[1:]]
         found += (_in_pieces(runner, token_ids, cut, table, other_table) for cut in _CUTS)

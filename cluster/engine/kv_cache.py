@@ -25,7 +25,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.block_size = block_size
-        self.spare_block = num_blocks  # beyond what sequences are given: for rows that only pad a step
+        self.spare_block = num_blocks  # after the sequences' blocks: for rows that only pad a step
         shape = (config.num_layers, (num_blocks + 1) * block_size, config.num_kv_heads, config.head_dim)
         self.keys, self.values = (_zeros(shape, dtype, device) for _ in range(2))
 

@@ -14,7 +14,7 @@ class StepLimits:
     max_model_len: int  # tokens of a sequence, prompt and generated
     max_num_seqs: int  # sequences that run at once
     max_num_batched_tokens: int  # tokens in one step
-    max_prefill_seconds: float | None = None  # that prompts may add to a step; None: whatever they take
+    max_prefill_seconds: float | None = None  # time that prompts may add to a step; None: unlimited
 
     @classmethod
     def of(cls, config: WorkerConfig, max_model_len: int) -> StepLimits:

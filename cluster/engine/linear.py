@@ -16,7 +16,7 @@ _PACKED_FOR_ROWS = 8
 class Linear(Protocol):
     """`y = x @ weight.T`, where `weight` is [out_features, in_features]; plus `bias` [out_features], if any."""
 
-    num_bytes: int  # of the weight, as it is kept
+    num_bytes: int  # size of the stored weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [num_tokens, in_features] → [num_tokens, out_features]."""

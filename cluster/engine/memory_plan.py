@@ -72,8 +72,8 @@ class PlannedModel:
     num_layers: int
     kv_size: int  # KV heads * head size
     dtype: str
-    steps: StepModel | None = None  # None: not known, and so not what recorded steps take
-    num_end_parameters: int = 0  # of embedding, last norm and head; 0 where that is not known
+    steps: StepModel | None = None  # None: unknown, and with it the memory of recorded steps
+    num_end_parameters: int = 0  # parameters of embedding, last norm and head; 0: unknown
 
     @classmethod
     def parse(cls, spec: str) -> PlannedModel:
@@ -168,10 +168,10 @@ class Memory:
     """Memory of one GPU, or of several that share their models evenly."""
 
     gigabytes: float
-    utilization: float  # share of what the weights leave that the KV cache gets
+    utilization: float  # share of the memory without weights that the KV cache gets
     block_size: int
-    recorded_rows: int = 0  # of the largest step; 0: none are recorded
-    recorded_context: int = 0  # tokens of the longest context in one
+    recorded_rows: int = 0  # rows of the largest recorded step; 0: no step is recorded
+    recorded_context: int = 0  # tokens of the longest context in a recorded step
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ class Model(ABC):
     """A decoder in one of its forms, bound to weights in the format of that form and to a KV cache of their dtype."""
 
     weight_format: ClassVar[WeightFormat]
-    is_invariant: ClassVar[bool]  # whether a row has the same bits whatever the other rows and the cut of the work
-    records_steps: ClassVar[bool] = False  # `prepare` records steps, which take memory and can draft in bursts
+    is_invariant: ClassVar[bool]  # whether a row has the same bits for any batch and any division of the work
+    records_steps: ClassVar[bool] = False  # whether `prepare` records steps, which take memory and can draft in bursts
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kv_cache: KVCache) -> None:
         self.config = config

@@ -29,10 +29,10 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     has_qkv_bias: bool = False
-    has_output_bias: bool = False  # of attention
+    has_output_bias: bool = False  # whether attention's output has a bias
     has_mlp_bias: bool = False
-    has_qk_norm: bool = False  # of each head's query and key, before they are rotated
-    sliding_windows: tuple[int, ...] = ()  # of each layer, in tokens; empty: no layer has one
+    has_qk_norm: bool = False  # whether each head's query and key are normalized before the rotation
+    sliding_windows: tuple[int, ...] = ()  # window of each layer, in tokens; empty: no layer has one
     mask_token_id: int | None = None  # PARD's `pard_token`: with it as input the model drafts several tokens at once
 
     @property
@@ -131,9 +131,9 @@ class Family:
 
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
-    bias_options: tuple[str, ...] = ()  # keys of config.json that it heeds
-    sliding_window: Callable[[Values, int], int | None] = _no_window  # of a layer
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # those of transformers, for keys that may be left out
+    bias_options: tuple[str, ...] = ()  # keys of config.json that it reads
+    sliding_window: Callable[[Values, int], int | None] = _no_window  # window of a layer
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # transformers' values of keys that may be missing
 
 
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -181,7 +181,7 @@ def eos_token_ids(folder: Path, values: Values | None = None) -> tuple[int, ...]
     """
     values = _read_json(folder / "config.json") if values is None else values
     generation = _read_json_if_any(folder / "generation_config.json")
-    found: dict[int, None] = {}  # in order, each once
+    found: dict[int, None] = {}  # in order, without duplicates
     for eos in (values.get("eos_token_id"), generation.get("eos_token_id"), _tokenizers_eos(folder)):
         if eos is not None:
             found |= dict.fromkeys(map(int, eos) if isinstance(eos, list) else [int(eos)])

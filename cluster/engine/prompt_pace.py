@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from cluster.speculation.costs import LearnedCurve
 
-_LEAST_TOKENS = 16  # in a step, however slow: prompts have to get on
-_FIRST_TOKENS = 64  # before anything was measured; from then on at most twice of what was
-_ALONE_FACTOR = 4  # of the set time: longer steps take less for a token, and only who comes meanwhile waits for one
-_TELLING_SHARE = 0.2  # of the set time: where prompts add less, half of it is what a chunk costs however short it is
-_KEPT_SHARE = 0.99  # of what steps before have told of the growth, with each further one
+_LEAST_TOKENS = 16  # minimum of prompt tokens in a step, so that prompts make progress
+_FIRST_TOKENS = 64  # tokens before the first measurement; afterwards at most twice the largest measured number
+_ALONE_FACTOR = 4  # multiple of the set time for a lone prompt: longer steps are cheaper, and only later requests wait
+_TELLING_SHARE = 0.2  # share of the set time: if prompts add less, half of it is the fixed cost of a chunk
+_KEPT_SHARE = 0.99  # share of earlier steps' evidence of the growth that each further step keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PromptPace:
     def __init__(self, max_seconds: float | None, max_rows: int) -> None:
         """`max_seconds`: what prompts may add to a step; None: whatever they take. `max_rows`: of a step."""
         self._max_seconds = max_seconds
-        self._plain = LearnedCurve(max_rows)  # of steps without prompts
+        self._plain = LearnedCurve(max_rows)  # times of steps without prompts
         self._cost = _TokenCost()
         self._most_tokens = _FIRST_TOKENS
 
@@ -94,9 +94,9 @@ class _TokenCost:
     """
 
     def __init__(self) -> None:
-        self._before, self._seconds = 0.0, 0.0  # of the newest step
-        self._growth = 0.0  # of the cost with each token before, over that of a token with none
-        self._weight = 0.0  # of all that was observed; means and moments of it
+        self._before, self._seconds = 0.0, 0.0  # of the latest step
+        self._growth = 0.0  # of the cost per preceding token, relative to a token without any
+        self._weight = 0.0  # weight of all observations; then their means and moments
         self._mean_before = self._mean_seconds = self._variance = self._covariance = 0.0
         self.is_known = False
 
@@ -137,7 +137,7 @@ class _TokenCost:
         self._covariance = (1.0 - share) * (self._covariance + share * off_before * off_seconds)
         if self._variance > 0.0:
             slope = max(self._covariance / self._variance, 0.0)
-            # No token is free: where the line would say so, noise does.
+            # Every token costs something: a fit below that is noise.
             at_start = max(self._mean_seconds - slope * self._mean_before, 0.05 * self._mean_seconds)
             self._growth = slope / at_start
 

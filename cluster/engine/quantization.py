@@ -31,7 +31,7 @@ class QuantizedWeight:
     values: torch.Tensor  # int8 [out_features, in_features]; in 4 bits -8 to 7
     scales: torch.Tensor  # float32 [out_features, num_groups]
     bits: Literal[8, 4]
-    dtype: torch.dtype  # of the weight that it was made from, and of the model's activations
+    dtype: torch.dtype  # dtype of the original weight, and of the model's activations
 
     @property
     def group_size(self) -> int:
@@ -47,7 +47,7 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
 
     Raises ConfigurationError when its inputs do not divide into groups.
     """
-    # Here, because it takes a second that a model in bfloat16 need not wait.
+    # Imported here: it takes a second, which a model in bfloat16 need not wait for.
     from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
 
     in_features = weight.shape[1]

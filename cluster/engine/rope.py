@@ -17,10 +17,10 @@ def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     return _table(config.rope, config.head_dim, config.max_position_embeddings)
 
 
-@lru_cache(maxsize=2)  # a target, and a draft in the same process
+@lru_cache(maxsize=2)  # a target and a draft in the same process
 def _table(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[torch.Tensor, torch.Tensor]:
     theta, scaling = rope.theta, rope.scaling
-    # The positions that a frequency takes for one radian.
+    # Positions per radian of each frequency.
     periods = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     frequencies = 1.0 / periods
     amplitude = 1.0

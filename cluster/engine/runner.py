@@ -80,7 +80,7 @@ class ModelRunner:
             return True
         try:
             torch.cuda.synchronize(self.model.device)
-            torch.cuda.empty_cache()  # where memory was short, pieces of the wrong size are given back
+            torch.cuda.empty_cache()  # frees cached pieces of the wrong size when memory is short
         except RuntimeError:
             logger.exception("the GPU is lost to this process")
             return False
@@ -184,7 +184,7 @@ def kv_cache_budget(config: WorkerConfig, device: torch.device, recorded_bytes: 
         return config.kv_cache_bytes
     if device.type != "cuda":
         return DEFAULT_KV_CACHE_BYTES
-    torch.cuda.empty_cache()  # what loading left behind counts as free
+    torch.cuda.empty_cache()  # memory left over from loading counts as free
     free, _ = torch.cuda.mem_get_info(device)
     num_bytes = max(0, int(config.memory_utilization * (free - recorded_bytes)))
     logger.info(

@@ -17,7 +17,7 @@ from cluster.engine.sequence import Sequence
 from cluster.speculation.drafts import Drafts
 from cluster.telemetry.metrics import Reading
 
-# Share of all blocks that admission leaves to the sequences that run, to grow into.
+# Share of the blocks that admission leaves for running sequences to grow.
 _WATERMARK = 0.01
 
 SequenceT = TypeVar("SequenceT", bound=Sequence)
@@ -100,7 +100,7 @@ class Scheduler(Generic[SequenceT]):
 
     def __init__(self, blocks: BlockManager, limits: StepLimits, max_scored_tokens: int = sys.maxsize) -> None:
         """`max_scored_tokens`: of a prompt in one step, where the logits of all of them are wanted."""
-        # Every decoding sequence gets its row in every step.
+        # Every decoding sequence has its row in every step.
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.waiting: list[SequenceT] = []
         self.running: list[SequenceT] = []
@@ -125,14 +125,14 @@ class Scheduler(Generic[SequenceT]):
         admitted: list[SequenceT] = []
         while self.waiting and len(self.running) < self._limits.max_num_seqs:
             sequence = self.waiting[0]
-            # One that runs alone may take the whole cache.
+            # A sequence that runs alone may use the whole cache.
             reserve = self._watermark if self.running else 0
             allocated = self._blocks.allocate_for(
                 sequence.token_ids,
                 len(sequence.token_ids),
                 reserve=reserve,
                 root=sequence.cache_root,
-                uses_cache=not sequence.is_scoring,  # what is cached has no logits
+                uses_cache=not sequence.is_scoring,  # cached tokens have no logits
             )
             if allocated is None:
                 break

@@ -24,11 +24,11 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_len: int  # prompt and generated tokens at most
-    end_token_ids: frozenset[int]  # any of them ends the sequence
+    end_token_ids: frozenset[int]  # each of them ends the sequence
     num_speculative_tokens: int
-    priority: int = 0  # of sequences that wait, the lowest goes first
-    cache_root: bytes | None = None  # KV is shared with sequences of the same root only
-    first_unscored: int | None = None  # the prompt's first token whose logits have yet to be kept; None: none of them
+    priority: int = 0  # the waiting sequence with the lowest value goes first
+    cache_root: bytes | None = None  # KV is shared only between sequences with the same root
+    first_unscored: int | None = None  # first prompt token whose logits are still to be kept; None: no prompt token
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None

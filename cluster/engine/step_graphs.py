@@ -57,7 +57,7 @@ class StepGraphs:
         )
         self._inputs.slots.fill_(spare_slot)
         self._logits = torch.empty(largest, vocab_size, device=device)
-        # The largest first: the others find room in the memory that it leaves.
+        # Largest first: the others reuse its memory.
         self._steps = {size: record(self._step(compute, size)) for size in reversed(self.sizes)}
 
     def run(self, batch: Batch) -> torch.Tensor | None:
@@ -90,7 +90,7 @@ class StepGraphs:
         inputs.slots[num_rows:size].fill_(self._spare_slot)
         inputs.logit_rows[: len(batch.logit_rows)].copy_(batch.logit_rows)
         inputs.logit_rows[len(batch.logit_rows) : size].fill_(0)
-        # Segments that are not there have no rows: they begin where the last one ends.
+        # Unused segments have no rows: they begin where the last one ends.
         inputs.row_starts[: num_segments + 1].copy_(batch.row_starts)
         inputs.row_starts[num_segments + 1 : size + 1].fill_(num_rows)
         inputs.context_lens[:num_segments].copy_(batch.context_lens)

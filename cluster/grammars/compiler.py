@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMPILE_SECONDS = 5.0  # of a processor: on busy cores it takes longer
-_WAIT_SECONDS = 60.0  # for one grammar
-_LOOK_SECONDS = 0.1  # between two looks at the time that a grammar has taken
-_START_SECONDS = 60.0  # most of it goes into imports
-_MAX_KEPT_BYTES = 128 * 2**20  # of compiled grammars, written; in memory they take about as much again
+_COMPILE_SECONDS = 5.0  # processor time: on busy cores it takes longer
+_WAIT_SECONDS = 60.0  # time that one grammar may wait
+_LOOK_SECONDS = 0.1  # interval between two checks of a grammar's compile time
+_START_SECONDS = 60.0  # mostly imports
+_MAX_KEPT_BYTES = 128 * 2**20  # size of the kept grammars in serialized form; in memory they take about as much again
 _MAX_WAITING = 64
 
 
@@ -57,7 +57,7 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._turn = asyncio.Lock()
         self._work: dict[Grammar, _Work] = {}
-        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # the one used last comes last
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()  # least recently used first
 
     async def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises InvalidRequestError where `grammar` is none, or too large, and OverloadedError."""
@@ -72,14 +72,14 @@ class GrammarCompiler:
             work.result.add_done_callback(_note_error)
         work.num_waiting += 1
         try:
-            return await asyncio.shield(work.result)  # others may wait for it too
+            return await asyncio.shield(work.result)  # shielded, as other requests may wait for it too
         finally:
             work.num_waiting -= 1
-            # One that has begun goes on though nobody waits: to stop it takes the process, which takes longer to start
-            # than nearly every grammar to compile.
+            # A compilation continues even if no request waits for it: to stop it the process must be killed, and
+            # restarting the process takes longer than nearly every grammar.
             if not work.num_waiting and not work.has_begun:
                 work.result.cancel()
-                del self._work[grammar]  # now, as it ends later: the next request starts a new one
+                del self._work[grammar]  # removed here, as the task ends later: the next request starts a new one
 
     async def _compile_in_turn(self, grammar: Grammar) -> CompiledGrammar:
         async with self._turn:
@@ -120,12 +120,12 @@ class GrammarCompiler:
                 "the grammar cannot be compiled: it is too deep, or needs too much memory"
             ) from None
         finally:
-            if not has_answered:  # whatever ended it: its answer must not be taken for the next one's
+            if not has_answered:  # for any exception: its answer must not be taken for that of the next grammar
                 await self._end(process)
         if "error" in answer:
             raise InvalidRequestError(f"the grammar cannot be used: {answer['error'] or 'xgrammar gives no reason'}")
         assert self._vocabulary is not None
-        # In a thread, as one of many megabytes takes seconds, in which the event loop would stand still.
+        # In a thread: an answer of many megabytes takes seconds, which would block the event loop.
         compiled = await asyncio.to_thread(self._matching.read_compiled, written, self._vocabulary)
         return CompiledGrammar(partial(self._matching.make_matcher, compiled), written, self._written)
 
@@ -185,7 +185,7 @@ class GrammarCompiler:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         assert process.stdout is not None
-        # Its pipes end with it, but asyncio does not see that, and waits for ever, while what it wrote last is unread.
+        # Its pipes close with it, but asyncio does not notice and waits forever as long as output is unread.
         await process.stdout.read()
         await process.wait()
 

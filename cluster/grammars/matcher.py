@@ -29,6 +29,6 @@ class Matcher(Protocol):
 class CompiledGrammar:
     """One grammar, for an engine in this process or in another."""
 
-    new_matcher: Callable[[], Matcher]  # at the beginning of its text
+    new_matcher: Callable[[], Matcher]  # creates a matcher at the beginning of the text
     written: str
-    vocabulary: str  # that it was compiled for, written
+    vocabulary: str  # vocabulary it was compiled for, serialized

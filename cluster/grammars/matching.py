@@ -17,7 +17,7 @@ from cluster.errors import InvalidRequestError
 from cluster.grammars.matcher import Matcher
 from cluster.grammars.unique_keys import QuotingTokens, UniqueKeys
 
-_PROBE_TOKENS = 128  # of each text
+_PROBE_TOKENS = 128  # tokens per text
 _PROBE_SECONDS = 0.02
 """Of the longest step of a trial: a grammar that is so ambiguous takes longer with every token."""
 
@@ -83,7 +83,7 @@ class GrammarMatcher(xgrammar.GrammarMatcher):
     """xgrammar's matcher, which also guesses the next tokens."""
 
     def __init__(self, grammar: ReadGrammar) -> None:
-        # A model that has no token to end with: the text ends as soon as the grammar could end it.
+        # The model has no end token: the text ends as soon as the grammar allows.
         ends_early = not grammar.vocabulary.info.stop_token_ids
         super().__init__(grammar.compiled, terminate_without_stop_token=ends_early)
         self._vocabulary = grammar.vocabulary

@@ -27,7 +27,7 @@ from cluster.grammars.matching import ReadGrammar, Vocabulary, probe
 from cluster.grammars.vocabulary import read_vocabulary
 
 _MAX_COMPILED_BYTES = 16 * 2**20
-_MAX_MEMORY_BYTES = 2 * 2**30  # beyond what the process has when it begins
+_MAX_MEMORY_BYTES = 2 * 2**30  # in addition to the memory that the process has at the start
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,7 +58,7 @@ def _answer(
         return {"error": error.message}, ""
     except MemoryError:
         return {"error": "the grammar needs too much memory"}, ""
-    except Exception as error:  # xgrammar raises several kinds, with a place in its own source before the reason
+    except Exception as error:  # xgrammar raises several types, with a location in its own source before the reason
         return {"error": str(error).strip().rpartition(".cc:")[2].partition(": ")[2] or str(error).strip()}, ""
 
 

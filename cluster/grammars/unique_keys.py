@@ -36,7 +36,7 @@ class _Place:
     container: _Container | None = None
     is_in_string: bool = False
     is_escaped: bool = False  # the next byte follows a backslash
-    key: bytes | None = None  # what has been written of a key; None: no key is being written
+    key: bytes | None = None  # the key as far as it was written; None: no key is being written
 
     def after(self, text: bytes) -> _Place | None:
         """Returns the place after `text`; None if it completes a key that its object has already."""
@@ -81,7 +81,7 @@ def _name(key: bytes) -> str:
     text = key.decode(errors="replace")
     try:
         return str(json.loads(f'"{text}"')) if "\\" in text else text
-    except ValueError:  # an escape that is not complete
+    except ValueError:  # the escape is incomplete
         return text
 
 
@@ -123,7 +123,7 @@ class UniqueKeys:
     def __init__(self, matcher: Matcher, tokens: QuotingTokens) -> None:
         self._matcher = matcher
         self._tokens = tokens
-        self._places = [_Place()]  # after each token
+        self._places = [_Place()]  # the state after each token
 
     def accept_token(self, token_id: int, /) -> bool:
         place = self._places[-1].after(self._tokens.spelled[token_id])

@@ -20,8 +20,8 @@ def read_vocabulary(folder: Path, vocab_size: int, end_token_ids: Sequence[int])
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size and token_id not in special:
             spelled[token_id] = token
-    # How the vocabulary spells bytes; xgrammar tells it from the file as it does for `from_huggingface`, which would
-    # need the whole of transformers.
+    # How the vocabulary spells bytes; read from the file as `from_huggingface` does, without importing
+    # all of transformers.
     how = xgrammar.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
     return xgrammar.TokenizerInfo(
         spelled,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 DNS_INTERVAL_S = 3.0
 FILE_INTERVAL_S = 0.5
-_FIRST_LOOK_S = 2.0  # a name server that is silent for longer holds up no other source
+_FIRST_LOOK_S = 2.0  # a name server that is silent for longer does not delay other sources
 _WILDCARD_HOSTS = ("0.0.0.0", "[::]")
 
 _FileState = tuple[int, int, int]
@@ -98,7 +98,7 @@ class _Source(ABC):
     """One entry of a list of addresses."""
 
     def __init__(self, name: str) -> None:
-        self.addresses: Sequence[str] = ()  # none until it has been looked at
+        self.addresses: Sequence[str] = ()  # empty before the first lookup
         self.has_looked = asyncio.Event()
         self._name = name
         self._complaint: str | None = None
@@ -134,7 +134,7 @@ class _Name(_Source):
         while True:
             try:
                 self._take(await resolve(name, port), changed)
-            except (OSError, UnicodeError) as error:  # the latter: not a name at all
+            except (OSError, UnicodeError) as error:  # UnicodeError: not a valid name
                 self._keep(f"{name} cannot be resolved ({error})")
             await asyncio.sleep(DNS_INTERVAL_S)
 
@@ -160,7 +160,7 @@ class _File(_Source):
             except (OSError, ValueError) as error:
                 self._keep(error.strerror or str(error) if isinstance(error, OSError) else str(error))
                 if isinstance(error, OSError):
-                    read = seen = None  # when it is back it is read, even if it is the same
+                    read = seen = None  # read it again once it is back, even if it is unchanged
             await asyncio.sleep(FILE_INTERVAL_S)
 
 

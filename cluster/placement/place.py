@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from cluster.config.ray import PlacementConfig
 from cluster.config.types import HOST_PORT
 
-# Round trips that one would guess, until one is measured; seconds.
+# Estimated round trips in seconds, until one is measured.
 _SAME_HOST, _SAME_ZONE, _SAME_REGION, _ELSEWHERE = 0.0002, 0.0005, 0.005, 0.030
 _ENVIRONMENT = "OUTRIDER_{}"  # variables that a launcher may set, such as OUTRIDER_ZONE
 

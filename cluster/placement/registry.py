@@ -17,7 +17,7 @@ from cluster.speculation.demand import DraftDemand
 
 Pool = Literal["router", "target", "draft"]
 
-_FENCE_SECONDS = 120.0  # an announcement that is later than this is not on its way any more
+_FENCE_SECONDS = 120.0  # a delayed announcement arrives within this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class NodeLabels(Place):
 class Load:
     num_running: int = 0
     num_waiting: int = 0
-    num_waiting_tokens: int = 0  # of the sequences that wait
+    num_waiting_tokens: int = 0  # tokens of the waiting sequences
     kv_use: float = 0.0  # share of the KV blocks
-    demand: DraftDemand | None = None  # of a target that has measured what drafts give
+    demand: DraftDemand | None = None  # demand of a target that has measured what drafts gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Announcement:
     address: str
     epoch: int
     node: NodeLabels = NodeLabels()
-    fingerprint: str | None = None  # of its tokenizer; None: not known
+    fingerprint: str | None = None  # fingerprint of its tokenizer; None: unknown
     load: Load | None = None
 
 
@@ -85,8 +85,8 @@ class Registry:
         self._ticked_at = now
         self._version = 0
         self._members: dict[str, Announcement] = {}  # by address
-        self._heard_at: dict[str, float] = {}  # likewise
-        self._fences: dict[str, tuple[int, float]] = {}  # address: epochs up to this are gone, and since when
+        self._heard_at: dict[str, float] = {}  # by address
+        self._fences: dict[str, tuple[int, float]] = {}  # by address: epochs up to this one are gone, and since when
         self.tick(now)
 
     @property

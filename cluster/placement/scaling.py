@@ -25,8 +25,8 @@ from cluster.placement.registry import Announcement, Load
 
 ScaledPool = Literal["target", "draft"]
 
-_MUCH_KV = 0.5  # of a draft worker: from then on what its sequences take says how many it has room for
-_SLACK = 0.9  # of `target_use`: targets are not taken away where the others would then be fuller than that
+_MUCH_KV = 0.5  # KV use of a draft worker from which its sequences' memory limits how many it can take
+_SLACK = 0.9  # share of `target_use`: targets are not removed if the others would become fuller than that
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class Decision:
     """A decision about one pool. `inputs` are the numbers that it rests on, by name."""
 
     pool: ScaledPool
-    current: int  # that are there, or were asked for
-    wanted: int  # now
-    settled: int  # what was wanted for long enough, else `current`
+    current: int  # workers that exist or were requested
+    wanted: int  # number that the current measurements ask for
+    settled: int  # number wanted for long enough, else `current`
     inputs: dict[str, float]
     reason: str
 
@@ -59,9 +59,9 @@ class Scaler:
         targets, drafts, further = config.ray.target, config.ray.draft, config.num_further_drafts
         self._targets = Bounds(targets.min_replicas, targets.max_replicas)
         most = None if drafts.max_replicas is None else drafts.max_replicas + further
-        self._drafts = Bounds(drafts.min_replicas + further, most)  # of all draft workers
+        self._drafts = Bounds(drafts.min_replicas + further, most)  # bounds of all draft workers
         self._delays = {"target": self._new_delay(), "draft": self._new_delay()}
-        # Those that were asked for count before they are there, or too few would be asked for meanwhile.
+        # Requested workers count before they are up; otherwise the plan would ask for too few meanwhile.
         is_obeyed = config.ray.scaling.mode == "act"
         self._asked = {"target": config.target.replicas, "draft": config.draft.replicas + further} if is_obeyed else {}
 
@@ -104,7 +104,7 @@ class Scaler:
         num_sequences = sum(demand.num_sequences for demand in demands)
         inputs = {"sequences": float(num_sequences)}
         if not demands:
-            has_work = any(load.num_running for load in loads)  # without a worker nothing ever will be measured
+            has_work = any(load.num_running for load in loads)  # without a worker nothing would ever be measured
             return self._drafts.limit(max(current, int(has_work))), inputs, "nothing is measured yet"
         if not num_sequences:
             return self._drafts.least, inputs, "no sequences to draft for"
@@ -125,8 +125,8 @@ class Scaler:
             return max(numbers, key=lambda number: rate(number) - number * cost)
 
         gain = self._config.ray.scaling.draft_gain
-        more, fewer = best(gain), best(gain / 2)  # so that a small change of the measures changes nothing
-        # Half of them at most: nobody has measured what workers do with many times what they have now.
+        more, fewer = best(gain), best(gain / 2)  # a band, so that a small change of the measurements changes nothing
+        # At most half: there are no measurements of workers at several times their present load.
         wanted = self._drafts.limit(more if more > current else max(min(fewer, current), current // 2))
         inputs |= {"rate": rate(current), "wanted_rate": rate(wanted), "room": float(room)}
         reason = (
@@ -157,7 +157,7 @@ class _Delay:
     def __init__(self, up_seconds: float, down_seconds: float) -> None:
         self._up_seconds = up_seconds
         self._down_seconds = down_seconds
-        self._wanted: deque[tuple[float, int]] = deque()  # since when, until the next
+        self._wanted: deque[tuple[float, int]] = deque()  # start of each wanted number
 
     def settle(self, current: int, wanted: int, now: float) -> int:
         self._wanted.append((now, wanted))

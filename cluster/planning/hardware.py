@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from cluster.errors import ConfigurationError
 
-_MOST = 1_000_000_000  # GB, GB/s, TFLOPS, dollars: what is more is a slip
+_MOST = 1_000_000_000  # GB, GB/s, TFLOPS, dollars: larger values are typing errors
 _MAX_COUNT_DIGITS = 5
-_MAX_QUOTED = 40  # characters of what was written
+_MAX_QUOTED = 40  # characters of the user's text
 _GROUP = re.compile(r"((?P<count>[1-9]\d*)x)?(?P<gpu>.+)")
 
 
@@ -69,7 +69,7 @@ GPUS = {
     )
 }
 
-# Cores of a GPU host that a draft gets (`draft.placement: host-cpu`); they are paid for with the GPUs.
+# Cores of a GPU host for a draft (`draft.placement: host-cpu`); the price of the GPUs includes them.
 # SPR-16: 16 cores with AMX of a Sapphire Rapids host, and 64 GB of its memory. On two cores this project's kernels read
 # 13 GB/s a core, and computed 0.8 TFLOPS a core at 128 rows (`python -m bench.linear`).
 # 16 cores are assumed to do 8 times that: 208 GB/s of the 307 GB/s of eight channels of DDR5-4800 (Intel's data

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from cluster.engine.gpu_kernels.tiles import TILE, padded_group
 from cluster.engine.memory_plan import PlannedModel
 
-_ROUNDING = 1e-9  # of rows that were divided and multiplied: not a tile more
+_ROUNDING = 1e-9  # rounding error of divided and multiplied rows: it must not add a tile
 _LOGIT_BYTES = 4
 _SHAPING_PASSES = 2  # read, and written for the others to read
-_CUT_PASSES = 3  # the best score, what min-p leaves of the others, those that equal the cut
-_TOP_K_PASSES = 33  # halvings of the scores' 2**32 orders, at most, and one more
-_TOP_P_PASSES = 34  # likewise, and one before
+_CUT_PASSES = 3  # the best score, the remainder of min-p, the scores equal to the cut
+_TOP_K_PASSES = 33  # at most all halvings of the scores' 2**32 orders, and one more
+_TOP_P_PASSES = 34  # at most all halvings of the scores' 2**32 orders, and one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Segments:
     """Sequences of a step that are alike. Numbers may be fractions: means of steps that differ."""
 
     num_seqs: float
-    rows: float  # that each computes
-    cached_tokens: float  # that each has in the KV cache before
-    sampled_rows: float | None = None  # of each; None: all
+    rows: float  # rows of each sequence
+    cached_tokens: float  # cached tokens of each sequence
+    sampled_rows: float | None = None  # sampled rows of each sequence; None: all
 
     @property
     def num_rows(self) -> float:
@@ -61,7 +61,7 @@ class Segments:
 
     def positions_read(self, rows_per_tile: int) -> float:
         """Returns the positions that all tiles read together; each reads as far as its last row sees."""
-        num_full = max(0, math.ceil(self.rows / rows_per_tile - _ROUNDING) - 1)  # before the last one
+        num_full = max(0, math.ceil(self.rows / rows_per_tile - _ROUNDING) - 1)  # full tiles before the last one
         of_full = num_full * self.cached_tokens + rows_per_tile * num_full * (num_full + 1) / 2
         return self.positions + self.num_seqs * of_full
 
@@ -85,11 +85,11 @@ class Kernel:
     """One kernel, or all of one kind, in a step."""
 
     name: str
-    reads: str  # what most of its bytes are
-    num_bytes: float  # that it asks the memory for
-    num_operations: float  # on tensor cores
-    bytes_once: float  # without what it asks for again
-    is_sharded: bool = True  # over the GPUs of a group; else one has it all
+    reads: str  # the largest part of its bytes
+    num_bytes: float  # bytes requested from memory
+    num_operations: float  # operations on tensor cores
+    bytes_once: float  # bytes without repeated reads
+    is_sharded: bool = True  # divided over the GPUs of a group; otherwise one GPU has all
 
 
 def step_kernels(model: PlannedModel, step: Step, logit_passes: int = 1) -> Iterator[Kernel]:

@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-_Z99 = 2.3263478740408408  # of the normal distribution
-_PARTS = 40  # into which what is left of a step is cut
+_Z99 = 2.3263478740408408  # 99th percentile of the normal distribution
+_PARTS = 40  # parts of the remaining step time
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,16 @@ class Latency:
     first_token_p99: float
     between_tokens: float  # median over answers
     between_tokens_p99: float
-    pause_p99: float  # of all gaps between two tokens; the tokens of a round come together, without one
+    pause_p99: float  # over all gaps between two tokens; the gap between tokens of one round is zero
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
     """The steps at some load."""
 
-    seconds: tuple[float, ...]  # by the number of prompts in it, from 0 to as many as fit
+    seconds: tuple[float, ...]  # step time by the number of prompts in it, from 0 to the maximum
     prompts_a_step: float  # mean
-    is_alone: bool = False  # no other sequence runs when a request comes
+    is_alone: bool = False  # no other sequence runs when a request arrives
 
     @property
     def most_prompts(self) -> int:
@@ -84,7 +84,7 @@ def latency(load: StepLoad, acceptance_rate: float, num_speculative_tokens: int,
         first_token_p99=_quantile(first, 0.99),
         between_tokens=rounds * step / rest,
         between_tokens_p99=(rounds * step + _Z99 * deviation) / rest,
-        # One in E gaps between tokens is that of a step, the others are zero.
+        # One in E gaps between tokens is a step, the others are zero.
         pause_p99=_quantile(load.lengths(), max(0.0, 1 - 0.01 * mean_tokens)),
     )
 
@@ -101,7 +101,7 @@ def _first_token(load: StepLoad) -> Iterator[tuple[float, float]]:
             full, rest = divmod(num_others, fit)
             own = full * load.seconds[fit] + load.seconds[1 + rest]
             for part in range(_PARTS):
-                # A step is met the likelier the longer it is.
+                # A longer step is more likely to be met.
                 yield (part + 0.5) / _PARTS * running + own, probability * running / mean * others / _PARTS
 
 

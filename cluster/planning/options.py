@@ -28,13 +28,13 @@ class ClusterRequest:
     draft: PlannedModel
     draft_gpus: GpuGroup
     acceptance_rate: float
-    round_trips_seconds: tuple[float, ...]  # to a remote pool
+    round_trips_seconds: tuple[float, ...]  # round trips to a remote pool
     sidecar_round_trip_seconds: float
-    host_cpu: GpuGroup = DEFAULT_HOST_CPU  # what a draft gets of the target's host
-    int4_acceptance_rate: float | None = None  # None: in the published proportion
+    host_cpu: GpuGroup = DEFAULT_HOST_CPU  # the draft's share of the target's host
+    int4_acceptance_rate: float | None = None  # None: in the published ratio
     ngram_acceptance_rate: float = NGRAM_ACCEPTANCE
     efficiency: Efficiency = ASSUMED
-    num_speculative_tokens: int | None = None  # None: what pays best
+    num_speculative_tokens: int | None = None  # None: the best number
     memory_utilization: float = 0.9
     block_size: int = 16
 

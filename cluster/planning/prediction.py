@@ -20,18 +20,18 @@ from cluster.planning.latency import Latency, StepLoad, latency, mean_rounds
 from cluster.planning.round_costs import MAX_DEPTH, Drafting, PredictedRound, plain_round, round_of
 from cluster.planning.steps import StepPredictor
 
-_ITERATIONS = 20  # of a fixed point that a few settle
+_ITERATIONS = 20  # iterations of a fixed point, which settles in a few
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLoad:
     """The load of the clients."""
 
-    num_seqs: int  # at once, on one target
+    num_seqs: int  # concurrent sequences on one target
     prompt_tokens: int
     answer_tokens: int
-    max_num_batched_tokens: int = 2048  # in a step
-    requests_per_second: float | None = None  # of all targets together; None: as many as `num_seqs` clients ask for
+    max_num_batched_tokens: int = 2048  # tokens of a step
+    requests_per_second: float | None = None  # over all targets; None: `num_seqs` clients ask without pause
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens <= self.num_seqs:
@@ -54,10 +54,10 @@ class Option:
     target: StepPredictor
     drafting: Drafting | None = None
     target_dollars_per_hour: float | None = None  # None: unknown
-    draft_dollars_per_hour: float | None = None  # of one draft device; None: the draft has none of its own
-    is_pool: bool = False  # its draft devices serve several targets
-    budgets: tuple[Budget, ...] = ()  # of the target's memory, and of a draft device's of its own
-    num_speculative_tokens: int | None = None  # None: what pays best
+    draft_dollars_per_hour: float | None = None  # price of one draft device; None: the draft has no device of its own
+    is_pool: bool = False  # whether a draft device serves several targets
+    budgets: tuple[Budget, ...] = ()  # budgets of the target's memory, and of the draft device's if it has one
+    num_speculative_tokens: int | None = None  # None: the best number
 
     def round(self, num_seqs: float, context: float, num_speculative_tokens: int) -> PredictedRound:
         if self.drafting is None or num_speculative_tokens == 0:
@@ -102,14 +102,14 @@ class Plan:
     option: str
     num_seqs: int
     round: PredictedRound
-    tokens_per_second: float  # of one target
+    tokens_per_second: float  # throughput of one target
     latency: Latency
-    most_seqs: int | None  # that the memories hold; None: unknown
+    most_seqs: int | None  # maximum that fits into memory; None: unknown
     num_targets: int
-    draft_devices_per_target: float  # a fraction where several targets share one
-    dollars_per_hour: float | None  # in all
+    draft_devices_per_target: float  # a fraction if several targets share one
+    dollars_per_hour: float | None  # total price
     dollars_per_million_tokens: float | None
-    utilization: float = 1.0  # share of `tokens_per_second` that is asked for
+    utilization: float = 1.0  # requested share of `tokens_per_second`
 
     @property
     def fits(self) -> bool:
@@ -127,7 +127,7 @@ def plan(option: Option, load: ExpectedLoad, context: int | None = None) -> Plan
     if load.requests_per_second is not None:
         most = load.num_seqs if most_seqs is None else max(1, min(load.num_seqs, most_seqs))
         num_targets, num_seqs, utilization = _sized(option, load, most)
-    # A draft device that is too small for a target's sequences is one of several.
+    # If a draft device is too small for a target's sequences, the target needs several.
     num_devices = math.ceil(num_seqs / fitting[1]) if len(fitting) > 1 and fitting[1] else 1
     steady = _steady(option, num_seqs, load)
     share = _share(option, steady.round, num_devices, fitting, num_seqs)
@@ -193,7 +193,7 @@ def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) ->
         mean = step.mean_seconds
         first = step.seconds[1] + (0.0 if step.is_alone else mean / 2)
         rate = num_seqs / (first + rounds * mean)
-        # Halfway: a longer step brings more prompts, which make it longer.
+        # Halfway: a longer step brings more prompts, which lengthen it.
         decoding = (decoding + max(1.0, num_seqs - rate * first)) / 2
         prompts_a_step = 0.0 if num_seqs == 1 else (prompts_a_step + rate * mean) / 2
     return _Steady(one, step, rate)

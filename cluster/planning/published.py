@@ -34,7 +34,7 @@ class PublishedRow:
     num_speculative_tokens: int = 0
     acceptance_rate: float = 0.0
     draft: PlannedModel | None = None
-    draft_gpus: GpuGroup | None = None  # that one draft runs on
+    draft_gpus: GpuGroup | None = None  # GPUs of one draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Floor:
     """A limit that no software can pass."""
 
     tokens_a_round: float
-    draft_token_ms: float  # reading the draft's weights once
+    draft_token_ms: float  # time to read the draft's weights once
     ms_per_token: float
-    tokens_per_second: float  # at the target's peak FLOPs
+    tokens_per_second: float  # bound by the target's peak FLOPs
 
 
 @dataclass(frozen=True, slots=True)

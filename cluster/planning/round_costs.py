@@ -38,8 +38,8 @@ class Drafting:
     steps: StepPredictor
     acceptance_rate: float
     round_trip_seconds: float = 0.0
-    hidden_share: float = 0.0  # of drafting and round trip, by running ahead; 0: target and draft share a device
-    is_one_pass: bool = False  # all drafts of a round take one step
+    hidden_share: float = 0.0  # share of drafting and round trip that run-ahead hides; 0: on one device
+    is_one_pass: bool = False  # whether one step makes all drafts of a round
 
     def seconds(self, num_seqs: float, context: float, num_speculative_tokens: int) -> float:
         """Returns the time in which `num_speculative_tokens` are drafted for each of `num_seqs` sequences."""
@@ -53,11 +53,11 @@ class PredictedRound:
     """A round of all sequences of a target. Times are in seconds."""
 
     num_speculative_tokens: int
-    num_tokens: float  # committed for one sequence, on the average
+    num_tokens: float  # mean tokens committed per sequence
     draft_seconds: float  # k steps of the draft, or one
     round_trip_seconds: float
     verify_seconds: float
-    hidden_share: float = 0.0  # of `draft_seconds` and `round_trip_seconds`
+    hidden_share: float = 0.0  # hidden share of `draft_seconds` and `round_trip_seconds`
 
     @property
     def seconds(self) -> float:

@@ -32,7 +32,7 @@ class Efficiency:
 
     bandwidth: float = 0.8
     compute: float = 0.6
-    all_reduce_seconds: float = 10e-6  # of a few rows, over NVLink; two a layer
+    all_reduce_seconds: float = 10e-6  # time of an all-reduce of a few rows over NVLink; two per layer
     step_seconds: float = 0.3e-3  # scheduling, launches
 
 
@@ -49,7 +49,7 @@ class Roofline:
     gpus: GpuGroup
     efficiency: Efficiency = ASSUMED
 
-    logit_passes: int = 1  # of the sampler, over a row's logits
+    logit_passes: int = 1  # passes of the sampler over a row's logits
 
     def seconds(self, step: Step) -> float:
         return sum(self.parts(step).values())

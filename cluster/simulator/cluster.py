@@ -24,10 +24,10 @@ from cluster.simulator.workers import RecordedDrafter, RecordedTarget
 from cluster.targets.base import GenerationOutput
 from cluster.targets.in_process import InProcessPool, without_run_ahead
 
-_MAX_WORKERS = 256  # of a pool; each target is a thread
+_MAX_WORKERS = 256  # workers per pool; each target is a thread
 _MIN_STEP_MS, _MAX_MS = 1e-3, 3_600_000.0
-_MAX_REQUESTS = 2**32  # of a run; their seeds follow the run's
-_IDLE_SECONDS = 1e-3  # after a step in which nothing could be scheduled
+_MAX_REQUESTS = 2**32  # requests per run; their seeds follow the run's
+_IDLE_SECONDS = 1e-3  # pause after a step in which nothing could be scheduled
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class MeasuredSpan:
     warm_up: float
     until: float
     interval: float = 10.0
-    is_cut: bool = False  # the run ends at `until`; else when all requests are answered
+    is_cut: bool = False  # the run ends at `until`; otherwise when all requests are answered
 
 
 class SimulatedCluster:
@@ -206,7 +206,7 @@ class SimulatedCluster:
             if target.engine.last_step is not None:
                 self._take(target, now, outputs)
                 outputs = []
-            elif now == started_at:  # nothing could be scheduled: time must go on
+            elif now == started_at:  # nothing could be scheduled: time has to advance
                 target.time.sleep_until(now + _IDLE_SECONDS)
             if now >= self._shown + 1.0:
                 self._shown = now
@@ -231,7 +231,7 @@ class _Target:
     engine: RecordedTarget
     time: TargetTime
     num_in_flight: int = 0  # requests, as the router counts them
-    wakes_at: float = NEVER  # while it has nothing to do
+    wakes_at: float = NEVER  # NEVER: idle
 
 
 def _drafts_in_turn(config: Config) -> bool:

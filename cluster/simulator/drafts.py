@@ -26,9 +26,9 @@ from cluster.telemetry.metrics import Reading
 from cluster.wire.messages import SpeculateReply, SpeculateRequest
 
 VOCAB_SIZE = 1000
-HAND_OVER_SECONDS = 0.0003  # a message between two processes of one machine, in one direction
-_MAX_MODEL_LEN = 10**9  # where the configuration has none
-_NUM_SENDS = 64  # that a link remembers
+HAND_OVER_SECONDS = 0.0003  # one message between two processes of one machine
+_MAX_MODEL_LEN = 10**9  # used if the configuration has none
+_NUM_SENDS = 64  # messages that a link remembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class SimulatedDraft:
     """Description of a draft worker."""
 
     simulation: SimulationConfig
-    name: str = "simulated"  # of its model
+    name: str = "simulated"  # name of its model
     round_trip_seconds: float = 0.0
-    expected_round_trip: float | None = None  # by labels
+    expected_round_trip: float | None = None  # estimated from the labels
     make_drafter: Callable[..., SimulatedDrafter] = SimulatedDrafter
     hand_over_seconds: float = HAND_OVER_SECONDS
     overheads: Overheads = NO_OVERHEADS
@@ -63,13 +63,13 @@ class VirtualDraft:
         self.address = f"draft-{index}"
         self.wanted = wanted
         self.is_up = False
-        self.due_at = NEVER  # when it next has something to do
+        self.due_at = NEVER  # time of its next event
         self.time = VirtualTime()
         self.links: list[VirtualLink] = []
         self._stepped_at = 0.0
         self._limits = draft_limits(config)
         self._branches = config.speculation.num_run_ahead_branches
-        self._inbox: deque[tuple[float, int, SpeculateRequest]] = deque()  # in the order of their arrival
+        self._inbox: deque[tuple[float, int, SpeculateRequest]] = deque()  # in order of arrival
         self._new_worker()
 
     def _new_worker(self) -> None:
@@ -105,7 +105,7 @@ class VirtualDraft:
         """Runs one turn of the worker's loop at `due_at`. Everything that arrives by then must have been sent."""
         due_at = self._stepped_at = self.due_at
         while self._inbox and self._inbox[0][0] <= due_at:
-            self.time.seconds, link, request = self._inbox.popleft()  # the worker notes when it came
+            self.time.seconds, link, request = self._inbox.popleft()  # the worker records the arrival
             self.worker.receive(link, request)
         self.time.seconds = due_at
         self.worker.step()

@@ -31,19 +31,19 @@ class Percentiles:
 class Interval:
     """Figures of one interval of the run."""
 
-    seconds: float  # of the run, at its start
+    seconds: float  # start of the run, in its own time
     tokens_per_second: float
     mean_k: float
     acceptance: float
-    num_waiting: float  # requests not yet admitted, summed over targets, mean over steps
+    num_waiting: float  # unadmitted requests, summed over targets, mean over steps
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
     name: str
     utilization: float  # share of the time that it computed
-    tokens_per_second: float = 0.0  # of a target
-    wait_share: float = 0.0  # of the time that a target waited for proposals
+    tokens_per_second: float = 0.0  # throughput of a target
+    wait_share: float = 0.0  # share of the time that a target waited for proposals
     mean_batch: float = 0.0  # sequences in a draft worker's step
     kv_used: float = 0.0  # highest share of a target's blocks
     num_preemptions: int = 0
@@ -62,7 +62,7 @@ class Figures:
     first_token: Percentiles | None
     per_output_token: Percentiles | None
     latency: Percentiles | None
-    mean_k: float  # draft tokens verified, a round of a sequence
+    mean_k: float  # draft tokens verified per round and sequence
     acceptance: float
     tokens_a_round: float
     rows_a_step: float
@@ -79,9 +79,9 @@ class StepFigures:
     """A target's step."""
 
     seconds: float
-    wait_seconds: float  # for proposals, before it
+    wait_seconds: float  # wait for proposals before the step
     num_rows: int
-    num_waiting: int  # requests that were not admitted
+    num_waiting: int  # requests without admission
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class _Sums:
     num_accepted: int = 0
     num_steps: int = 0
     num_rows: int = 0
-    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # by target: sum and steps
+    waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # by target: sum and number of steps
 
     def take(self, target: int, step: StepFigures, outputs: Sequence[GenerationOutput]) -> None:
         for output in outputs:
@@ -126,7 +126,7 @@ class Recorder:
         self.first_at: list[float] = []
         self.finished_at: list[float] = []
         self.is_refused: list[bool] = []
-        self.num_steps = self.num_draft_steps = self.num_tokens = 0  # since the beginning
+        self.num_steps = self.num_draft_steps = self.num_tokens = 0  # since the start
         self._target_tokens = [0] * num_targets
         self._warm_up, self._until, self._interval = warm_up, until, interval
         self._after = after_seconds
@@ -235,7 +235,7 @@ class Recorder:
 
     def _interval_of(self, number: int, sums: _Sums, ended_at: float) -> Interval:
         start = number * self._interval
-        is_cut = ended_at <= self._until < start + self._interval  # nothing was looked at after it
+        is_cut = ended_at <= self._until < start + self._interval  # no step was observed after it
         waiting = sum(total / steps for total, steps in sums.waiting.values())
         return Interval(
             start,

@@ -14,7 +14,7 @@ class Overheads:
     """Seconds of a worker between two steps."""
 
     step: float = 0.0
-    sequence: float = 0.0  # for each one in the step
+    sequence: float = 0.0  # per sequence of the step
 
     def seconds(self, num_sequences: int) -> float:
         return self.step + self.sequence * num_sequences
@@ -27,9 +27,9 @@ NO_OVERHEADS = Overheads()
 class Programs:
     """Overheads of all programs, in seconds."""
 
-    hand_over: float = 0.00055  # a message between target and draft worker, one direction
-    router: float = 0.003  # from a request's arrival until its target has it
-    answer: float = 0.001  # from a commit until the client has the tokens
+    hand_over: float = 0.00055  # one message between target and draft worker
+    router: float = 0.003  # time from a request's arrival at the router to its arrival at the target
+    answer: float = 0.001  # time from a commit until the client has the tokens
     target: Overheads = Overheads(0.00026, 0.000011)
     draft: Overheads = Overheads(0.00008, 0.000017)
 

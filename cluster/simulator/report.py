@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.simulator.figures import Figures, Percentiles, WorkerFigures
 
-_MOST_INTERVALS = 20  # that are printed; JSON has all
+_MOST_INTERVALS = 20  # intervals that are printed; the JSON has all
 
 
 def table(figures: Figures) -> str:

@@ -12,19 +12,19 @@ import numpy as np
 
 from cluster.errors import ConfigurationError
 
-# More than this is an error, and a run of it would not end.
+# Larger values are errors, and a run with them would not end.
 _MAX_SECONDS = 31_622_400.0  # a year
 _MAX_REQUESTS = 100_000_000
 _MAX_STREAMS = 1_000_000
-_MAX_TOKENS = 1_000_000  # of a prompt, or of an answer; each is held in memory
+_MAX_TOKENS = 1_000_000  # tokens of a prompt or an answer; each is held in memory
 _MIN_BURSTINESS, _MAX_BURSTINESS = 1e-3, 1e3
-_MAX_QUOTED = 40  # characters of what was written
+_MAX_QUOTED = 40  # characters of the user's text
 _FIELDS = ("arrival_seconds", "prompt_tokens", "answer_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    seconds: float  # since the beginning
+    seconds: float  # since the start
     prompt_tokens: int
     answer_tokens: int
 
@@ -90,7 +90,7 @@ class OpenTraffic:
                 f"{requests_per_second:g} requests a second for {seconds:g} s: both must be above 0, and make "
                 f"{_MAX_REQUESTS:,} requests within {_MAX_SECONDS:,.0f} s (a year) at most"
             )
-        # Beyond, numbers run out: all requests would come at one time, or none ever.
+        # Beyond these limits floating point fails: all requests would arrive at once, or never.
         if not _MIN_BURSTINESS <= burstiness <= _MAX_BURSTINESS:
             raise ConfigurationError(
                 f"a burstiness of {burstiness:g}: write one from {_MIN_BURSTINESS:g} to {_MAX_BURSTINESS:g}"

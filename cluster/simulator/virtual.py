@@ -51,7 +51,7 @@ class VirtualCluster:
     num_rounds: int = 0  # sequences in steps
     pool: VirtualPool = field(init=False)
     target: SimulatedTarget = field(init=False)
-    seeds: Iterator[int] = field(default_factory=itertools.count)  # of the requests, each used once
+    seeds: Iterator[int] = field(default_factory=itertools.count)  # seeds of the requests, each used once
 
     def __post_init__(self) -> None:
         config, simulation = self.config, self.config.simulation

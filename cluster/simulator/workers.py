@@ -41,7 +41,7 @@ class RecordedTarget(SimulatedTarget):
     def _time(
         self, step: Sequence[Scheduled], prompts: Sequence[PromptPart], num_rows: int, seconds: float
     ) -> StepTiming:
-        seconds -= self._overheads.seconds(len(step))  # real engines do not time it as part of a step
+        seconds -= self._overheads.seconds(len(step))  # real engines do not include it in a step's time
         waited = self._coordinator.stats.wait_seconds
         num_step_rows = sum([scheduled.num_new_tokens + len(scheduled.drafts.token_ids) for scheduled in step])
         self.last_step = StepFigures(seconds, waited - self._waited_before, num_step_rows, len(self._scheduler.waiting))

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-_INITIAL_RATE = 0.7  # acceptance assumed of the first position: that of the bundled pair
-_INITIAL_WEIGHT = 4.0  # tests that an assumed rate counts for
-_WINDOW = 200.0  # tests per position that are remembered: their rate is then known within 0.03
-_SEQUENCE_WEIGHT = 8.0  # tests that the shared rates count for in a sequence's own
+_INITIAL_RATE = 0.7  # assumed acceptance of the first position: that of the bundled pair
+_INITIAL_WEIGHT = 4.0  # weight of an assumed rate, in tests
+_WINDOW = 200.0  # tests remembered per position: enough to know a rate within 0.03
+_SEQUENCE_WEIGHT = 8.0  # weight of the shared rates in a sequence's own, in tests
 _SEQUENCE_WINDOW = 96.0  # tests that a sequence remembers: some twenty rounds, as texts change their difficulty
 _MAX_RATE = 0.995  # no draft is certain, however short the history
 
@@ -34,7 +34,7 @@ class PositionRates:
         self.max_depth = max_depth
         self.expected: list[float] = []  # accepted drafts, by the number of tested drafts, when `rates` was last read
         self._rates: list[float] = []
-        # The first position begins with what is assumed, which then fades like tests do.
+        # The first position begins at the assumed rate, which fades like tests do.
         self._tested = [_INITIAL_WEIGHT, *[0.0] * max_depth][:max_depth]
         self._accepted = [_INITIAL_WEIGHT * _INITIAL_RATE, *[0.0] * max_depth][:max_depth]
         # Rounds since the last renewal, by the number of tested and of accepted drafts.

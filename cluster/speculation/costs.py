@@ -23,11 +23,11 @@ _SCALE_RATE = 0.1  # learning rate of the factor that all knots of a curve share
 # of 0.4 a knot followed its last two or three observations, and the ratio of two knots wavered by 6.5 % instead of 3.7.
 _KNOT_RATE = 0.02
 _MAX_KNOT_RATE = 0.15
-_OBSERVATIONS_PER_FILL = 8  # interpolating takes three times as long as learning, and knots move by a few percent
-_CLIP = 3.0  # a step held up by a page fault or a neighbour counts as one of three times the expected time
-_LINK_LEARNING_RATE = 0.1  # per reply: the last ten count most
-_READY_DECAY = 0.98  # of what was counted of the drafts that are there at once, per step that was learned from
-_FIRST_REPLIES = 8  # whose median is a link's first round trip: one of them may have been held up
+_OBSERVATIONS_PER_FILL = 8  # interpolation takes three times as long as learning, and knots move by a few percent
+_CLIP = 3.0  # a step delayed by a page fault or a neighbour counts as at most three times the expected time
+_LINK_LEARNING_RATE = 0.1  # learning rate per reply: the last ten count most
+_READY_DECAY = 0.98  # decay of the counts of ready drafts, per observed step
+_FIRST_REPLIES = 8  # the median of these is a link's first round trip: one of them may have been delayed
 
 
 class LearnedCurve:
@@ -43,7 +43,7 @@ class LearnedCurve:
     """
 
     def __init__(self, maximum: int) -> None:
-        # Lists: one number at a time goes in and mostly out, for which NumPy takes ten times as long.
+        # Lists: mostly single numbers are written and read, for which NumPy takes ten times as long.
         self._knots = _knots(maximum)
         self._log_seconds: list[float | None] = [None] * len(self._knots)  # without the common factor
         self._log_scale = 0.0
@@ -73,12 +73,12 @@ class LearnedCurve:
     def _learn(self, knot: int, weight: float, error: float) -> None:
         known = self._log_seconds[knot]
         if known is None:
-            # Starts from what its neighbours predict: the observation may have been at another count.
+            # Starts from the neighbours' prediction: the observation may have been at another count.
             self._log_seconds[knot] = math.log(max(self._filled[knot], 1e-9)) + weight * error
             self._fill_at = 0
         else:
             rate = min(_MAX_KNOT_RATE, _KNOT_RATE * (self._num_observations - self._seen_at[knot]))
-            # At first the mean of the observations: a knot that was timed wrongly at start must not stay so.
+            # At first the mean of the observations: a mistimed knot must not persist.
             rate = max(rate, 1.0 / (1 + self._times_seen[knot]))
             self._log_seconds[knot] = known + rate * weight * error
             if rate >= _MAX_KNOT_RATE:
@@ -138,8 +138,8 @@ class LearnedCurve:
         last = -1  # the last observed knot so far
         self._take_common_factor_out()
         for index, seconds in self._known():
-            # The next observation is compared with the curve as it is read: a knot that kept what was held back here
-            # would bring it back with that observation, and the common factor after it.
+            # The next observation is compared with the curve as read: if a knot kept the clipped part,
+            # that observation and then the common factor would bring it back.
             self._log_seconds[index] = math.log(max(seconds, 1e-9))
             if last < 0:
                 filled[:index] = [seconds] * index
@@ -173,7 +173,7 @@ class DraftStep(NamedTuple):
     seconds: float  # 0: unknown
     batch: int  # sequences
     rows: int  # tokens of these sequences
-    is_first: bool = False  # some sequences began a proposal in it
+    is_first: bool = False  # whether some sequences began a proposal in it
 
 
 class LinkCosts:
@@ -187,14 +187,14 @@ class LinkCosts:
 
     def __init__(self, max_batch: int, max_depth: int = 1, *, is_one_pass: bool = False) -> None:
         self.is_one_pass = is_one_pass
-        self.largest_batch = 0  # of an observed step
+        self.largest_batch = 0  # largest observed step
         self._draft_step = LearnedCurve(2 * max_batch)  # over its rows
-        self._largest_rows = 1  # of an observed step
+        self._largest_rows = 1  # largest observed step
         self._first_rows, self._level_rows = 1.0, 1.0  # per sequence, in the first step of a proposal and in later ones
-        self._overhead: float | None = None  # seconds of the network and of the queue behind others' work
+        self._overhead: float | None = None  # time of the network and of the queue behind other work
         self._first_overheads: list[float] = []
-        self._waited_share = 1.0  # what steps waited, over what the proposals were expected to take
-        # By level: sequences whose proposal was to reach it, and those whose proposal did when the step could begin.
+        self._waited_share = 1.0  # waits of steps, relative to the expected time of the proposals
+        # By level: sequences whose proposal should reach it, and those whose proposal did when the step could begin.
         self._asked, self._ready = np.full(max_depth, 1e-9), np.zeros(max_depth)
 
     @property
@@ -242,7 +242,7 @@ class LinkCosts:
     @property
     def ready_shares(self) -> FloatArray:
         """For each level from 1 on, the share of steps in which a draft is there when the step could begin."""
-        # What was not asked for lately is taken to be there as often as the level before it, so that it is tried again.
+        # A level without recent requests counts as ready as often as the previous one, so that it is tried again.
         shares, before = np.empty(len(self._asked)), self._ready[0] / self._asked[0]
         for level, (asked, ready) in enumerate(zip(self._asked.tolist(), self._ready.tolist(), strict=True)):
             before = shares[level] = min(before, (ready + before) / (asked + 1.0))

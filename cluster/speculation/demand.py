@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-NUM_BATCHES = 10  # 1, 2, 4, ... 512 sequences a draft worker
+NUM_BATCHES = 10  # 1, 2, 4, ... 512 sequences per draft worker
 
 
 @dataclass(frozen=True, slots=True)
 class DraftDemand:
     """The demand of one target, by its controller's own measures."""
 
-    num_sequences: int  # that may be drafted for
-    goodputs: tuple[float, ...]  # tokens a second over plain decoding, with 1, 2, 4, ... sequences a draft worker
+    num_sequences: int  # number of sequences that drafts may be made for
+    goodputs: tuple[float, ...]  # tokens per second over plain decoding, for 1, 2, 4, ... sequences per draft worker
 
     def goodput(self, batch: float) -> float:
         """With `batch` sequences a draft worker, those of other targets included; 1 where no drafts are better."""

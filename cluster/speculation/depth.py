@@ -31,8 +31,8 @@ class Candidate:
 
     acceptance: SequenceAcceptance
     max_depth: int
-    costs: LinkCosts | None  # of the link that drafts for it; None: waits are left out
-    fixed_depth: int | None = None  # what its request asked for
+    costs: LinkCosts | None  # costs of the sequence's link; None: waits are left out
+    fixed_depth: int | None = None  # the request's own depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,11 @@ class NextStep:
     """The step for which depths are chosen."""
 
     candidates: Sequence[Candidate]
-    num_rows: int  # of the step without drafts
-    templates: Sequence[Template] = ()  # drafts may be trees that are cut from one of these
-    min_gain: float = 1.0  # predicted tokens per second with drafts over those without, from which on drafts are chosen
+    num_rows: int  # rows of the step without drafts
+    templates: Sequence[Template] = ()  # drafts may be trees, cut from one of these templates
+    min_gain: float = (
+        1.0  # ratio of predicted tokens per second, with drafts over without, from which on drafts are chosen
+    )
 
 
 @dataclass(slots=True)
@@ -50,14 +52,14 @@ class Choice:
     """The depths chosen for the candidates."""
 
     num_drafts: list[int]
-    expected_tokens: list[float]  # that a round of each commits
-    template: Template | None = None  # from which trees of these numbers of nodes are cut; None: chains
+    expected_tokens: list[float]  # tokens that a round of each sequence commits
+    template: Template | None = None  # template for trees of these numbers of nodes; None: chains
     tokens_per_second: float = 0.0  # predicted, of a step without prompts; 0: not predicted
 
 
 class DepthController(Protocol):
-    # The controller uses measured acceptance and step times, so it is not asked before a step's time is known; and
-    # now and then a step is of the kind that it does not choose, to keep both kinds measured.
+    # The controller uses measured acceptance and step times, so it starts after a first step was measured; and
+    # some steps are of the kind that it does not choose, so that both kinds stay measured.
     measures: bool
 
     def choose(self, step: NextStep) -> Choice:
@@ -234,7 +236,7 @@ class _Search:
         allowed = place <= self._max_depths[:, None]
         present = np.ones(worth.shape) if ready is None else ready
         worth = worth * present
-        # Stable, and worth never rises along a row: a sequence's tokens come in the order of their places.
+        # Stable, and worth never rises along a row: a sequence's tokens keep their order.
         order = np.argsort(np.where(allowed, -worth, np.inf), axis=None, kind="stable")[: int(allowed.sum())]
         worth, place, present = worth.ravel()[order], place.ravel()[order], present.ravel()[order]
         sequence_of = order // allowed.shape[1]
@@ -279,7 +281,7 @@ class _Search:
             reached = np.maximum.accumulate(np.where(on_link, depth_of[own], 0), axis=1)
             batch = np.cumsum(on_link & (place[own] == 1), axis=1)
             wait[:, own] = costs.wait_seconds(reached, batch)
-        longest: FloatArray = np.maximum.accumulate(wait, axis=1)  # no link's wait shrinks with another token
+        longest: FloatArray = np.maximum.accumulate(wait, axis=1)  # no wait grows with another token on any link
         return longest
 
 

@@ -39,7 +39,7 @@ class DeviceDepths:
         self._sums = _Sums()
         self._tried: _Sums | None = None
         self._rates: dict[float, PositionRates] = {}  # by temperature
-        self._num_sequences = 0  # of the last plan
+        self._num_sequences = 0  # number of sequences at the last plan
         self._steps_to_plan = 0
         self._num_plans = self._plans_without = 0
 

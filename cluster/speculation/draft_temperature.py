@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 _STEP = 1.15
 _MAX_EXPONENT = 5  # factors from 0.5 to 2
-_TURNS = (0, 0, 0, 1, 0, 0, 0, -1)  # where the rounds go, from the best
+_TURNS = (0, 0, 0, 1, 0, 0, 0, -1)  # steps of the rounds, relative to the best
 _MIN_TESTED = 400
 _DOUBT = 2.6  # standard errors: one move in 200 that should not have been
-_FORGET = 4000  # tests after which older ones count half
+_FORGET = 4000  # tests after which the weight of older ones halves
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class DraftTemperature:
     def observe(self, exponent: int, num_tested: int, num_accepted: int) -> None:
         """Learns that of `num_tested` drafts made with `exponent` the target accepted `num_accepted`."""
         if abs(exponent - self.best) > 1:
-            return  # of before the last move
+            return  # the round was drafted before the last move
         count = self._counts[exponent]
         count.tested += num_tested
         count.accepted += num_accepted

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(slots=True)  # not frozen: made for every sequence in every step, that takes twice the time
+@dataclass(slots=True)  # not frozen: one is made per sequence and step, and freezing doubles the time
 class Drafts:
     """Draft tokens after the last committed one.
 

@@ -13,7 +13,7 @@ import torch
 NO_TOP_P = 2.0
 """A row without top-p keeps everything, whatever the sum of its weights."""
 
-WEIGHT_BITS = 40  # of the best token's weight; 2**22 tokens of that weight can be summed
+WEIGHT_BITS = 40  # weight of the best token; 2**22 tokens of that weight can be summed
 
 # exp(r) = 1 + r + r**2 * polynomial(r) for |r| <= ln 2 / 2, the highest power first.
 COEFFICIENTS = (
@@ -27,8 +27,8 @@ COEFFICIENTS = (
 LOG2_E = 1.44269504088896341
 LN2_HIGH = 0.693359375  # its products with small integers are exact
 LN2_LOW = -2.12194440e-4
-LOWEST = -200.0  # of a score's distance from the best: weights have become 0 long before
-MANTISSA_BITS = 24  # of float32
+LOWEST = -200.0  # minimum score relative to the best: weights are 0 far above it
+MANTISSA_BITS = 24  # precision of float32
 
 
 def weights(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
@@ -61,13 +61,13 @@ def filter_rows(
         scores = scores.masked_fill(weights(scores, best) < least, -torch.inf)
     if top_k is None or top_p is None:
         return scores
-    # Stable and descending: among equal scores the lowest ID stays in.
+    # Stable and descending: among equal scores the lowest ID stays.
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(scores.shape[-1], device=scores.device)[None, :]
     ordered = ordered.masked_fill(ranks >= top_k[:, None], -torch.inf)
     summed = weights(ordered, best).cumsum(dim=-1)
     mass = summed[:, -1:].to(torch.float64) * top_p[:, None].to(torch.float64)
-    # What comes before a token; the most likely one always stays.
+    # Mass before a token; the most likely one always stays.
     outside = (summed.roll(1, dims=-1).to(torch.float64) >= mass) & (ranks > 0)
     ordered = ordered.masked_fill(outside, -torch.inf)
     return torch.full_like(scores, -torch.inf).scatter_(-1, order, ordered)

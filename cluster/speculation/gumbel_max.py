@@ -13,7 +13,7 @@ import torch
 
 try:
     from cluster.speculation import _sampling
-except ImportError:  # no C compiler when the package was installed
+except ImportError:  # there was no C compiler at installation
     _sampling = None  # type: ignore[assignment]
 
 MAX_WIDTH = 16  # as in sampling.h

@@ -26,16 +26,16 @@ NOISE_VERSION = 1
 """Counted up with every change of key, counter, words or arithmetic: one after which a seed gives other noise."""
 
 _TOKENS_PER_BLOCK = 8
-_WORDS_PER_BLOCK = 4  # of 64 bits
+_WORDS_PER_BLOCK = 4  # words have 64 bits
 _COUNTER_MASK = (1 << 256) - 1
 
 
 class NoiseDomain(enum.IntEnum):
     """Separates streams of noise that must be independent although seed and choice are the same."""
 
-    CHOICE = 0  # the target's draw, and the draft's guess of it
+    CHOICE = 0  # the target's draw, and the draft's prediction of it
     DRAFT = 1  # with `acceptance: rejection`: the draft's own draw
-    ACCEPTANCE = 2  # likewise: whether its token is accepted
+    ACCEPTANCE = 2  # with `acceptance: rejection`: the decision to accept its token
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def gumbel_noise(draws: Sequence[tuple[NoiseKey, int]], num_tokens: int) -> npt.
     v = np.empty((len(draws), num_tokens), dtype=np.float64)
     for row, (key, position) in enumerate(draws):
         v[row] = noise_words(key, position, num_tokens)
-    # In place: one buffer that stays in cache. The first step is -v, for log1p.
+    # In place: one buffer that stays in the cache. The first step is -v, for log1p.
     v += 0.5
     v *= -(2.0**-32)
     np.log1p(v, out=v)

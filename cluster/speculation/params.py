@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MAX_LOGIT_BIAS = 1024  # entries: each takes its time in every step that its sequence is in
+MAX_LOGIT_BIAS = 1024  # entries: each takes time in every step of its sequence
 
 # Below this temperature the noise could not change a choice, and the division would overflow.
 _GREEDY_BELOW = 1e-5
@@ -27,9 +27,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over generated tokens
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token ID, added to its logit)
 
-    # Worked out once, as they are asked for in every step.
+    # Computed once, as every step reads them.
     is_greedy: bool = field(init=False, repr=False, compare=False)
-    has_filter: bool = field(init=False, repr=False, compare=False)  # whether any of min-p, top-k and top-p is on
+    has_filter: bool = field(init=False, repr=False, compare=False)  # whether min-p, top-k or top-p is on
     has_penalty: bool = field(init=False, repr=False, compare=False)
     is_shaped: bool = field(init=False, repr=False, compare=False)  # by more than the temperature
 

@@ -8,8 +8,8 @@ comparison with the prediction a step counts the tokens that its drafts were exp
 from __future__ import annotations
 
 _RATE = 1 / 64  # learning rate per step: tokens per step scatter by a half, their average then by 4 %
-_FORGET_RATE = 1 / 1024  # per step without drafts: what is not tried any more is predicted as at first
-_BOUNDS = (0.5, 1.5)  # of the share: beyond, something else than the model's error was measured
+_FORGET_RATE = 1 / 1024  # learning rate per step without drafts, back to the initial prediction
+_BOUNDS = (0.5, 1.5)  # bounds of the share: beyond them, something other than the model's error was measured
 
 
 class RealisedGain:
@@ -21,7 +21,7 @@ class RealisedGain:
     def __init__(self) -> None:
         self.share = 1.0
         self.gain = 1.0
-        self._num_gains = 0  # steps since there were none with drafts
+        self._num_gains = 0  # drafted steps since a step without drafts
 
     def observe_share(self, share: float) -> None:
         """Learns from a step with drafts: the tokens per second that its drafts were expected to yield in its time,

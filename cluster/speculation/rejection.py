@@ -34,7 +34,7 @@ def accept_by_rejection(
         if uniform_noise(acceptance_key, first_position + place) * q[token].item() < p[token].item():
             continue
         residual = (p - q).clamp_(min=0.0)
-        if residual.any():  # none: p and q are equal but for rounding
+        if residual.any():  # otherwise p and q are equal but for rounding
             return [*draft_token_ids[:place], _draw(residual, key, first_position + place)]
     num_drafts = len(draft_token_ids)
     return [*draft_token_ids, _draw(target_probabilities[num_drafts], key, first_position + num_drafts)]

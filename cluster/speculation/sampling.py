@@ -45,9 +45,9 @@ class SampleRequest:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     num_rows: int = 1
-    draft_token_ids: Sequence[int] = ()  # apart, so that no context is copied to append them
-    allowed: torch.Tensor | None = None  # int32 [num_rows, ceil(vocab_size / 32)], a set bit for each token; None: all
-    counts: TokenCounts | None = None  # of the first of `token_ids`, which are then not looked at; None: of none
+    draft_token_ids: Sequence[int] = ()  # separate, so that appending them copies no context
+    allowed: torch.Tensor | None = None  # int32 [num_rows, ceil(vocab_size / 32)], one bit per allowed token; None: all
+    counts: TokenCounts | None = None  # counts of the first of `token_ids`, which are then not read; None: of none
 
     @property
     def is_shaped(self) -> bool:
@@ -106,7 +106,7 @@ class Sampler:
         one at least."""
         ids, scores = self._best_tokens(logits, requests, min(width, logits.shape[-1]))
         distances = scores[:, :1] - scores
-        distances[:, 0] = 0.0  # also of an infinite one
+        distances[:, 0] = 0.0  # also for an infinite one
         gaps = distances.tolist()
         best = []
         for row_tokens, row_gaps in zip(ids.tolist(), gaps, strict=True):
@@ -221,7 +221,7 @@ def _bias_and_penalise(scores: torch.Tensor, requests: Sequence[SampleRequest]) 
             _penalise(rows, request)
 
 
-@functools.lru_cache(maxsize=1024)  # of sequences that run
+@functools.lru_cache(maxsize=1024)  # parameters of running sequences
 def _biases(logit_bias: tuple[tuple[int, float], ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     token_ids, biases = zip(*logit_bias, strict=True)
     return torch.tensor(token_ids, device=device), torch.tensor(biases, device=device)

@@ -26,7 +26,7 @@ def token_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequenc
 
 def _score(logits: torch.Tensor, token_ids: Sequence[int], width: int) -> TokenLogprobs:
     logprobs = logits.log_softmax(dim=-1)
-    if logprobs[:, 0].isnan().any():  # of rows with a logit of +inf, which has the whole probability
+    if logprobs[:, 0].isnan().any():  # rows with a logit of +inf, which has the whole probability
         infinite = logits == torch.inf
         shares = torch.where(infinite, 0.0, -torch.inf)
         logprobs = torch.where(infinite.any(dim=-1, keepdim=True), shares, logits).log_softmax(dim=-1)
@@ -34,7 +34,7 @@ def _score(logits: torch.Tensor, token_ids: Sequence[int], width: int) -> TokenL
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     scores = TokenLogprobs(width, ranks.tolist(), chosen[:, 0].tolist())
     if width:
-        # Which of equal values topk takes is not said: one more than is asked for tells whether there are any.
+        # topk does not define which of equal values it returns: one more than requested reveals ties.
         values, order = logprobs.topk(min(width + 1, logprobs.shape[-1]), dim=-1)
         if (values[:, 1:] == values[:, :-1]).any():
             values, order = logprobs.sort(dim=-1, descending=True, stable=True)

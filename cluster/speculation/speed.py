@@ -64,9 +64,9 @@ class RoundCosts:
     draft_token: float  # the draft's time for one token
     verify: float  # the target's verify step
     round_trip: float = 0.0
-    decode: float | None = None  # a step without drafts; None: as the verify step
-    rest: float = 0.0  # what else a round takes
-    plain_rest: float = 0.0  # what else a step without drafts takes
+    decode: float | None = None  # time of a step without drafts; None: that of the verify step
+    rest: float = 0.0  # other time of a round
+    plain_rest: float = 0.0  # other time of a step without drafts
 
     def of(self, num_speculative_tokens: int) -> float:
         """The time of a round with `num_speculative_tokens` drafts."""
@@ -112,7 +112,7 @@ class Speed:
     """Tokens per second of one sequence among `num_rows` that are all drafted for alike, by measured step times."""
 
     steps: StepTimes
-    num_rows: int  # sequences: the rows of a step without drafts
+    num_rows: int  # number of sequences: the rows of a step without drafts
     max_wait_seconds: float
 
     @property

@@ -21,11 +21,11 @@ from cluster.speculation.costs import LearnedCurve
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-# Tokens before a chunk of a prompt, up to which its time is a matter of rows and not of attention.
+# Chunks after at most this number of tokens: their time depends on rows, not on attention.
 _SHORT_CONTEXT = 1024
-_DECAY = 0.99  # of the counts, per step: about the last hundred steps count
-_LEAST_SEEN = 0.01  # a count below it has faded
-_LIMIT_RATE = 0.05  # learning rate of the scheduler's limit of prompt tokens, per step that left some
+_DECAY = 0.99  # decay of the counts per step: about the last hundred steps count
+_LEAST_SEEN = 0.01  # a smaller count has faded
+_LIMIT_RATE = 0.05  # learning rate of the scheduler's prompt limit, per step that left prompt tokens over
 
 
 class StepTimes:
@@ -40,7 +40,7 @@ class StepTimes:
         self._num_committed = 0.0
         self._num_steps = 0.0
         self._num_steps_with_prompts = 0.0
-        self._most_prompt_tokens = np.inf  # per step; infinite until a step leaves prompt tokens to the next one
+        self._most_prompt_tokens = np.inf  # prompt tokens per step; infinite until a step leaves some over
 
     @property
     def is_known(self) -> bool:

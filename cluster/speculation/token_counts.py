@@ -17,7 +17,7 @@ class TokenCounts:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.num_counted = 0
         self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.generated = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # how often, after the prompt
+        self.generated = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # counts after the prompt
 
     def count(self, token_ids: Sequence[int] | npt.NDArray[np.int32], end: int, num_prompt_tokens: int) -> None:
         """Counts the tokens up to `end`; those that were counted before have not changed."""

@@ -28,7 +28,7 @@ from cluster.speculation.speed import round_seconds, tokens_per_round
 Shape = tuple[int, ...]
 """The parents of a tree's nodes, as in Drafts. Siblings are in the order of their ranks."""
 
-MAX_NODES = 64  # of a shape: as many as a round may have drafts
+MAX_NODES = 64  # nodes of a shape: the number of drafts that a round may have
 
 AcceptanceTable = npt.NDArray[np.float64]
 """[num_depths, num_ranks]; deeper nodes are accepted as those of the last depth."""
@@ -38,8 +38,8 @@ AcceptanceTable = npt.NDArray[np.float64]
 class RoundTime:
     """The times of a round, all in one unit."""
 
-    draft: Callable[[int], float]  # a step of the draft with that many rows
-    verify: Callable[[int], float]  # a step of the target with that many rows of this sequence
+    draft: Callable[[int], float]  # time of a draft step with that number of rows
+    verify: Callable[[int], float]  # time of a target step with that number of rows of this sequence
     round_trip: float = 0.0
 
 
@@ -105,7 +105,7 @@ def expected_tokens(shape: Sequence[int], acceptance: AcceptanceTable) -> float:
 def token_rate(shape: Sequence[int], acceptance: AcceptanceTable, time: RoundTime) -> float:
     """E over the time of a round."""
     depths = [0, *depths_of(shape)]
-    num_rows = Counter(depths[parent + 1] for parent in set(shape))  # of each step of the draft
+    num_rows = Counter(depths[parent + 1] for parent in set(shape))  # rows of each step of the draft
     seconds = round_seconds(_draft_time(num_rows.values(), time), time.verify(1 + len(shape)), time.round_trip)
     return expected_tokens(shape, acceptance) / seconds
 

@@ -11,14 +11,14 @@ import numpy.typing as npt
 from cluster.speculation.drafts import Drafts, chain, depths_of
 from cluster.speculation.tree import AcceptanceTable, RoundTime, Shape, best_shape, best_tree, ranks_of, token_rate
 
-DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # that are told apart when a depth is chosen
-LEAST_GAIN = 1.03  # over the chain: what is measured is not known to the last percent
+DEPTH_LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # limits that the choice of a depth distinguishes
+LEAST_GAIN = 1.03  # minimum gain over the chain: measurements have an error of some percent
 
-_NUM_DEPTHS = 8  # whose acceptance is told apart
-_DECAY = 0.998  # of what was counted, a round: about the last 500 rounds count
-_RENEW_ROUNDS = 128  # between two searches for the best trees
-# What is taken for true at first, and counts as much as 4 rounds: acceptance of the best child, and of the child of
-# each later rank when none before it was the choice. Those figures are of the bundled pair.
+_NUM_DEPTHS = 8  # depths with an acceptance of their own
+_DECAY = 0.998  # decay of the counts per round: about the last 500 rounds count
+_RENEW_ROUNDS = 128  # rounds between two searches for the best trees
+# Prior with the weight of 4 rounds: acceptance of the best child, and of the child of
+# each later rank if none before it was chosen. The figures are those of the bundled pair.
 _FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
 
 
@@ -32,7 +32,7 @@ class Template:
 
     parents: Shape
     levels: npt.NDArray[np.int64]  # [nodes], 1 for a root
-    shares: npt.NDArray[np.float64]  # [nodes], of what the first child leaves over; 0 for a first child
+    shares: npt.NDArray[np.float64]  # [nodes], of the remaining probability; 0 for a first child
 
     @classmethod
     def of(cls, acceptance: AcceptanceTable, num_nodes: int, max_level: int) -> Template:

@@ -33,7 +33,7 @@ Words = npt.NDArray[np.int64]
 
 _WARM_UP_SIZE, _WARM_UP_WIDTHS = 64, (1, 2, 4, 8)
 POSITION, LOGIT_ROW = COLUMNS.index("position"), COLUMNS.index("logit_row")
-_LEAST_ENTRIES = 512  # of a row's chunks: one kernel merges all of the usual vocabularies and widths
+_LEAST_ENTRIES = 512  # entries of a row's chunks: one kernel merges all of the usual vocabularies and widths
 
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
@@ -45,10 +45,10 @@ class RowTable:
     rows: torch.Tensor  # int64 [num_rows, len(COLUMNS)]
     appendix: torch.Tensor  # int64: biased tokens and their biases, tokens that are not counted
     shaped_rows: torch.Tensor  # int64: rows whose logits are not used as they are
-    masks: torch.Tensor  # int32 [num_masks, mask_words]; of one word where there are none
-    max_biases: int  # of one row
+    masks: torch.Tensor  # int32 [num_masks, mask_words]; one word if there are no masks
+    max_biases: int  # maximum number of biases of a row
     has_filter: bool
-    counts: tuple[TokenCounts, ...]  # whose addresses are in it
+    counts: tuple[TokenCounts, ...]  # counts whose addresses are in `table`
 
 
 def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.device) -> RowTable:
@@ -193,7 +193,7 @@ def _draw(
     return ids, scores
 
 
-@functools.lru_cache(maxsize=1024)  # of sequences that run
+@functools.lru_cache(maxsize=1024)  # parameters of running sequences
 def _columns_of(params: SamplingParams) -> Words:
     """The columns that are the same for all rows of a request with `params`."""
     row = np.zeros(len(COLUMNS), dtype=np.int64)

@@ -33,12 +33,12 @@ COLUMNS = (
     "position",
     "source",  # the row of shaped scores; -1: the logits, over the temperature
     "logit_row",
-    "mask_row",  # of the masks of allowed tokens; -1: all are
-    "in_prompt",  # addresses of what `TokenCounts` has; 0: no penalties
+    "mask_row",  # row of the allowed tokens' mask; -1: all are allowed
+    "in_prompt",  # addresses of the arrays of `TokenCounts`; 0: no penalties
     "generated",
-    "tail_start",  # of the tokens that are not counted there, in the table's appendix
+    "tail_start",  # uncounted tokens, in the table's appendix
     "tail_end",
-    "bias_start",  # of the biased tokens, likewise, and after them of their biases
+    "bias_start",  # biased tokens, in the table's appendix, followed by their biases
     "num_biases",
     "top_k",  # 0: off
     "temperature",  # 0: no noise
@@ -86,7 +86,7 @@ _BEST_WEIGHT = tl.constexpr(2.0**filters.WEIGHT_BITS)
 _SHIFT = tl.constexpr(filters.WEIGHT_BITS - filters.MANTISSA_BITS)
 
 _NO_SCORE = tl.constexpr(float("-inf"))
-_NO_KEY = tl.constexpr(-(2**31))  # below that of any score
+_NO_KEY = tl.constexpr(-(2**31))  # below the key of any score
 _NO_ID = tl.constexpr(2**30)
 
 
@@ -228,7 +228,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
     high = _order(best + tl.zeros([1], tl.float32))
     high = tl.max(high, 0).to(tl.int64)
 
-    # The least order above which there are fewer than k: those of that order itself are kept as far as k goes.
+    # The least order above which there are fewer than k: those of that order are kept as far as k allows.
     cut_order = low
     num_equal = tl.zeros([], tl.int64) + vocab_size
     if top_k > 0:
@@ -290,7 +290,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
             masses += tl.where(survives & (order > start), weights, 0)
             weight_of_equals = tl.maximum(weight_of_equals, tl.where(survives & (order == start), weights, 0))
         above, weight = tl.sum(masses, 0), tl.max(weight_of_equals, 0)
-        # Of those of that order the ones before which there is less than that mass; the first is.
+        # Of that order's tokens, those with less than that mass before them; the first always stays.
         first_out, last_out = tl.zeros([], tl.int64) + 1, tl.zeros([], tl.int64) + vocab_size
         while first_out < last_out:
             middle = first_out + ((last_out - first_out) >> 1)

@@ -43,24 +43,24 @@ class TargetModel:
 class GenerationRequest:
     """One sequence to generate."""
 
-    request_id: str  # unique among those that are running
-    token_ids: list[int]  # the prompt, then what was generated elsewhere
+    request_id: str  # unique among running requests
+    token_ids: list[int]  # the prompt, followed by tokens that another target generated
     num_prompt_tokens: int
     params: SamplingParams
     noise_key: NoiseKey
     max_tokens: int  # generated tokens in all
     ignore_eos: bool
     num_speculative_tokens: int | None  # None: the controller decides
-    stop_token_ids: frozenset[int] = frozenset()  # they end it as end-of-sequence tokens do, `ignore_eos` or not
+    stop_token_ids: frozenset[int] = frozenset()  # they end the sequence like end-of-sequence tokens, always
     constraints: Constraints = UNCONSTRAINED
-    grammar: CompiledGrammar | None = None  # that of `constraints`
-    num_logprobs: int | None = None  # likeliest tokens to report with each generated one; None: not even that one
-    num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
-    priority: int = 0  # of requests that wait, the lowest goes first
-    cache_salt: str = ""  # KV is shared only between requests of the same salt
+    grammar: CompiledGrammar | None = None  # compiled from `constraints`
+    num_logprobs: int | None = None  # most likely tokens to report per generated one; None: not even the generated one
+    num_prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    priority: int = 0  # the waiting request with the lowest value goes first
+    cache_salt: str = ""  # KV is shared only between requests with the same salt
     adapter: str = ""  # LoRA; "": none
-    adapter_fingerprint: str = ""  # its contents; "": whatever they are
-    is_traced: bool = False  # its admission is published too
+    adapter_fingerprint: str = ""  # fingerprint of its contents; "": any contents
+    is_traced: bool = False  # whether its admission is published too
     arrived_at: float = field(default_factory=time.monotonic)
 
     @property
@@ -83,11 +83,11 @@ class GenerationOutput:
     finish_reason: FinishReason | None
     num_draft_tokens: int
     num_accepted_tokens: int
-    error: OutriderError | None = None  # the request has ended with it
+    error: OutriderError | None = None  # the request has ended, with this reason
     admitted_at: int | None = None  # nanoseconds since the epoch; may come again after a preemption
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, if requested
     prompt_logprobs: TokenLogprobs | None = None  # of further tokens of the prompt, from the second one on
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; in the first output with tokens
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first output with tokens
 
     @classmethod
     def of_admission(cls, request_id: str) -> GenerationOutput:
@@ -107,9 +107,9 @@ class TargetLoad:
     num_used_blocks: int
     num_blocks: int
     num_draft_links: int
-    num_draft_endpoints: int = 0  # draft workers that are listed now
-    num_waiting_tokens: int = 0  # of the sequences that wait
-    demand: DraftDemand | None = None  # None: nothing is known of what drafts give
+    num_draft_endpoints: int = 0  # listed draft workers
+    num_waiting_tokens: int = 0  # tokens of the waiting sequences
+    demand: DraftDemand | None = None  # None: the gain of drafts is unknown
 
 
 Publish = Callable[[Sequence[GenerationOutput]], None]
@@ -126,7 +126,7 @@ class Target(ABC):
     model: TargetModel
     limits: StepLimits
     block_size: int  # tokens in a KV block
-    error: BaseException | None = None  # why the step loop ended, when it did
+    error: BaseException | None = None  # why the step loop ended, if it did
 
     @property
     @abstractmethod

@@ -37,7 +37,7 @@ from cluster.vllm.engine_args import set_environment, wants_v2_runner
 
 logger = logging.getLogger(__name__)
 
-# Drafts that read fewer weights in a step run on one thread by default. More threads gain less than they lose to other
+# Drafts that read fewer weights per step run on one thread by default. More threads gain less than they lose to other
 # work on the same cores. A step of the 2M draft took 0.21 ms with one thread and 0.23 ms with two. On a machine that
 # others used, it took 0.28 ms and 0.43 ms.
 _BYTES_FOR_ALL_THREADS = 2**23
@@ -118,7 +118,7 @@ def _in_process_pool(
         )
     num_threads = draft.threads
     if num_threads is None and not (is_shared and reads_much):
-        # A thread of its own has to take turns with the target's in the kernels' pool of threads, if it asks for more.
+        # A thread of its own takes turns with the target's thread in the kernels' pool, if it uses more threads.
         num_threads = 1
     name = "simulated" if draft.drafter == "simulated" else config.draft_model
     logger.info(
@@ -164,7 +164,7 @@ def _vllm(config: Config, fingerprint: str, progress: Progress | None) -> Target
     on_v2 = wants_v2_runner()
     set_environment(config.target, v2_runner=on_v2)  # vLLM reads some of it when it is imported
     check(V2_TARGET if on_v2 else TARGET)
-    from cluster.targets.vllm.target import VllmTarget  # and only this engine needs it
+    from cluster.targets.vllm.target import VllmTarget  # only this engine needs vLLM
 
     return VllmTarget(config, fingerprint)
 

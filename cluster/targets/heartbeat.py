@@ -14,7 +14,7 @@ from cluster.telemetry.metrics import Reading
 _MIN_SECONDS = 5.0
 _TIMES_THE_LONGEST = 4.0
 _NUM_STEPS = 100
-_FIRST_STEP_SECONDS = 120.0  # it may compile, or record graphs
+_FIRST_STEP_SECONDS = 120.0  # it may compile or record graphs
 
 
 class Heartbeat:
@@ -27,11 +27,11 @@ class Heartbeat:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._num_begun = 0  # steps: one may begin before the one before it ends
+        self._num_begun = 0  # a step may begin before the previous one ends
         self._begun_at: float | None = None  # the first of them, or the end of the one before it
         self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._limit = _FIRST_STEP_SECONDS
-        self._busy_seconds = 0.0  # of all steps that have ended
+        self._busy_seconds = 0.0  # time of all ended steps
 
     def begin(self) -> None:
         self._num_begun += 1

@@ -33,8 +33,8 @@ from cluster.wire.messages import SpeculateReply, SpeculateRequest
 
 logger = logging.getLogger(__name__)
 
-_MAX_PAUSE_SECONDS = 30.0  # about, between a failure and the next attempt
-_STABLE_SECONDS = 5.0  # a drafter that fails after this long did not fail at its start
+_MAX_PAUSE_SECONDS = 30.0  # approximate pause between a failure and the next attempt
+_STABLE_SECONDS = 5.0  # a drafter that ran this long did not fail at its start
 
 
 class InProcessLink:
@@ -102,7 +102,7 @@ class InProcessPool(LinkPool):
         self._num_threads = num_threads
         self._events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
         self._backoff = Backoff()
-        self._retry_at = 0.0  # while it is down
+        self._retry_at = 0.0  # time of the next attempt
         self._up_at = 0.0
         self._link: InProcessLink | None = None
         self._worker = self._begin()
@@ -139,15 +139,15 @@ class InProcessPool(LinkPool):
         link = self._link
         if self.drafts_in_turn and link is not None and link.worker.has_work:
             self._do(link.worker.step)
-            # The target commits a token a step too: a draft token a turn would never be as many as are wanted.
-            # Longer than a step waits for drafts it is not, though: many may have much to catch up with.
+            # The target commits a token per step, too: one draft token per turn would never reach the wanted depth.
+            # The turn lasts at most as long as a step waits for drafts: many sequences may have much to catch up with.
             deadline = self._keeper.now() + self._speculation.draft_timeout_seconds
             while self._link is link and link.worker.is_drafting and self._keeper.now() < deadline:
                 self._do(link.worker.step)
 
     def readings(self) -> Iterator[Reading]:
         yield from super().readings()
-        # By names of their own: the page has the target's too.
+        # Under separate names: the page has the target's too.
         blocks, used = self._drafter.num_blocks, self._drafter.num_used_blocks
         yield Reading("outrider_draft_kv_blocks", "KV blocks of the drafter in this process.", blocks)
         yield Reading("outrider_draft_kv_blocks_used", "KV blocks of the drafter in this process, in use.", used)
@@ -187,7 +187,7 @@ class InProcessPool(LinkPool):
             if self._keeper.now() >= deadline:
                 return
             if not self._link.worker.has_work:
-                self._keeper.sleep_until(deadline)  # nothing was asked for
+                self._keeper.sleep_until(deadline)  # nothing was requested
                 return
             self._do(self._link.worker.step)
 
@@ -227,12 +227,12 @@ class InProcessPool(LinkPool):
 def _compute_with(num_threads: int | None, is_ready: threading.Event) -> None:
     """Initializes a thread that computes with `num_threads` threads, or with the default number if that is None."""
     try:
-        # A thread's first look at its number makes it the process's. Later it would undo what is set here.
+        # A thread's first read of its number sets the process's number. A later one would undo what is set here.
         torch.get_num_threads()
         if num_threads is not None:
             torch.set_num_threads(num_threads)
     finally:
-        is_ready.set()  # who waits for it sees what became of the thread
+        is_ready.set()  # the waiting caller checks whether the thread failed
 
 
 @contextlib.contextmanager

@@ -20,14 +20,14 @@ class _Cache:
     """KV of one sequence that the copy of the draft has computed."""
 
     block_table: list[int]
-    num_computed_tokens: int = 0  # committed ones
+    num_computed_tokens: int = 0  # committed tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _VerifiedChain:
     """The drafts of one sequence's round."""
 
-    rows: slice  # of the step's logits
+    rows: slice  # rows of the step's logits
     generation: Generation
     draft_token_ids: Sequence[int]
     cache: _Cache
@@ -88,7 +88,7 @@ class RejectionSampler:
             )
             start += num_drafts
             revised[verified.rows] = committed + committed[-1:] * (num_drafts + 1 - len(committed))
-            # The copy has read all drafts but the last.
+            # The copy has read all drafts except the last.
             verified.cache.num_computed_tokens = num_tokens + min(len(committed) - 1, num_drafts - 1)
         return revised
 

@@ -14,7 +14,7 @@ class Scoring:
     def __init__(self) -> None:
         self._rows: list[int] = []
         self._token_ids: list[int] = []
-        self._owed: list[tuple[int, TokenLogprobs]] = []  # with the place of its first row
+        self._owed: list[tuple[int, TokenLogprobs]] = []  # with the position of their first row
 
     def add(self, rows: Sequence[int], token_ids: Sequence[int], width: int | None) -> TokenLogprobs | None:
         """Requests those of `token_ids` in `rows` and of the `width` likeliest tokens. Returns None if `width` is."""
@@ -31,7 +31,7 @@ class Scoring:
         sequence, num_scored = scheduled.sequence, scheduled.num_scored
         if not num_scored:
             return None
-        # Of a sequence that was preempted the step may compute tokens again that have been told.
+        # After a preemption the step may recompute tokens that were already reported.
         assert sequence.first_unscored is not None
         start = max(sequence.first_unscored, sequence.num_computed_tokens + 1)
         sequence.first_unscored = end = start + num_scored

@@ -38,9 +38,9 @@ from cluster.telemetry.metrics import QueueTime, Reading, StepTime
 
 logger = logging.getLogger(__name__)
 
-_MAX_SCORED_VALUES = 2**26  # float32: the logits of a step's prompt tokens take 256 MiB at most, where all are wanted
+_MAX_SCORED_VALUES = 2**26  # float32: the logits of a step's prompt tokens take at most 256 MiB, if all are wanted
 
-_MAX_FAILED_STEPS = 3  # in a row: an engine that cannot compute any more has to be restarted
+_MAX_FAILED_STEPS = 3  # consecutive failures after which the engine has to be restarted
 
 
 class StepLoop(Target):
@@ -64,13 +64,13 @@ class StepLoop(Target):
         self._blocks = blocks
         self._pool = pool
         self._speculation = speculation
-        # To reject a draft at random its chance must be known, and a grammar's guess has none.
+        # Rejection sampling needs the draft's probability, which a grammar's proposal does not have.
         self._drafts_by_grammar = speculation.num_speculative_tokens > 0 and speculation.acceptance != "rejection"
         self._clock = clock
         self._coordinator = Coordinator(pool, speculation, model.vocab_size, limits, clock)
         max_scored_tokens = max(1, _MAX_SCORED_VALUES // model.vocab_size)
         self._scheduler: Scheduler[Generation] = Scheduler(blocks, limits, max_scored_tokens)
-        self._generations: dict[str, Generation] = {}  # by request
+        self._generations: dict[str, Generation] = {}  # by request ID
         self._submitted: list[GenerationRequest] = []
         self._queue_time = QueueTime()
         self._aborted: set[str] = set()
@@ -83,7 +83,7 @@ class StepLoop(Target):
         self._num_failed_in_row = 0
         self._thread: threading.Thread | None = None
 
-    # What an engine adds; called from the step loop's thread.
+    # Engine-specific parts; called from the step loop's thread.
 
     @abstractmethod
     def _choose(self, step: Sequence[Scheduled]) -> list[int]:
@@ -198,7 +198,7 @@ class StepLoop(Target):
                 self._step(publish)
                 self._heartbeat.end()
         except BaseException as error:
-            # The process must not look healthy with a dead loop; its main program watches `error`.
+            # The process must not look healthy if its loop is dead; its main program watches `error`.
             self.error = error
             logger.exception("the target's step loop ended")
 
@@ -234,13 +234,13 @@ class StepLoop(Target):
             ]
             try:
                 choices = self._choose(step)
-            except RuntimeError as error:  # what PyTorch raises of its devices: no memory, a kernel that failed
+            except RuntimeError as error:  # PyTorch raises it for device errors: no memory, a failed kernel
                 outputs = self._fail(step, error)
             else:
                 self._num_failed_in_row = 0
                 rounds, outputs = self._commit(step, choices)
                 timing = self._time(step, prompts, len(choices), self._clock() - started_at)
-        # New requests are taken in before the drafters are notified: so the same message names the admitted ones, and
+        # New requests are read before the drafters are notified: the same message then names the admitted ones, and
         # drafters compute their prompts during the target's prefill.
         self._take_commands(publish)
         self._coordinator.end(rounds, timing, self._joining())
@@ -330,7 +330,7 @@ class StepLoop(Target):
                     num_cached_tokens=generation.num_cached_tokens or 0,
                 )
             )
-            generation.num_cached_tokens = 0  # reported once
+            generation.num_cached_tokens = 0  # reported only once
             if generation.finish_reason is None and generation.error is None:
                 rounds.append(Round(generation.speculative, scheduled.drafts, chosen))
             else:
@@ -368,7 +368,7 @@ class StepLoop(Target):
         self._release(*(self._generations[request_id] for request_id in aborted & self._generations.keys()))
         admitted = self._scheduler.admit()
         for generation in admitted:
-            if len(generation.token_ids) == len(generation.request.token_ids):  # not again, after a preemption
+            if len(generation.token_ids) == len(generation.request.token_ids):  # not again after a preemption
                 self._queue_time.observe(time.monotonic() - generation.request.arrived_at)
         traced = [generation.request.request_id for generation in admitted if generation.request.is_traced]
         if traced:

@@ -26,7 +26,7 @@ class Generation(engine.Sequence):
     request: GenerationRequest
     speculative: SpeculativeSequence
     constraint: TokenConstraint | None = None
-    counts: TokenCounts | None = None  # of its tokens, where penalties ask for them
+    counts: TokenCounts | None = None  # counts of its tokens, for penalties
 
     @classmethod
     def of(cls, request: GenerationRequest, model: TargetModel, max_drafts: int) -> Generation:

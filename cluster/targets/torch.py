@@ -48,7 +48,7 @@ class TorchTarget(StepLoop):
         self._runner = runner
         self._sampler = Sampler(runner.model.device)
         self._rejection = rejection
-        self._logits = torch.empty(0)  # of the step
+        self._logits = torch.empty(0)  # logits of the step
         num_threads, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
         if runner.model.device.type == "cpu" and num_threads > num_cores:
             logger.warning("%d threads compute on %d cores: set target.threads to null", num_threads, num_cores)
@@ -72,7 +72,7 @@ class TorchTarget(StepLoop):
             )
         ]
         if not requests:
-            self._runner.wait()  # else the next step would be taken to be as long as both
+            self._runner.wait()  # otherwise the next step would seem to take the time of both
         choices = self._sampler.sample(logits, requests) if requests else []
         return choices if self._rejection is None else self._rejection.revise(choices, logits, step)
 

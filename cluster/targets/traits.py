@@ -28,9 +28,9 @@ ENGINE_VERSION = 3
 """Counted up with every change after which the same model gives other logits, be it in the last bit, or a filter keeps
 other tokens."""
 
-_OF_THE_DRAFT = ("rejection", "engine")  # with these the draft decides with the target
+_OF_THE_DRAFT = ("rejection", "engine")  # with these the draft influences the outcome
 
-# By these the libraries and our own kernels choose what they run; other flags change no result.
+# The libraries and our kernels choose code by these CPU flags; other flags change no result.
 _FLAGS = (
     "avx2",
     "avx512f",
@@ -82,7 +82,7 @@ def _engine_of(config: Config, dtype: torch.dtype, device: torch.device) -> dict
     return {
         "engine": f"torch {torch.__version__}, {ENGINE_VERSION}",
         "tensor_parallel_size": "1",
-        # Products round differently by the instructions that they are made of.
+        # The instruction set changes how products round.
         "kernels": f"CpuModel, {instruction_set(dtype).name.lower()}" if form is CpuModel else form.__name__,
     }
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from cluster.config.types import LogFormat, LogLevel
 
-# Libraries' own news is of no use to an operator.
+# Messages of libraries are of no use to an operator.
 _QUIET = {
     "httpx": logging.WARNING,
     "grpc": logging.WARNING,
     "asyncio": logging.WARNING,
-    "torchao": logging.ERROR,  # warns of kernels for other machines
-    "torch.utils._pytree": logging.ERROR,  # warns of what torchao does when it is imported
+    "torchao": logging.ERROR,  # warns about kernels for other machines
+    "torch.utils._pytree": logging.ERROR,  # warns about what torchao does at import
 }
 _TEXT_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*)")
 _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
@@ -44,7 +44,7 @@ class LoggedLine(NamedTuple):
     """A line of a program's log, read by who started the program."""
 
     level: int
-    message: str  # with the program's name
+    message: str  # includes the program's name
 
 
 def read_line(line: str) -> LoggedLine | None:
@@ -89,7 +89,7 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
-        return json.dumps(event, default=str)  # in ASCII: nothing in it ends a line
+        return json.dumps(event, default=str)  # ASCII, so that nothing in it ends a line
 
 
 def _fields_of(record: logging.LogRecord) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-# When each series began: as many series again, which nothing asks for.
+# Start times of series: they double the number of series, and no dashboard uses them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _ENGINE = "0"  # vLLM numbers the engines behind a page; a worker has one
@@ -30,7 +30,7 @@ class TimeTally:
 
     def __init__(self, limits: Sequence[float]) -> None:
         self._limits = limits
-        self._counts = [0] * (len(limits) + 1)  # by the first limit that was not exceeded
+        self._counts = [0] * (len(limits) + 1)  # by the first limit that the value does not exceed
         self.seconds = 0.0
 
     def observe(self, seconds: float) -> None:
@@ -64,8 +64,8 @@ class Reading:
     value: float
     is_counter: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
-    buckets: tuple[tuple[str, int], ...] = ()  # of a histogram, whose `value` is its count
-    sum: float = 0.0  # likewise
+    buckets: tuple[tuple[str, int], ...] = ()  # buckets of a histogram, whose `value` is its count
+    sum: float = 0.0  # sum of a histogram
 
 
 @dataclass(slots=True)

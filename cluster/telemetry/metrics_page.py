@@ -93,7 +93,7 @@ def _server_class(host: str, port: int, context: Callable[[], ssl.SSLContext] | 
             request.settimeout(_HANDSHAKE_SECONDS)
             try:
                 connection = context().wrap_socket(request, server_side=True)
-            except OSError as error:  # no TLS, no certificate, or that of another CA
+            except OSError as error:  # no TLS, no certificate, or one of another CA
                 audit.warning("audit: refused: metrics page, from %s: TLS fails: %.200s", client_address[0], error)
                 return
             with connection:

@@ -47,9 +47,9 @@ class OtlpTracer(Tracer):
         }
         self._provider = TracerProvider(
             sampler=ParentBasedTraceIdRatio(sample_ratio),
-            # What the environment says stands before what we say; `create` would have it the other way round.
+            # The environment's attributes take precedence over ours; `create` would reverse the order.
             resource=Resource.create({**own, **OTELResourceDetector().detect().attributes}),
-            shutdown_on_exit=False,  # it would wait for a collector that is away
+            shutdown_on_exit=False,  # it would wait for an unreachable collector
         )
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -61,7 +61,7 @@ class OtlpTracer(Tracer):
         return _start(self._tracer, name, kind, context, attributes)
 
     def close(self) -> None:
-        # Exporting knows no deadline; the thread is left behind.
+        # Exporting has no timeout of its own; the thread is left behind.
         closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
         closing.start()
         closing.join(_CLOSE_SECONDS)
@@ -126,7 +126,7 @@ class _Seldom(logging.Filter):
 
 def _complain_seldom() -> None:
     """A collector that is away is worth a line now and then, not several for each batch."""
-    logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # which leaves out that it is tried again
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)  # its messages do not mention the retries
     logger = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     if not any(isinstance(each, _Seldom) for each in logger.filters):
         logger.addFilter(_Seldom())

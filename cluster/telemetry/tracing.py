@@ -79,7 +79,7 @@ def make_tracer(config: TracingConfig, service: str, instance: str) -> Tracer:
     if config.endpoint is None:
         return Tracer()
     check_tracing(config)
-    from cluster.telemetry.otlp import OtlpTracer  # here: without tracing the package is not needed
+    from cluster.telemetry.otlp import OtlpTracer  # imported here: without tracing the package is not needed
 
     return OtlpTracer(config.endpoint, config.sample_ratio, service, instance)
 
@@ -87,5 +87,5 @@ def make_tracer(config: TracingConfig, service: str, instance: str) -> Tracer:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # raised if a parent package is missing
         return False

@@ -55,7 +55,7 @@ class Certificates:
 
         Raises ConfigurationError.
         """
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which wants a certificate, for the name that is dialled
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # requires a certificate for the dialled name
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         load_certificate(context, self._certificate, self._key, "tls.certificate_file")
         _load_authority(context, self._ca)
@@ -68,7 +68,7 @@ class Certificates:
             _content("key_file", self._key),
             version,
         )
-        _server_context(self._ca, self._certificate, self._key)  # gRPC would say nothing of files that do not fit
+        _server_context(self._ca, self._certificate, self._key)  # gRPC would not report files that do not match
         return pems
 
 
@@ -101,7 +101,7 @@ def load_certificate(context: ssl.SSLContext, certificate: str, key: str, settin
     """Has new connections of `context` use them. Raises ConfigurationError naming `setting` when they cannot."""
     try:
         context.load_cert_chain(certificate, key, password=_no_password)
-    except (OSError, ValueError) as error:  # SSLError is one of the former
+    except (OSError, ValueError) as error:  # SSLError is a subclass of OSError
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"{setting}: {certificate} and {key} cannot be used: {reason}") from error
 

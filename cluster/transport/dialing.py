@@ -24,7 +24,7 @@ class PageDialing:
 
     context: ssl.SSLContext
     server_name: str | None
-    token: str | None  # the shared one
+    token: str | None  # the shared token
 
 
 class Dialer:
@@ -41,7 +41,7 @@ class Dialer:
         self._token = token
         self._server_name = server_name
         self._reading: tuple[int, ssl.SSLContext] | None = (
-            None  # version of the certificates, and the context of pages made with it
+            None  # version of the certificates, and the SSL context made with it
         )
 
     @classmethod

@@ -103,7 +103,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         value = given[0].encode() if len(given) == 1 and isinstance(given[0], str) else b""
         if value[: len(_BEARER)].lower() == _BEARER and self._token.accepts(value[len(_BEARER) :]):
             return await continuation(details)
-        # Of both directions, which fits every method: nothing that the caller sends is waited for.
+        # Streaming in both directions, which fits every method: it does not wait for the caller's messages.
         return grpc.stream_stream_rpc_method_handler(_refusal(details.method, has_token=bool(given)))
 
 

@@ -31,7 +31,7 @@ _WEIGHT = re.compile(
 )
 # Weights of the base, which PEFT saves with an adapter that trains the embedding. Engines ignore them.
 _OF_THE_BASE = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
-_PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # others are packed: their shapes say nothing
+_PLAIN_TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # others are packed: their shapes differ
 
 Shape = tuple[int, int]
 
@@ -40,7 +40,7 @@ Shape = tuple[int, int]
 class BaseModel:
     """Shapes of the base model's weights, which an adapter has to fit."""
 
-    shapes: Mapping[str, Shape]  # of each module's weight: outputs, inputs
+    shapes: Mapping[str, Shape]  # shape of each module's weight: outputs, inputs
 
     @classmethod
     def of(cls, folder: Path) -> BaseModel:
@@ -57,8 +57,8 @@ class BaseModel:
 class AdapterFiles:
     """An adapter in a folder, as its files describe it."""
 
-    rank: int  # the highest of its modules
-    shapes: Mapping[str, Shape]  # of what it adds to each module's weight: outputs, inputs
+    rank: int  # highest rank of its modules
+    shapes: Mapping[str, Shape]  # shape of its change to each module's weight: outputs, inputs
 
     @classmethod
     def read(cls, folder: Path) -> AdapterFiles:
@@ -83,7 +83,7 @@ class AdapterFiles:
                     f"{folder / WEIGHTS_FILE}: {name!r} {list(shape)} is no weight of a LoRA adapter"
                 )
             is_embedding = weight["row"] is not None
-            # An embedding's are the other way round: what it looks up are its rows.
+            # An embedding's are transposed: a row is one looked-up vector.
             part = {"A": "B", "B": "A"}[weight["row"]] if is_embedding else weight["part"]
             parts.setdefault(weight["module"], {})[part] = (
                 (shape[1], shape[0]) if is_embedding else (shape[0], shape[1])
@@ -150,9 +150,9 @@ def folder_within(path: str, root: Path) -> Path:
         files = [(folder / name).resolve(strict=True) for name in (CONFIG_FILE, WEIGHTS_FILE)] if folder != root else []
         is_within = all(place.is_relative_to(root) for place in (folder, *files))
         is_usable = is_within and bool(files) and all(stat.S_ISREG(file.stat().st_mode) for file in files)
-    except (OSError, ValueError, RuntimeError):  # there is none, a NUL in it, a loop of links
+    except (OSError, ValueError, RuntimeError):  # no such folder, a NUL in the path, or a loop of links
         is_usable = False
-    if not is_usable:  # one answer for all: who asks does not learn what lies elsewhere on this disk
+    if not is_usable:  # one message for all cases, so that callers learn nothing about other paths
         raise InvalidRequestError(
             f"there is no folder {path[:256]!r} with {CONFIG_FILE} and {WEIGHTS_FILE} below this target's lora_root"
         )

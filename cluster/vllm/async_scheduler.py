@@ -29,8 +29,8 @@ from cluster.vllm.scheduler import RoundScheduler
 
 logger = logging.getLogger(__name__)
 
-BOUND_STEP = "outrider_bound_step"  # what a SchedulerOutput has of a step whose drafts come later
-_STUCK_SECONDS = 1.0  # after its submission a step goes on without drafts: longer than nearly all take, and their waits
+BOUND_STEP = "outrider_bound_step"  # attribute of the SchedulerOutput of a step whose drafts come later
+_STUCK_SECONDS = 1.0  # after its submission a step runs without drafts: longer than nearly all steps and waits take
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Submitted:
     bound: BoundStep | None
     num_drafts: Mapping[str, int]  # rows for drafts, by request ID
     leaves_prompts: bool  # as `EngineStep` has it
-    began_at: float = 0.0  # when its drafts had come, or it was submitted
+    began_at: float = 0.0  # when its drafts had arrived, or it was submitted
     drafts: dict[str, Sequence[int]] = field(default_factory=dict)
     submitted_at: float = field(default_factory=time.monotonic)
 
@@ -49,16 +49,16 @@ class _Submitted:
 class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
     """`RoundScheduler` for vLLM's V2 runner."""
 
-    couples_drafts = True  # the runner's speculator is ours (`cluster.vllm.plugin`)
+    couples_drafts = True  # whether the runner's speculator is ours (`cluster.vllm.plugin`)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._planned: Sequence[Request] = ()  # that decode in the next step; one that ends its prompt there does not
+        self._planned: Sequence[Request] = ()  # requests that decode next; not those whose prompt ends there
         self._submitted: deque[_Submitted] = deque()
-        self._landing: _Submitted | None = None  # whose output is being processed
+        self._landing: _Submitted | None = None  # the step whose output is being processed
         self._landed_at = 0.0
-        self._next_depth = 0  # drafts that the runner makes in the step that is being scheduled
-        self.num_without_drafts = 0  # steps whose gate was closed for too long
+        self._next_depth = 0  # drafts that the runner makes in the step being scheduled
+        self.num_without_drafts = 0  # steps whose gate stayed closed for too long
         self._gate: DraftGate | None = None
         if self.max_drafts:
             self._gate = DraftGate(self.max_num_running_reqs, self.max_drafts)

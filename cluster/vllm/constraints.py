@@ -15,7 +15,7 @@ from cluster.engine.constraint import TokenConstraint
 from cluster.grammars import matching
 
 EXTRA_ARGS_KEY = "outrider_constraints"
-_VOCABULARY_SECONDS = 10.0  # it is on its way when the first grammar comes, and takes some 100 ms to read
+_VOCABULARY_SECONDS = 10.0  # it is being sent when the first grammar arrives, and takes some 100 ms to read
 
 
 def to_extra_args(constraints: Constraints, end_token_ids: Collection[int], grammar: str | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from cluster.speculation.params import SamplingParams
 from cluster.speculation.triton_sampler import LOGIT_ROW, POSITION, draw, empty_table, row_of
 from cluster.vllm.couplings import SlotCouplings, couplings_of
 
-_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # sequences of recorded drafts; more are not recorded
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # maximum batch of recorded drafts
 
 
 class CoupledDraw:
@@ -38,7 +38,7 @@ class CoupledDraw:
 
     def __init__(self, max_num_reqs: int, couplings: SlotCouplings, device: torch.device) -> None:
         self._couplings = couplings
-        self._num_changes = 0  # that `_table` has
+        self._num_changes = 0  # number of changes in `_table`
         self._table = empty_table(max_num_reqs, device)  # by slot
         self._host = np.array(self._table.rows.cpu())
 
@@ -117,9 +117,9 @@ class RecordedSpeculator(StandaloneARSpeculator):
         self.recorded_first: dict[int, Callable[[], None]] = {}
         self.recorded_further: dict[int, Callable[[], None]] = {}
         self._num_rejected = torch.zeros(number, dtype=torch.int32, device=device)
-        # A row that pads a recorded size has slot -1, and reads what lies before the first.
+        # Rows that pad a recorded size have slot -1, and read the element before the first.
         self._last_sampled = torch.zeros(number + 1, dtype=torch.int32, device=device)[1:]
-        self._drafts = torch.zeros(number, dtype=torch.int64, device=device)  # the last ones of every sequence
+        self._drafts = torch.zeros(number, dtype=torch.int64, device=device)  # last drafts of every sequence
         self._longest = torch.full((number,), self.max_model_len, dtype=torch.int32)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -129,7 +129,7 @@ class RecordedSpeculator(StandaloneARSpeculator):
     def capture(self) -> None:
         if not self._is_recorded:
             return
-        width = self.num_speculative_steps + 1  # rows of a sequence that is decoding, at most
+        width = self.num_speculative_steps + 1  # maximum rows of a decoding sequence
         self.idx_mapping.fill_(-1)
         with graph_capture(device=self.device):
             record = CudaRecorder()

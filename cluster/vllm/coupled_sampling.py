@@ -36,12 +36,12 @@ class CoupledSampling(LogitsProcessor):
         self._host = _Slots.on_host(req_states.max_num_reqs)
         self._slots = self._host.to(self._device)
         self._is_stale = False
-        self.mask: Callable[[torch.Tensor], None] | None = None  # of the next logits: forbids what may not be chosen
+        self.mask: Callable[[torch.Tensor], None] | None = None  # applied to the next logits: excludes tokens
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         coupling = Coupling.of(sampling_params.extra_args)
         self._couplings.put(req_idx, coupling)
-        if coupling is None:  # vLLM's own, to warm up
+        if coupling is None:  # vLLM's own requests, for warm-up
             self._host.clear(req_idx)
         else:
             self._host.put(req_idx, coupling)

@@ -23,7 +23,7 @@ class Coupling:
 
     params: SamplingParams
     noise_key: NoiseKey
-    num_prompt_tokens: int  # those of vLLM's prompt that were not generated elsewhere
+    num_prompt_tokens: int  # tokens of vLLM's prompt that no other target generated
     num_speculative_tokens: int | None = None  # None: the controller decides
 
     def to_extra_args(self) -> dict[str, Any]:

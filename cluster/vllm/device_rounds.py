@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
     from cluster.vllm.scheduler import EngineStep
 
-DEPTHS = (0, 1, 2, 4, 7, 15)  # that are tried at start
-TRIED_STEPS = 3 * len(DEPTHS)  # each depth three times, as the first may compile
+DEPTHS = (0, 1, 2, 4, 7, 15)  # depths tried at start
+TRIED_STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
 
 
 @dataclass(slots=True)
 class _Sequence:
     acceptance: SequenceAcceptance
     asked: int | None  # drafts a step; None: the depth that is chosen
-    num_drafted: int = 0  # in its last step
-    is_whole: bool = True  # the draft model has seen all of its steps
+    num_drafted: int = 0  # drafts of its last step
+    is_whole: bool = True  # whether the draft model has computed all its tokens
 
 
 class DeviceRounds:
@@ -43,7 +43,7 @@ class DeviceRounds:
         self._max_depth = max_depth
         self._is_fixed = is_fixed
         self._chosen = opening_depth
-        self._scheduled: deque[int] = deque()  # depths of the steps that have not ended
+        self._scheduled: deque[int] = deque()  # depths of the steps in flight
         self._sequences: dict[str, _Sequence] = {}
         self._is_trying = True
         self._num_tried = 0

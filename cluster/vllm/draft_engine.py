@@ -67,7 +67,7 @@ class DraftEngine:
         params = SamplingParams(
             temperature=0.0,
             max_tokens=self.max_model_len - len(token_ids),
-            ignore_eos=True,  # what follows an end is for the target to say
+            ignore_eos=True,  # the target decides where an answer ends
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args=coupling.to_extra_args(),

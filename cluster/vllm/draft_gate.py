@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_RING = 4  # Steps whose drafts are kept. Two are in flight, and the copy of one that has ended is done.
+_RING = 4  # Steps whose drafts are kept. Two are in flight, and a step that has ended has been copied.
 _HEADER_BYTES = 64  # The word, and padding that puts the drafts into other cache lines.
 _POLL_SECONDS = 5e-5  # Time on a CPU between two reads of the word.
 _WORD = 2**32
@@ -31,8 +31,8 @@ _WORD = 2**32
 class BoundStep:
     """Message to the ranks, sent with a step: the requests that have drafts behind the gate."""
 
-    gate: str  # a path
-    number: int  # of the bound steps, from 1
+    gate: str  # path of the gate's file
+    number: int  # number of the bound step, from 1
     request_ids: tuple[str, ...]
     max_requests: int
     max_drafts: int
@@ -84,7 +84,7 @@ class DraftGate:
             rows = self._memory.drafts[step.number % _RING]
             for row, token_ids in zip(rows, drafts or (), strict=False):
                 row[: len(token_ids)] = token_ids
-                row[len(token_ids) :] = token_ids[-1] if token_ids else 0  # fills a row up: any token will do
+                row[len(token_ids) :] = token_ids[-1] if token_ids else 0  # fills a row up: any token ID is valid
             self._memory.word[0] = step.number % _WORD
             return True
 

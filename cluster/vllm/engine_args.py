@@ -23,7 +23,7 @@ from cluster.vllm.function_wrapping import wrap_function
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _CPU_BLOCK_TOKENS = 32  # vLLM's attention on a CPU is made for multiples of it
 
-COUPLED_SAMPLING = "cluster.vllm.coupled_sampling:CoupledSampling"  # a logits processor, of the V2 runner
+COUPLED_SAMPLING = "cluster.vllm.coupled_sampling:CoupledSampling"  # logits processor of the V2 runner
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 # Decided by other settings, or by how this project uses vLLM.
@@ -66,7 +66,7 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
         block_size = -(-block_size // _CPU_BLOCK_TOKENS) * _CPU_BLOCK_TOKENS
     return {
         "model": str(resolve_model_folder(worker.model)),
-        "skip_tokenizer_init": True,  # only token IDs come here
+        "skip_tokenizer_init": True,  # only token IDs are sent
         "dtype": "bfloat16" if worker.dtype == "auto" else worker.dtype,
         "tensor_parallel_size": worker.tensor_parallel_size,
         "block_size": block_size,
@@ -121,17 +121,17 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
     Except for the model runner and the start method of processes, variables that are already set stay as they are.
     """
     os.environ[_RUNNER] = str(int(v2_runner))
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # threads are running by then
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # threads already run by then
     wanted = {
-        "VLLM_LOGGING_LEVEL": "ERROR",  # its news is of no use to an operator
-        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # of its processes
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its messages are of no use to an operator
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # for its processes
         "VLLM_NO_USAGE_STATS": "1",
     }
     if importlib.util.find_spec("flashinfer") is None:
-        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else engines on a GPU end while they start
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # otherwise engines on a GPU fail at start
     if resolve_device(worker.device).type == "cpu":
         cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))[: worker.threads]]
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cpus, worker.tensor_parallel_size)  # of ranks in processes
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = _binding(cpus, worker.tensor_parallel_size)  # for ranks in processes
         if worker.tensor_parallel_size == 1:
             wanted["OMP_NUM_THREADS"] = str(len(cpus))
             wanted["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{','.join(cpus)}]"
@@ -141,7 +141,7 @@ def set_environment(worker: WorkerConfig, *, v2_runner: bool = False) -> None:
         wanted["LD_PRELOAD"] = ":".join(recommended_libraries())
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # of this process
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # for this process
 
 
 def _binding(cpus: Sequence[str], num_ranks: int) -> str:

@@ -11,8 +11,8 @@ from cluster.config.workers import TargetConfig
 from cluster.errors import ConfigurationError, InvalidRequestError
 from cluster.vllm.adapter_folder import AdapterFiles
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be set up for
-_LATER_RANK = 16  # at least, as vLLM's default, where adapters are loaded later
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM supports
+_LATER_RANK = 16  # minimum rank if adapters are loaded later, as vLLM's default
 _NUM_SLOTS = 8
 _NUM_LATER = 64
 
@@ -22,8 +22,8 @@ class LoraLimits:
     """Ranks and numbers of adapters that vLLM reserves memory for."""
 
     max_rank: int
-    num_slots: int  # adapters in one step
-    num_adapters: int  # in memory
+    num_slots: int  # adapters per step
+    num_adapters: int  # adapters in memory
 
     @classmethod
     def of(cls, target: TargetConfig) -> LoraLimits:

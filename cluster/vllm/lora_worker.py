@@ -42,7 +42,7 @@ class LoraWorker:
         """Returns the modules of a loaded adapter that the model does not use and vLLM would ignore."""
         manager = self.model_runner.lora_manager._adapter_manager
         adapter = manager.get_adapter(number)
-        # Those of experts have been taken apart or put together by then.
+        # Modules of experts have been split or merged by then.
         return sorted(name for name in adapter.loras.keys() - manager.modules.keys() if ".experts" not in name)
 
 

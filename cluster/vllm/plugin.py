@@ -25,7 +25,7 @@ def register() -> None:
     import vllm.v1.worker.gpu.spec_decode as spec_decode
 
     wrap_function(spec_decode, "init_speculator", _init_speculator)
-    # Workers configure nothing: there the import would cost a second for nothing.
+    # Worker processes configure nothing: the import would cost them a second.
     if "vllm.engine.arg_utils" in sys.modules or multiprocessing.parent_process() is None:
         from vllm.engine.arg_utils import EngineArgs
 
@@ -46,7 +46,7 @@ def _create_engine_config(original: Callable[..., Any], engine_args: Any, *argum
 def _init_speculator(original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
     if _is_target_worker(vllm_config):
         speculation = vllm_config.speculative_config
-        if speculation.use_ngram():  # `carrier`: drafts come with the steps
+        if speculation.use_ngram():  # `carrier`: drafts arrive with the steps
             from cluster.vllm.bound_steps import NoSpeculator
 
             return NoSpeculator(req_states.max_num_reqs, req_states.num_speculative_steps, device)

@@ -65,7 +65,7 @@ class _Requests:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._couplings: dict[str, Coupling] = {}
-        self._counts: dict[str, TokenCounts] = {}  # of requests with penalties
+        self._counts: dict[str, TokenCounts] = {}  # by ID of requests with penalties
         self._vocab_size = runner.model_config.get_vocab_size()
         self.constraints = RequestConstraints(self._vocab_size)
 
@@ -85,7 +85,7 @@ class _Requests:
                 SampleRequest(
                     params=coupling.params,
                     noise_key=coupling.noise_key,
-                    token_ids=range(num_tokens),  # only penalties look at them, and `counts` has them
+                    token_ids=range(num_tokens),  # only penalties use them, and `counts` has them
                     num_prompt_tokens=coupling.num_prompt_tokens,
                     num_rows=num_drafts + 1,
                     draft_token_ids=drafts,

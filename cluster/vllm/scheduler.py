@@ -29,10 +29,10 @@ class CommittedRound:
     """Result of one step for one request."""
 
     request: Request
-    draft_token_ids: Sequence[int]  # that were verified
-    token_ids: Sequence[int]  # that were committed, up to where the request ended
+    draft_token_ids: Sequence[int]  # drafts that were verified
+    token_ids: Sequence[int]  # committed tokens, up to the request's end
     finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, if requested
     prompt_logprobs: TokenLogprobs | None = None  # of the prompt, from its second token on
 
     @property
@@ -51,10 +51,10 @@ class EngineStep:
     """A step that has run."""
 
     rounds: Sequence[CommittedRound]
-    num_rows: int  # that yielded a choice
+    num_rows: int  # rows that yielded a token
     seconds: float
-    prompts: Sequence[PromptPart]  # that the step also computed
-    left_prompts: bool  # it had no room for all that could be computed
+    prompts: Sequence[PromptPart]  # prompt parts that the step also computed
+    left_prompts: bool  # whether prompt tokens had to wait because the step had no room
 
     @property
     def has_prefill(self) -> bool:
@@ -100,20 +100,20 @@ class RoundScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.max_drafts = int(self.num_spec_tokens)  # of one request in a step
+        self.max_drafts = int(self.num_spec_tokens)  # maximum drafts of a request in a step
         self.on_step: Callable[[EngineStep], None] = lambda _: None
         self.num_preemptions = 0
-        self.num_queried_tokens = 0  # of admitted requests
-        self.num_hit_tokens = 0  # of those, found in the prefix cache
+        self.num_queried_tokens = 0  # tokens of admitted requests
+        self.num_hit_tokens = 0  # those found in the prefix cache
         self.pace = PromptPace(None, self.max_num_scheduled_tokens)
         self._scheduled_at = 0.0
-        self._leaves_prompts = False  # the step that is scheduled, as `EngineStep` has it
+        self._leaves_prompts = False  # the step being scheduled, as an `EngineStep`
 
     def load(self) -> EngineLoad:
         """Any thread."""
         num_running, num_waiting = self.get_request_counts()
         pool = self.kv_cache_manager.block_pool
-        num_blocks = pool.num_gpu_blocks - 1  # one is never used
+        num_blocks = pool.num_gpu_blocks - 1  # vLLM never uses one of them
         num_waiting_tokens = sum(request.num_tokens for request in [*self.waiting, *self.kv_holding_waiting])
         num_used_blocks = num_blocks - pool.get_num_free_blocks()
         return EngineLoad(num_running, num_waiting, num_waiting_tokens, num_used_blocks, num_blocks)
@@ -130,7 +130,7 @@ class RoundScheduler(Scheduler):
             self.max_num_active_reqs -= len(held_back)
             self.lora_config = self._without_slots_of(held_back, running)
         if self.rounds is not None:
-            self.num_spec_tokens = 0  # else a request's first step could be filled up with as many rows
+            self.num_spec_tokens = 0  # otherwise a request's first step could be padded with that number of rows
         try:
             output = super().schedule(throttle_prefills)
         finally:
@@ -155,7 +155,7 @@ class RoundScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         seconds = time.perf_counter() - self._step_began_at()
-        # Of those that finish nothing is left afterwards.
+        # Nothing is left of finished requests afterwards.
         requests = {request_id: self.requests.get(request_id) for request_id in scheduler_output.num_scheduled_tokens}
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         rounds, num_rows, num_drafts_of = [], 0, scheduler_output.scheduled_spec_decode_tokens
@@ -180,7 +180,7 @@ class RoundScheduler(Scheduler):
             num_rows=num_rows,
             seconds=seconds,
             prompts=[
-                # One that was preempted meanwhile has computed nothing.
+                # A request that was preempted meanwhile has computed nothing.
                 PromptPart(num_tokens, max(0, request.num_computed_tokens - request.num_in_flight_tokens - num_tokens))
                 for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
                 if num_tokens > 1 + len(num_drafts_of.get(request_id, ()))
@@ -188,7 +188,7 @@ class RoundScheduler(Scheduler):
             ],
             left_prompts=self._leaves_prompts,
         )
-        if scheduler_output.total_num_scheduled_tokens:  # else nothing ran
+        if scheduler_output.total_num_scheduled_tokens:  # otherwise the step was empty
             self.pace.observe(scheduler_output.total_num_scheduled_tokens, step.prompts, seconds)
         if self.rounds is not None:
             self.rounds.end(step)
@@ -205,7 +205,7 @@ class RoundScheduler(Scheduler):
 
     def _verified_drafts(self, scheduler_output: SchedulerOutput, output: EngineCoreOutput) -> Sequence[int]:
         """Returns the drafts that a step has verified for the request of `output`."""
-        # Where it drafts by itself vLLM fills a request's first step up with -1.
+        # If it drafts by itself, vLLM pads a request's first step with -1.
         drafts = scheduler_output.scheduled_spec_decode_tokens.get(output.request_id, ())
         return [draft for draft in drafts if draft >= 0]
 
@@ -238,7 +238,7 @@ class RoundScheduler(Scheduler):
             for request in taking_part
         }
         if not self._place(taking_part, chosen, joining):
-            return set()  # vLLM preempts the youngest of those that it schedules: all are among them
+            return set()  # vLLM preempts the youngest of the requests it schedules: all are among them
         return {request.request_id for request in decoding if request.request_id not in drafts}
 
     def _running(self) -> tuple[list[Request], list[Request]]:
@@ -262,16 +262,16 @@ class RoundScheduler(Scheduler):
         decoding = [r for r in self.running if not r.is_prefill_chunk and r.request_id not in held_back]
         num_rows = sum(1 + len(request.spec_token_ids) for request in decoding)
         lengths = [request.num_tokens - request.num_computed_tokens for request in [*prompts, *waiting]]
-        # As vLLM has one limit for all of them, all are taken to cost what the one that is furthest does.
+        # vLLM has one limit for all, so each is assumed to cost as much as the one with the longest context.
         furthest = max(request.num_computed_tokens for request in [*prompts, *waiting])
         seconds = self.pace.budget(is_alone=len(lengths) == 1 and not num_rows)
         shares = self.pace.share(
             [PromptPart(length, furthest) for length in lengths], max(0, budget - num_rows), seconds
         )
-        # vLLM preempts the youngest of those that it schedules: when blocks could be short all are among them.
+        # vLLM preempts the youngest of the requests it schedules: if blocks could run short, all are among them.
         num_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
         if num_blocks > len(self.running) + budget // self.block_size:
-            # One that has a part due would have that of those that wait, too: vLLM serves it before them.
+            # A request with a part due would also get the share of the waiting ones: vLLM serves it before them.
             least = [length if any(shares[len(prompts) :]) else 1 for length in lengths]
             held_back = held_back | {
                 request.request_id

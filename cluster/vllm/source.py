@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _INDEX = "https://pypi.org/simple/vllm/"
-_RELEASE = re.compile(r"vllm-([0-9.]+)\.tar\.gz")  # none before a release
-_LAZY_NAMES = "MODULE_ATTRS"  # of vLLM's own `__init__`: names, with the places that they are imported from when used
+_RELEASE = re.compile(r"vllm-([0-9.]+)\.tar\.gz")  # there is none before a release
+_LAZY_NAMES = "MODULE_ATTRS"  # in vLLM's own `__init__`: names, with the modules that they are imported from when used
 
 
 @dataclass(frozen=True, slots=True)

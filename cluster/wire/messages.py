@@ -19,19 +19,19 @@ from cluster.speculation.tree import Shape
 class Open:
     """A sequence to draft for, with every token committed so far."""
 
-    wire_id: int  # of the sequence: its number on the link, never reused
+    wire_id: int  # the sequence's number on the link, never reused
     token_ids: Sequence[int]
     num_prompt_tokens: int
     params: SamplingParams
     noise_key: NoiseKey
     num_speculative_tokens: int
     window: int
-    shape: Shape | None = None  # of the tree that is owed; None: a chain of k
-    cache_root: bytes = b""  # KV is shared only between sequences of the same
-    takes_parts: bool = False  # proposals may come in parts, before they are asked for
+    shape: Shape | None = None  # shape of the owed tree; None: a chain of k
+    cache_root: bytes = b""  # KV is shared only between sequences with the same root
+    takes_parts: bool = False  # whether proposals may arrive in parts, before they are requested
 
 
-@dataclass(slots=True)  # not frozen, as is Proposal: made for every sequence in every step, that takes twice the time
+@dataclass(slots=True)  # not frozen, like Proposal: one is made per sequence and step, and freezing doubles the time
 class Advance:
     """Every token committed since `base`, a length the drafter is known to have been told."""
 
@@ -55,7 +55,7 @@ class Proposal:
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
     start: int = 0
-    is_whole: bool = True  # with what was sent before: it is all that is owed, or more
+    is_whole: bool = True  # whether this and the earlier parts are at least what is owed
 
     @property
     def drafts(self) -> Drafts:
@@ -121,11 +121,11 @@ class SpeculateRequest:
 class Timing:
     """The draft worker's time for an answer."""
 
-    held_seconds: float  # from the arrival of the link's last request to the reply
-    step_seconds: float  # the last step of the drafter in which the link had a sequence
-    batch: int  # the link's sequences in it
-    rows: int = 0  # theirs in it; 0: one each
-    is_first: bool = False  # whether some of them had no drafts before it, and so had rows for what was committed
+    held_seconds: float  # time from the arrival of the link's last request to the reply
+    step_seconds: float  # the drafter's last step with a sequence of the link
+    batch: int  # sequences of the link in it
+    rows: int = 0  # rows of these; 0: one each
+    is_first: bool = False  # whether some had no drafts before it, and so had rows for committed tokens
 
 
 @dataclass(slots=True)
@@ -133,10 +133,10 @@ class SpeculateReply:
     """A message from draft worker to coordinator; entries by wire ID."""
 
     proposals: dict[int, Proposal] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)  # not held, or a base it was never told
+    lost: set[int] = field(default_factory=set)  # unknown sequences, or sequences whose base is unknown
     refused: set[int] = field(default_factory=set)  # no room
-    timing: Timing | None = field(default=None, compare=False)  # no two are the same
-    credit: int | None = field(default=None, compare=False)  # tokens of new sequences there is room for; None: any
+    timing: Timing | None = field(default=None, compare=False)  # all are different
+    credit: int | None = field(default=None, compare=False)  # tokens that the worker has room for; None: any
 
     def __bool__(self) -> bool:
         return bool(self.proposals or self.lost or self.refused)

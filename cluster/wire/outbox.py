@@ -30,7 +30,7 @@ class Outbox(Generic[MessageT]):
         self._waiting: MessageT | None = None
         self._wake_receiver, self._wake_sender = os.pipe()
         self._is_closed = False
-        # At the latest with the object, which others may have forgotten to close.
+        # At the latest when the object is collected, if it was not closed.
         self._descriptors = [
             weakref.finalize(self, os.close, descriptor) for descriptor in (self._wake_receiver, self._wake_sender)
         ]
@@ -41,7 +41,7 @@ class Outbox(Generic[MessageT]):
     def close(self) -> None:
         """Nobody takes any more; what is put is lost."""
         self._loop.remove_reader(self._wake_receiver)
-        with self._lock:  # no thread is just about to write, when the number may soon be another file's
+        with self._lock:  # otherwise a thread may be about to write, and the number may soon belong to another file
             self._is_closed = True
             for close_descriptor in self._descriptors:
                 close_descriptor()
@@ -54,7 +54,7 @@ class Outbox(Generic[MessageT]):
                 self._waiting.merge(message)
                 return
             self._waiting = message
-            os.write(self._wake_sender, b"\0")  # one for every `take` at most: it never blocks
+            os.write(self._wake_sender, b"\0")  # at most one byte per `take`, so it never blocks
 
     def _wake(self) -> None:
         os.read(self._wake_receiver, 1)

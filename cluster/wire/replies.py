@@ -11,7 +11,7 @@ from cluster.logprobs import TokenLogprobs, joined
 from cluster.wire.columns import split
 from protos.speculation.v1 import target_pb2
 
-EPOCH_KEY = "outrider-epoch"  # of a stream's initial metadata: the epoch of the worker that serves it
+EPOCH_KEY = "outrider-epoch"  # key in a stream's initial metadata: the epoch of its worker
 UNFINISHED = target_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -23,7 +23,7 @@ class RoundCounts(NamedTuple):
 
     num_draft_tokens: int
     num_accepted_tokens: int
-    start: int = 0  # where its tokens begin among those of the reply; those outside of rounds were decoded plainly
+    start: int = 0  # index of its first token among those of the reply; tokens outside of rounds were decoded plainly
 
 
 @dataclass(slots=True)
@@ -33,10 +33,10 @@ class CallReply:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: target_pb2.FinishReason.ValueType = UNFINISHED
     rounds: Sequence[RoundCounts] = ()
-    error: OutriderError | None = None  # the call has ended with it, after these tokens
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
+    error: OutriderError | None = None  # the call ends with this reason, after these tokens
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, if requested
     prompt_logprobs: TokenLogprobs | None = None  # of further tokens of the prompt, from the second one on
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache; in the first reply with tokens
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; in the first reply with tokens
 
     def merge(self, newer: CallReply) -> None:
         """Takes in the reply that follows this one."""

@@ -98,7 +98,7 @@ def _walk(  # type: ignore[no-untyped-def]
         block = tl.load(block_table + place // block_size, mask=is_there, other=0)
         offset = (block * block_size + place % block_size) * slot_stride
         is_read = is_there[:, None] & (dims < head_dim)[None, :]
-        # What is not there may be anything, and no number times 0 is 0 for all of them.
+        # Unused memory may hold any value, and 0 times infinity or NaN is not 0.
         key = tl.load(keys + offset[:, None] + dims[None, :], mask=is_read, other=0.0)
         value = tl.load(values + offset[:, None] + dims[None, :], mask=is_read, other=0.0)
 
@@ -282,7 +282,7 @@ class PagedAttention:
         if batch.paths is not None:
             self._path_len = -(-batch.paths.shape[1] // _PATH_STEP) * _PATH_STEP
             self._paths = F.pad(batch.paths, (0, self._path_len - batch.paths.shape[1]), value=-1)
-        self._parts: tuple[torch.Tensor, ...] | None = None  # all layers' splits are left in the same place
+        self._parts: tuple[torch.Tensor, ...] | None = None  # scratch memory that all layers share
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: int) -> torch.Tensor:
         """As `AttentionPlan.attend`. Rows past the last segment's, which pad a step, are zeros."""

@@ -58,7 +58,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows).to(tl.int64)
     column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns).to(tl.int64)
     is_output = (row < num_rows)[:, None] & (column < num_outputs)[None, :]
-    # Past the end the last one is read again: what comes of it is not stored.
+    # Rows past the end repeat the last one, and their results are not stored.
     x_rows = x + tl.minimum(row, num_rows - 1) * num_inputs
     weight_rows = weight + tl.minimum(column, num_outputs - 1) * num_inputs
     num_blocks = tl.cdiv(num_inputs, block)

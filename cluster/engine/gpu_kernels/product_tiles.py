@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 _MOST_PARTS = 8
 _PROGRAMS = (
-    128  # with fewer, a GPU of about 132 multiprocessors is not full; a constant, as it decides the order of sums
+    128  # fewer programs do not fill a GPU of about 132 multiprocessors; a constant, as it decides the order of sums
 )
-_COLUMNS = 128  # outputs of a program in the count that chooses the parts
-_LEAST_INPUTS = 256  # of a part
+_COLUMNS = 128  # outputs per program, for the choice of the number of parts
+_LEAST_INPUTS = 256  # inputs of a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +19,19 @@ class Tile:
     num_rows: int
     num_columns: int  # outputs
     num_warps: int
-    num_stages: int  # blocks of inputs in flight, one of them being multiplied
+    num_stages: int  # blocks of inputs in flight, including the one being multiplied
 
     def count(self, num_rows: int, num_outputs: int) -> int:
         """Returns the number of tiles of a product."""
         return -(-num_rows // self.num_rows) * -(-num_outputs // self.num_columns)
 
 
-# By bytes of a value, from few rows to many. The last is for all that are more.
+# By bytes per value, from few rows to many. The last entry is for all larger counts.
 TILES = {
     2: (Tile(16, 64, 4, 8), Tile(64, 128, 4, 4), Tile(128, 128, 8, 3)),
     4: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 64, 8, 2)),
 }
-_ROWS = (16, 64)  # the most rows of a product in the first tiles
+_ROWS = (16, 64)  # maximum number of rows for the first and second tiles
 BLOCKS = {2: 64, 4: 32}
 """Inputs that are multiplied at once, by bytes of a value. It decides the order of sums: all tiles have the same."""
 

@@ -15,7 +15,7 @@ from cluster.targets.vllm.adapters import Adapter, Adapters
 
 logger = logging.getLogger(__name__)
 
-_LINGER_SECONDS = 30.0  # of the copy of an adapter that was unloaded
+_LINGER_SECONDS = 30.0  # time until the copy of an unloaded adapter is deleted
 
 
 class AdapterLoader:
@@ -26,7 +26,7 @@ class AdapterLoader:
         self._llm = llm
         self._engine_died = engine_died
         self._changing = asyncio.Lock()
-        self._taken_out: set[asyncio.Task[None]] = set()  # a task that nobody holds may vanish
+        self._taken_out: set[asyncio.Task[None]] = set()  # keeps a reference: asyncio drops tasks without one
 
     async def load(self, name: str, path: str, *, replace: bool) -> str:
         """Its fingerprint. Raises InvalidRequestError, changing nothing."""
@@ -67,7 +67,7 @@ class AdapterLoader:
             self._engine_died()
             raise InternalError("vLLM's engine core has ended") from error
         except Exception as error:
-            with contextlib.suppress(Exception):  # of an engine that did not even begin with it
+            with contextlib.suppress(Exception):  # the engine may never have begun it
                 await self._llm.remove_lora(adapter.number)
             if isinstance(error, InvalidRequestError):
                 raise
@@ -92,5 +92,5 @@ class AdapterLoader:
         except Exception:
             logger.exception("vLLM could not unload the adapter %s", adapter.name)
         self._adapters.forget(adapter)
-        # An abort that is still on its way to the engine may find it asking for the adapter once more.
+        # An abort that is still on its way may reach the engine after it asked for the adapter once more.
         asyncio.get_running_loop().call_later(_LINGER_SECONDS, adapter.discard)

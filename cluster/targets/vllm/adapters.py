@@ -27,11 +27,11 @@ class Adapter:
     """One that was read: a name's, until another takes its place or it is unloaded."""
 
     name: str
-    number: int  # vLLM's
+    number: int  # the path that vLLM reads
     folder: Path  # our copy
     fingerprint: str
     num_running: int = 0
-    is_retired: bool = False  # no name stands for it any more
+    is_retired: bool = False  # no name refers to it any more
 
     def request(self) -> LoRARequest:
         return LoRARequest(f"{self.number}:{self.name}", self.number, str(self.folder))
@@ -51,7 +51,7 @@ class Adapters:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._named: dict[str, Adapter] = {}
-        self._in_engine: set[Adapter] = set()  # those named, and those that requests still end with
+        self._in_engine: set[Adapter] = set()  # named adapters, and those of requests that have not ended
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -135,7 +135,7 @@ class Adapters:
         folder = self._copies.path / str(number)
         adapter = Adapter(name, number, folder, copy_adapter(source, folder))
         try:
-            AdapterFiles.read(folder).check(self._base, self._limits.max_rank)  # it may have changed meanwhile
+            AdapterFiles.read(folder).check(self._base, self._limits.max_rank)  # the folder may have changed meanwhile
         except InvalidRequestError:
             adapter.discard()
             raise

@@ -24,12 +24,12 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         output = super().schedule(throttle_prefills)
         if self.num_submitted > 1 and any(self._constrained(output)):
-            # vLLM has this step's tokens sampled once the step before has ended, and asks for the masks then.
+            # vLLM has this step's tokens sampled after the previous step has ended, and asks for the masks then.
             output.pending_structured_output_tokens = True
         for new in output.scheduled_new_reqs:
             coupling = Coupling.of(new.sampling_params.extra_args)
             if coupling is not None and coupling.params.has_penalty:
-                # The runner counts as generated what follows the prompt: tokens of another worker do, too.
+                # The runner counts everything after the prompt as generated, including another worker's tokens.
                 new.prompt_token_ids = new.prompt_token_ids[: coupling.num_prompt_tokens]
         return output
 

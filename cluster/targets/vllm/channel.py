@@ -55,7 +55,7 @@ class Status:
     load: TargetLoad
     is_stuck: bool
     readings: Sequence[Reading]
-    news: News  # of its steps and its drafters' answers since the last one
+    news: News  # its steps and its drafters' answers since the last message
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Channel:
                 return
             try:
                 self._receive(message)
-            except Exception:  # what is wrong with one message must not keep the next from coming
+            except Exception:  # an unusable message must not block the next one
                 logger.exception("a message of the engine's channel could not be taken in")
 
     def _write(self) -> None:
@@ -106,7 +106,7 @@ class ChannelListener:
     """The worker's end before the engine core has come."""
 
     def __init__(self) -> None:
-        self._folder = OwnedFolder("outrider-engine-")  # goes with the next target, should this one be killed
+        self._folder = OwnedFolder("outrider-engine-")  # the next target deletes it if this one is killed
         self.address = str(self._folder.path / "channel")
         self._listener = Listener(self.address, "AF_UNIX")
 

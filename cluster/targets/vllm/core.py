@@ -42,8 +42,8 @@ from cluster.vllm.scheduler import EngineStep, RoundScheduler
 
 SCHEDULER = "cluster.targets.vllm.core.CoordinatedScheduler"
 ASYNC_SCHEDULER = "cluster.targets.vllm.async_core.AsyncCoordinatedScheduler"
-REQUEST_ID_KEY = "outrider_request_id"  # in a request's `extra_args`: vLLM makes IDs of its own
-TRACED_KEY = "outrider_is_traced"  # there, of requests whose admission is published
+REQUEST_ID_KEY = "outrider_request_id"  # key in a request's `extra_args`: vLLM makes its own IDs
+TRACED_KEY = "outrider_is_traced"  # key in `extra_args` of requests whose admission is published
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class CoreSettings:
 
     channel: str
     speculation: SpeculationConfig
-    max_prefill_seconds: float | None  # that prompts may add to a step
-    has_rounds: bool  # else nothing is drafted, or vLLM does it by itself
-    drafts_on_device: bool  # the model runner drafts, as the rounds say
+    max_prefill_seconds: float | None  # time that prompts may add to a step
+    has_rounds: bool  # otherwise vLLM drafts by itself, or not at all
+    drafts_on_device: bool  # the model runner drafts, to the depth of the rounds
     tokenizer_fingerprint: str
     place: Place
     trial_share: float
@@ -71,7 +71,7 @@ class CoreSettings:
     draft_server_name: str | None
 
     def new_pool(self) -> DraftPool:
-        dialer = Dialer.of(self.tls, "target", self.draft_server_name)  # here: it has no place in another process
+        dialer = Dialer.of(self.tls, "target", self.draft_server_name)  # here: it cannot be sent to a process
         return DraftPool(self.tokenizer_fingerprint, self.place, self.trial_share, dialer)
 
     def compute_hash(self) -> str:
@@ -102,8 +102,8 @@ class CoordinatedScheduler(RoundScheduler):
             self.rounds = DeviceRounds(self.max_drafts, speculation.num_speculative_tokens, is_fixed=is_fixed)
         self.on_step = self._publish
         self._constraints = RequestConstraints(self.vllm_config.model_config.get_vocab_size())
-        self._ended: list[str] = []  # since the last step
-        self._num_cached_tokens: dict[str, int] = {}  # of requests that have no tokens yet
+        self._ended: list[str] = []  # requests that ended since the last step
+        self._num_cached_tokens: dict[str, int] = {}  # of requests without tokens yet
         self._links = Links(settings.new_pool)
         self._follower = TimelineReader()
         self._channel = connect(settings.channel, self._receive, _end_process)
@@ -129,7 +129,7 @@ class CoordinatedScheduler(RoundScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._heartbeat.end()
-        # The tokens have gone up the channel; vLLM's client waits for the ends of its requests.
+        # The channel has sent the tokens; vLLM's client waits for the ends of its requests.
         for of_client in outputs.values():
             of_client.outputs = [output for output in of_client.outputs if output.finish_reason is not None]
             for output in of_client.outputs:
@@ -138,7 +138,7 @@ class CoordinatedScheduler(RoundScheduler):
 
     def drafts(self, request: Request, proposed: Sequence[int], most: int) -> Sequence[int]:
         constraint = self._constraint(request)
-        if constraint is None:  # nearly always
+        if constraint is None:  # the usual case
             return proposed[:most]
         coupling = Coupling.of(_extra_args(request))
         if coupling is not None and coupling.num_speculative_tokens is not None:
@@ -151,7 +151,7 @@ class CoordinatedScheduler(RoundScheduler):
 
     def _constraint(self, request: Request) -> TokenConstraint | None:
         extra_args = _extra_args(request)
-        if CONSTRAINTS_KEY not in extra_args:  # nearly always
+        if CONSTRAINTS_KEY not in extra_args:  # the usual case
             return None
         coupling = Coupling.of(extra_args)
         assert coupling is not None
@@ -219,7 +219,7 @@ class CoordinatedScheduler(RoundScheduler):
         while True:
             try:
                 self._send_status()
-            except Exception:  # such as a table that grew while it was read; the next will do
+            except Exception:  # for example if a table grew while it was read; the next report will succeed
                 logger.exception("a status report failed")
             time.sleep(_STATUS_SECONDS)
 
@@ -235,7 +235,7 @@ class CoordinatedScheduler(RoundScheduler):
             load.num_waiting_tokens,
             rounds.demand() if isinstance(rounds, CoordinatedRounds) else None,
         )
-        readings = list(self._readings(target_load))  # which may fail: before the news, which are told once
+        readings = list(self._readings(target_load))  # may fail, so it comes before the news, which are sent only once
         news = self._follower.news(rounds.timeline) if isinstance(rounds, CoordinatedRounds) else News()
         self._channel.send(Status(target_load, self._heartbeat.is_stuck, readings, news))
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cluster.vllm.scheduler import EngineStep
 
 DEPTHS = (0, 1, 3, 7, 15)
-STEPS = 3 * len(DEPTHS)  # each depth three times, as the first may compile
+STEPS = 3 * len(DEPTHS)  # each depth three times: the first step may compile
 
 
 class ProfilingRounds:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # after a failure, before the rounds restart
+_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # pause after a failure, before the rounds restart
 
 _FORGIVEN_SECONDS = 600.0
 
@@ -80,7 +80,7 @@ class CoordinatedRounds:
         self._clock = clock
         self._sequences: dict[str, SpeculativeSequence] = {}
         self._failures: Counter[str] = Counter()
-        self._failed_at: list[float] = []  # lately
+        self._failed_at: list[float] = []  # since the last report
         self._begin_anew_at: float | None = None
         self._step_times = step_times
         self._coordinator = self._new_coordinator()
@@ -106,7 +106,7 @@ class CoordinatedRounds:
         self._failures[type(error).__name__] += 1
         self._begin_anew_at = now + pause
         self._sequences.clear()
-        self._links.reset()  # the drafters let go of their sequences
+        self._links.reset()  # the drafters release their sequences
         logger.error("speculation is off for %.0f s, its coordinator failed", pause, exc_info=error)
 
     @_contained
@@ -134,7 +134,7 @@ class CoordinatedRounds:
         for committed in step.rounds:
             sequence = self._sequences.get(committed.request.request_id)
             if sequence is not None and committed.finish_reason is None:
-                drafts = committed.draft_token_ids  # accepted fillers of the step's rows are not drafts
+                drafts = committed.draft_token_ids  # accepted tokens that only fill the step's rows are not drafts
                 rounds.append(Round(sequence, Drafts(drafts), committed.token_ids[: len(drafts) + 1]))
         self._coordinator.end(rounds, _timing(step) if step.rounds or step.prompts else None)
 

@@ -79,7 +79,7 @@ _LAST_WORDS_SECONDS = 10.0  # An older error is not the reason why the engine co
 _SHUTDOWN_SECONDS = 2.0  # Time for the engine core to end by itself.
 _SILENT_SECONDS = 5.0  # An engine that has work and sends no status for longer counts as stuck.
 _WITH_A_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
-_COUPLED = ("draft_model", "eagle", "eagle3", "mtp")  # whose draws know the noise on the V2 runner
+_COUPLED = ("draft_model", "eagle", "eagle3", "mtp")  # methods whose draws know the noise on the V2 runner
 _PROPOSER = "cluster.vllm.proposer.NoProposer"
 _T = TypeVar("_T")
 
@@ -105,9 +105,9 @@ class VllmTarget(Target):
         self._publish: Publish = lambda _: None
         self._running: dict[str, asyncio.Task[None]] = {}
         self._status: Status | None = None
-        self._timeline = Timeline()  # of the engine core's process, as it came up the channel
+        self._timeline = Timeline()  # timeline of the engine core's process, received through the channel
         self._heard_at = time.monotonic()
-        self._failed: tuple[str, float] = ("", 0.0)  # the last error of the engine core, and when it came
+        self._failed: tuple[str, float] = ("", 0.0)  # the last error of the engine core, with its time
         self._is_stopping = False
         self._adapters: Adapters | None = None
         self._loader: AdapterLoader | None = None
@@ -156,7 +156,7 @@ class VllmTarget(Target):
                 "async_scheduling": True,
                 "logits_processors": [COUPLED_SAMPLING],
             }
-            # With the runner in a process of its own the coordinator goes on while a launch waits for the device, and
+            # With the runner in a process of its own the coordinator continues while a launch waits for the device, and
             # neither takes the other's interpreter.
             ours |= {"distributed_executor_backend": "mp"}
             allow_bias()
@@ -205,7 +205,7 @@ class VllmTarget(Target):
 
     async def _try_steps(self, number: int) -> None:
         prompt = [number, 1]
-        # As many tokens as leave room for drafts of every depth to the last of the steps. Those on the device are
+        # Enough tokens for drafts of every depth up to the last of the steps. Drafts made on the device are
         # right at times, and a step then commits several.
         num_tokens = STEPS + self._config.speculation.max_speculative_tokens + 1
         if self._drafts_on_device:
@@ -342,7 +342,7 @@ class VllmTarget(Target):
         task = self._loop.create_task(self._generate(request, adapter))
         self._running[request.request_id] = task
         if adapter is not None and self._loader is not None:
-            release = self._loader.release  # not within the task: one that is cancelled at once never begins
+            release = self._loader.release  # not within the task: a task that is cancelled at once never begins
             task.add_done_callback(lambda _: release(adapter))
 
     def _abort(self, request_id: str) -> None:
@@ -382,7 +382,7 @@ class VllmTarget(Target):
         async with self._telling:
             if not self._has_told:
                 self._channel.send(VocabularyMessage(written))
-                if not self._on_v2:  # there masks are made in the engine core
+                if not self._on_v2:  # in the V1 runner the engine core makes the masks
                     await self._llm.collective_rpc("know_grammar_vocabulary", args=(written,))
                 self._has_told = True
 
@@ -393,7 +393,7 @@ class VllmTarget(Target):
         k = request.num_speculative_tokens
         coupling = Coupling(request.params, request.noise_key, request.num_prompt_tokens, k)
         values = _own_params(request)
-        if self._is_coupled:  # to vLLM all are greedy
+        if self._is_coupled:  # for vLLM all requests are greedy
             shaped = (
                 ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias") if self._on_v2 else ()
             )
@@ -405,7 +405,7 @@ class VllmTarget(Target):
         return VllmSamplingParams(
             **values,
             max_tokens=request.num_prompt_tokens + request.max_tokens - len(request.token_ids),
-            # What ends a sequence is the same for every engine; vLLM would look it up in its own way.
+            # Every engine applies the same rule for the end of a sequence; vLLM has its own.
             ignore_eos=True,
             stop_token_ids=sorted(end_token_ids),
             logprobs=request.num_logprobs,
@@ -425,7 +425,7 @@ class VllmTarget(Target):
             case Outputs(outputs):
                 self._publish(outputs)
                 for output in outputs:
-                    if output.error is not None:  # vLLM does not know of this error
+                    if output.error is not None:  # vLLM knows nothing about this error
                         self.abort(output.request_id)
             case Status():
                 self._status, self._heard_at = message, time.monotonic()

@@ -22,15 +22,15 @@ class Stepped(NamedTuple):
     """One request's part of a step."""
 
     request_id: str
-    token_ids: Sequence[int]  # sampled; none while its prompt is computed
-    num_verified: int  # draft tokens that were in the step
+    token_ids: Sequence[int]  # sampled tokens; none while the prompt is computed
+    num_verified: int  # draft tokens of the step
 
 
 @dataclass(slots=True)
 class _Running:
     sequence: SpeculativeSequence
-    token_ids: list[int]  # the sequence's own
-    drafts: Drafts = field(default_factory=Drafts)  # that it was last given
+    token_ids: list[int]  # the sequence's own depth
+    drafts: Drafts = field(default_factory=Drafts)  # the drafts of its last step
     is_decoding: bool = False
 
 
@@ -61,7 +61,7 @@ class RemoteDrafting:
         if running is None:
             return
         self._coordinator.close(running.sequence)
-        if not self._running:  # no step may come for long; otherwise the next one says so
+        if not self._running:  # there may be no step for a long time; otherwise the next one reports it
             self._coordinator.end(())
 
     def after_step(self, stepped: Sequence[Stepped]) -> dict[str, Sequence[int]]:

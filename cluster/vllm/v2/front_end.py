@@ -83,13 +83,13 @@ def _process_inputs(
     shape, k = couple(params, seed, settings.speculation.num_speculative_tokens)
     params._validate_logit_bias(processor.model_config)
     accepted = params.clone()
-    accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them together with speculation
+    accepted.min_p, accepted.logit_bias = 0.0, None  # vLLM refuses them with speculation
     accepted.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != _K}
     request = original(processor, request_id, prompt, accepted, *rest, **options)
     coupling = Coupling(shape, NoiseKey.derive(seed, 0), len(request.prompt_token_ids or ()), k)
     make_greedy(request.sampling_params, coupling)
     request.sampling_params.logit_bias = params.logit_bias
-    request.sampling_params.seed = seed if params.n > 1 else None  # from which the keys of the choices are derived
+    request.sampling_params.seed = seed if params.n > 1 else None  # the choices derive their keys from it
     return request
 
 

@@ -31,7 +31,7 @@ class LinkThread:
     def start(self) -> None:
         switch_threads_soon()
         self._thread.start()
-        atexit.register(self.stop)  # before what the links use is closed under them
+        atexit.register(self.stop)  # runs before the objects that the links use are closed
 
     def stop(self) -> None:
         """The draft workers forget this engine's sequences."""

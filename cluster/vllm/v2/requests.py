@@ -64,7 +64,7 @@ class EngineRequests:
         self._model_name = str(model.served_model_name)
         self._req_states = req_states
         self._couplings = couplings_of(req_states.all_token_ids)
-        self._added: dict[str, tuple[Sequence[int], int, int]] = {}  # not yet in a step
+        self._added: dict[str, tuple[Sequence[int], int, int]] = {}  # requests that are not in a step yet
         self._watch(req_states)
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class EngineRequests:
                 self._added[req_id] = (all_token_ids, prompt_len, prompt_len + max_tokens)
 
         @functools.wraps(write)
-        def apply_staged_writes() -> None:  # after the sampler was told of the requests
+        def apply_staged_writes() -> None:  # after the sampler received the requests
             write()
             self._open()
 
@@ -116,7 +116,7 @@ class EngineRequests:
         added, self._added = self._added, {}
         for request_id, (token_ids, num_prompt_tokens, max_len) in added.items():
             coupling = self._couplings.get(self._req_states.req_id_to_index[request_id])
-            if coupling is not None:  # None: vLLM's own, to warm up
+            if coupling is not None:  # None: vLLM's own request, for warm-up
                 max_len = min(max_len, self._max_model_len)
                 self._drafting.add(request_id, token_ids, num_prompt_tokens, max_len, coupling)
         self._drafting.opened()

@@ -50,7 +50,7 @@ class RemoteSpeculator(BaseSpeculator):
     """See the module."""
 
     supports_mm_inputs = False
-    draft_logits = None  # nothing but token IDs
+    draft_logits = None  # token IDs only
     pcp_manager = None  # assigned by the model runner
 
     def __init__(self, num_speculative_tokens: int, device: torch.device, requests: EngineRequests | None) -> None:
