@@ -12,7 +12,7 @@ from services.http_call import add_trust_arguments, call, trusted_context
 from services.terminal import as_line
 
 _PATH = "/admin/adapters"
-_SECONDS = 320.0  # a target may take minutes
+_SECONDS = 320.0  # a target may take minutes to load one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

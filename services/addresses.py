@@ -33,15 +33,15 @@ def check_metrics_page(worker: WorkerConfig, pool: str) -> None:
 def check_can_listen(host: str, port: int, remedy: str) -> int:
     """The port that could be had, which is another for port 0. Raises ConfigurationError that ends with `remedy`."""
     try:
-        if port > 65535:  # getaddrinfo would cut it to 16 bits
+        if port > 65535:  # getaddrinfo would truncate it to 16 bits
             raise OverflowError("a port is at most 65535")
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: for ports just left
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do, to reuse recent ports
             probe.bind(address)
-            probe.listen(1)  # two may be bound, and one listen
+            probe.listen(1)  # two sockets may bind it, but only one may listen
             return int(probe.getsockname()[1])
     except (OSError, OverflowError, UnicodeError) as error:
         raise cannot_listen(_joined(host, port), error, remedy) from error
@@ -52,7 +52,7 @@ def unknown_hosts(addresses: Sequence[str]) -> Iterator[str]:
     for address in addresses:
         name = address.removeprefix("dns:")
         if not is_host_port(name):
-            continue  # a file
+            continue  # the address is a file
         host, port = split(name)
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 MAX_STREAMS = 256
-_MAX_QUOTED = 40  # characters
+_MAX_QUOTED = 40  # characters that a message quotes
 
 
 def above_zero(kind: type[int] | type[float], at_most: float = math.inf) -> Callable[[str], float]:

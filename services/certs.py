@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 PROGRAMS = ("router", "target", "draft")
-_CLIENT = "client"  # of who scrapes or asks for health: it is nobody's server
+_CLIENT = "client"  # for metrics scrapers and health checks; it serves nothing
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS = 3650
-_BACKDATED = datetime.timedelta(minutes=5)  # for clocks that are a little behind
+_BACKDATED = datetime.timedelta(minutes=5)  # tolerance for clocks that are slightly slow
 _HOST_NAME = re.compile(
     r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.)*[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 )

@@ -62,7 +62,7 @@ class ServeOption:
     metavar: str
     settings: tuple[str, ...]
     purpose: str
-    is_mapping: bool = False  # NAME=VALUE, repeated for each, in the place of the whole setting
+    is_mapping: bool = False  # repeated NAME=VALUE, which replaces the whole setting
 
     @property
     def destination(self) -> str:
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup_logging(arguments.command)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+            stream.reconfigure(errors="replace")  # a terminal prints a substitute for a character it lacks
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -169,8 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return os.EX_TEMPFAIL if is_passing else 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # of what is left nothing is told at exit
+    except BrokenPipeError:  # the reader closed the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # no error for the remaining output at exit
         return 128 + signal.SIGPIPE
 
 
@@ -238,7 +238,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         choices=_LOG_FORMATS,
         help="how it is written (default: text); the same as --logging.format",
     )
-    parser.usage = f"{parser.prog} [OPTION ...] [--SECTION.KEY VALUE ...]"  # argparse would list two hundred
+    parser.usage = f"{parser.prog} [OPTION ...] [--SECTION.KEY VALUE ...]"  # argparse would list two hundred options
     parser.epilog = _EPILOG
 
 
@@ -327,7 +327,7 @@ def _require_ray() -> None:
 
 def _run_program(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    # A program that is still loading has nothing to finish; what it serves later has handlers of its own.
+    # A program that is still loading has nothing to finish; its server installs handlers of its own later.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Imported here: the router must not import torch, the workers need not import the router's HTTP server.
     if arguments.command == "router":

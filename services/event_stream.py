@@ -14,7 +14,7 @@ from cluster.errors import ConfigurationError
 from services.http_call import API_KEY
 from services.terminal import as_line
 
-_SECONDS = 300.0  # without a byte
+_SECONDS = 300.0  # time without a byte
 _MAX_ERROR_BYTES = 65_536
 _DATA = b"data: "
 

@@ -19,8 +19,8 @@ SCHEMA = CHART / "values.schema.json"
 
 _Port = Annotated[int, Field(gt=0, lt=65536)]
 _Percent = Annotated[int, Field(gt=0, le=100)]
-_Bytes = Annotated[str, Field(pattern=r"^([0-9]+(\.[0-9]+)?([KMGTP]i?|[kE])?)?$")]  # as Kubernetes writes them
-_Free = dict[str, Any]  # Kubernetes' own: what is in it is for Kubernetes to check
+_Bytes = Annotated[str, Field(pattern=r"^([0-9]+(\.[0-9]+)?([KMGTP]i?|[kE])?)?$")]  # Kubernetes' format
+_Free = dict[str, Any]  # Kubernetes' own structure, which Kubernetes validates
 _Quantities = dict[str, str | int | float]
 
 
@@ -219,7 +219,7 @@ class Values(_Values):
 def make_schema() -> str:
     schema = Values.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    # Helm passes on what a parent chart calls global, whether a chart has it or not.
+    # Helm passes a parent chart's globals on, even to charts without any.
     schema["properties"]["global"] = {"type": "object"}
     return json.dumps(schema, indent=1, sort_keys=True) + "\n"
 

@@ -15,8 +15,8 @@ from typing import Any
 from cluster.config.types import is_host_port
 from cluster.errors import ConfigurationError
 
-API_KEY = "OUTRIDER_API_KEY"  # of the environment, where a list of processes does not show it
-# Of the key that a launcher made for itself: in the environment of its router, which only the same user can read.
+API_KEY = "OUTRIDER_API_KEY"  # an environment variable, which process lists do not show
+# Hash of the launcher's own key, in the environment of its router, which only the same user can read.
 LAUNCHER_KEY_SHA256 = "OUTRIDER_LAUNCHER_KEY_SHA256"
 _MAX_ANSWER_BYTES = 65_536
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
@@ -121,6 +121,6 @@ def pinned_context(certificate_file: str | None) -> ssl.SSLContext | None:
         raise OSError(f"{certificate_file} has no certificate")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # it need not be its own issuer
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the authority need not be self-signed
     context.load_verify_locations(cadata=own[0])
     return context

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-# Controls of both kinds; those that end a line or turn the direction of text round; halves of characters, which cannot
+# Control characters; those that end a line or change the direction of text; lone surrogates, which cannot
 # be encoded.
 _NO_TEXT = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _IN_LINES = re.compile(f"[{_NO_TEXT}]")

@@ -37,24 +37,24 @@ from services.addresses import check_worker, warn_of_unknown_hosts
 logger = logging.getLogger(__name__)
 
 SERVER_OPTIONS = (
-    # Beyond 1,000 pending calls a server would cancel some at random; the router's queue limit is ours.
+    # Beyond 1,000 pending calls a server would cancel some at random; the router's queue limit applies.
     ("grpc.server.max_pending_requests", 10_000),
     ("grpc.server.max_pending_requests_hard_limit", 20_000),
     ("grpc.max_receive_message_length", 16 * 2**20),
-    ("grpc.max_concurrent_streams", 256),  # of a connection; its peer keeps further calls back
-    ("grpc.so_reuseport", 0),  # a port in use must be an error; else two servers would share its connections
-    # A peer that has vanished, with its host or behind a broken network, is noticed in four seconds, and what it had
-    # here is freed. It is the ping's own timeout that decides; its default is a minute.
+    ("grpc.max_concurrent_streams", 256),  # streams per connection; its peer holds further calls back
+    ("grpc.so_reuseport", 0),  # a port in use must be an error; otherwise two servers would share its connections
+    # A peer that has vanished, with its host or behind a broken network, is noticed in four seconds, and its sequences
+    # are freed. The ping's own timeout decides this; its default is a minute.
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Peers ping as often; without this a quiet connection would be ended for it (GOAWAY, "too many pings").
+    # Peers ping at this rate; without this option a quiet connection would be ended (GOAWAY, "too many pings").
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
 _WATCH_SECONDS = 0.2
-_LAST_WORDS_SECONDS = 1.0  # for streams to write what they still have to say
+_LAST_WORDS_SECONDS = 1.0  # time for streams to write their last messages
 
 
 def prepare_process(config: WorkerConfig) -> None:
@@ -224,7 +224,7 @@ def _open_port(listener: Listener, server: grpc.aio.Server, address: str) -> Non
     try:
         listener.open_port(server, address)
     except RuntimeError as error:
-        # gRPC says why in a line of its own; the address was free when it was asked for before the model was loaded.
+        # gRPC logs the reason; the address was free when it was checked before the model was loaded.
         raise AddressInUseError(f"cannot listen at {address}: is the port in use?") from error
 
 

@@ -42,9 +42,7 @@ class NextStep:
     candidates: Sequence[Candidate]
     num_rows: int  # rows of the step without drafts
     templates: Sequence[Template] = ()  # drafts may be trees, cut from one of these templates
-    min_gain: float = (
-        1.0  # ratio of predicted tokens per second, with drafts over without, from which on drafts are chosen
-    )
+    min_gain: float = 1.0  # least ratio of predicted tokens per second, with drafts over without, to draft
 
 
 @dataclass(slots=True)

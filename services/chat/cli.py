@@ -89,7 +89,7 @@ def _answer(url: str, path: str, body: dict[str, Any], painter: Painter, context
             for choice in event.get("choices", ()):
                 text.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
                 print(painter.paint(choice.get("rounds") or ()), end="", flush=True)
-    except KeyboardInterrupt:  # ends the answer, not the conversation
+    except KeyboardInterrupt:  # ends the answer, but not the conversation
         pass
     print(f"\n[{painter.summary(time.perf_counter() - started_at)}]")
     return "".join(text)

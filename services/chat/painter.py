@@ -11,7 +11,7 @@ from services.terminal import as_text
 
 Kind = Literal["accepted", "correction", "bonus", "plain"]
 
-# Never by colour alone: a correction is underlined, a bonus token bold.
+# Not by colour alone: a correction is underlined, a bonus token bold.
 _STYLES: dict[Kind, str] = {"accepted": "\x1b[32m", "correction": "\x1b[33;4m", "bonus": "\x1b[36;1m", "plain": ""}
 _RESET = "\x1b[0m"
 _MEANINGS: dict[Kind, str] = {

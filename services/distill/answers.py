@@ -12,7 +12,7 @@ from services.training.options import TEMPERATURES
 from services.training.traffic import RecordedAnswer
 
 _ANSWER_SECONDS = 600.0
-_MOST_BYTES_OF_AN_ANSWER, _MOST_BYTES_OF_A_TOKEN = 65_536, 1_024  # its number and its text, which JSON may escape
+_MOST_BYTES_OF_AN_ANSWER, _MOST_BYTES_OF_A_TOKEN = 65_536, 1_024  # a token's number and its text, which JSON may escape
 
 
 def ask(

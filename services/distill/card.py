@@ -17,15 +17,15 @@ class Distilled:
     """The result of `outrider distill`."""
 
     target: str
-    draft: str | None  # that it began with; None: a new one
+    draft: str | None  # the draft it began with; None: a new one
     num_parameters: int
-    num_taught: int  # answers
+    num_taught: int  # number of answers
     num_taught_tokens: int
     num_held_out: int
     recipe: Recipe
     before: Sequence[TrafficAcceptance]
     after: Sequence[TrafficAcceptance]
-    is_parallel: bool = False  # the draft makes all tokens of a proposal in one step
+    is_parallel: bool = False  # whether one step drafts a whole proposal
 
 
 def model_card(name: str, told: Distilled) -> str:

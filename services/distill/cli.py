@@ -201,7 +201,7 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
             for answer in asking:
                 file.add(answer)
                 progress.update()
-    # In the order of their prompts, whatever order they came in: the same answers make the same draft.
+    # In the order of their prompts, not of their arrival: the same answers make the same draft.
     return sorted((answer for answer in file.answers if answer.token_ids), key=lambda answer: answer.seed)
 
 

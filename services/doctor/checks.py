@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from cluster.diagnosis.findings import Finding
 from services.running_cluster.workers import ClusterFacts, WorkerFacts
 
-_CLOCK_SECONDS = 1.0  # apart, from which on traces and certificates suffer
+_CLOCK_SECONDS = 1.0  # clock difference above which traces and certificates suffer
 
 
 def with_programs(costly: Sequence[Finding], facts: ClusterFacts) -> list[Finding]:

@@ -105,7 +105,7 @@ def diagnose(arguments: argparse.Namespace) -> DoctorReport:
     check_output("--json", arguments.json)
     earlier = read_baseline(arguments.baseline, arguments.temperatures[0])
     prompts = read_prompts(arguments.prompts)
-    if arguments.start:  # of the programs that are started
+    if arguments.start:  # the configuration of the started programs
         arguments.overrides = ["logging.level=warning", *arguments.overrides]
     config = config_of(arguments)
     with _cluster(arguments, config) as (url, access):

@@ -10,17 +10,17 @@ from cluster.diagnosis.measurements import Examination, WorkerThreads, Workload
 from cluster.errors import ConfigurationError
 from services.running_cluster.load import LoadMaker, Numbers
 
-TOLD_DEPTH = 5  # acceptance and the waterfall are told of rounds so deep
+TOLD_DEPTH = 5  # depth of the rounds for the reported acceptance and the waterfall
 
 
 @dataclass(frozen=True, slots=True)
 class ExaminationPlan:
     """The loads to measure. All but those that compare temperatures use the first of `temperatures`."""
 
-    num_streams: int  # on each target
+    num_streams: int  # streams on each target
     temperatures: tuple[float, ...]
-    max_depth: int  # that requests may ask for
-    seconds: float  # of a load, each time
+    max_depth: int  # maximum that requests may ask for
+    seconds: float  # duration of a load, per repeat
     repeats: int
 
     @property

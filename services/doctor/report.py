@@ -21,7 +21,7 @@ _BAR_WIDTH = 30
 class DoctorReport:
     facts: ClusterFacts
     found: Examination
-    findings: Sequence[Finding]  # in the order in which they are to be mended
+    findings: Sequence[Finding]  # in the order of repair
     waterfall: Waterfall | None  # None: there were no drafts
 
     def text(self) -> str:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     _DescribeContext = grpc.aio.ServicerContext[types_pb2.DescribeRequest, Awaitable[draft_pb2.DraftDescription]]
 
 
-_MAX_WAITING_BYTES = 2**20  # of a link's requests that the loop has not come to; the last one may exceed it
-_REQUEST_BYTES = 1024  # that one takes however little it says
+_MAX_WAITING_BYTES = 2**20  # unread requests of a link; the last one may exceed it
+_REQUEST_BYTES = 1024  # minimum cost of a request
 _WAIT_SECONDS = 0.002
 _LAST_WRITE_SECONDS = 5.0
 
@@ -71,7 +71,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         try:
             async for message in request_iterator:
                 self._worker.receive(link, decode_request(message), message.ByteSize() + _REQUEST_BYTES)
-                # A flood waits in the peer, where gRPC's flow control keeps it.
+                # gRPC's flow control holds a flood back in the peer.
                 while self._worker.num_waiting_bytes(link) > _MAX_WAITING_BYTES:  # noqa: ASYNC110  # its thread has no event
                     await asyncio.sleep(_WAIT_SECONDS)
         except (ValueError, DecodeError) as error:
@@ -79,7 +79,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         finally:
             self._worker.detach(link)
             outbox.close()
-            # A status that is sent while a write is under way is an error to gRPC. Who doesn't read is not waited for.
+            # Sending a status during a write is an error in gRPC. Peers that do not read are not waited for.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(writing.acquire(), _LAST_WRITE_SECONDS)
             writer.cancel()
@@ -113,4 +113,4 @@ async def _write(outbox: Outbox[SpeculateReply], context: _Context, writing: asy
             try:
                 await context.write(reply)
             except grpc.aio.BaseError:
-                return  # the peer has gone, as the stream's reader hears; it may be cancelled before it looks here
+                return  # the peer has gone, as the stream's reader will notice; it may be cancelled before that

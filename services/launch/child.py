@@ -16,7 +16,7 @@ from cluster.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-# The command line's exit code for a setting that cannot work: starting again would not help.
+# The command line's exit code for a setting that cannot work: a restart would not help.
 EXIT_CONFIGURATION = 2
 
 _RESTART_SECONDS = (0.1, 0.5, 2.0, 5.0)
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 # target on 2 threads: 21 ms; 46 when they sleep at once), short enough that a target that waits for drafts leaves the
 # cores to the drafter.
 _SPIN_COUNT = "30000"
-_LIBC = ctypes.CDLL(None)  # not looked up in a child that has just been forked: another thread may hold a lock for that
+_LIBC = ctypes.CDLL(None)  # loaded here, not in a forked child: another thread may hold a lock that loading needs
 
 
 class Child:
@@ -64,7 +64,7 @@ class Child:
         return self._process.pid
 
     def start(self) -> None:
-        # The configuration that it is given has the environment's settings, and what was decided by them.
+        # The configuration passed to it includes the environment's settings and the decisions derived from them.
         inherited = without_settings(os.environ)
         environment = {"GOMP_SPINCOUNT": _SPIN_COUNT, "PYTHONUNBUFFERED": "1", **inherited, **self._environment}
         self._process = subprocess.Popen(
@@ -106,7 +106,7 @@ class Child:
     def terminate(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            self._process.send_signal(signal.SIGCONT)  # a stopped process takes no other signal
+            self._process.send_signal(signal.SIGCONT)  # a stopped process reacts to no other signal
 
     @property
     def exit_code(self) -> int | None:

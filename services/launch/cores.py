@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# With at least this many cores for each worker the operating system divides them well enough.
+# With at least this many cores per worker the operating system divides them well enough.
 _AMPLE_CORES_PER_WORKER = 8
 
 

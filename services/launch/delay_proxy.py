@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 RETRANSMISSION_SECONDS = 0.2
 
 _CHUNK_BYTES = 64 * 2**10
-_MAX_CHUNKS = 4096  # on their way in one direction; a sender of more has to wait, as for a window
+_MAX_CHUNKS = 4096  # in flight in one direction; a sender of more has to wait, as for a window
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class DelayProxy:
                 directions.create_task(self._forward(reader, far_writer))
                 directions.create_task(self._forward(far_reader, writer))
         except* OSError:
-            pass  # either end is gone: both connections end
+            pass  # either end has gone: both connections end
         finally:
             for open_writer in writers:
                 open_writer.close()

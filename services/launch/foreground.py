@@ -78,7 +78,7 @@ Outrider is ready at {", ".join(urls)} after {seconds:.1f} s. Try:
     if config.router.has_page:
         print(f"See it at work: {urls[0]}/\n", flush=True)
         if opens_page:
-            # One in the terminal returns when it is closed, and others may take seconds.
+            # A browser in the terminal returns when it is closed, and others may take seconds.
             threading.Thread(target=webbrowser.open, args=(f"{urls[0]}/",), daemon=True).start()
     if metrics_urls:
         print("Metrics:", *(f"  {url} ({name})" for name, url in metrics_urls.items()), "", sep="\n", flush=True)

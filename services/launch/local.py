@@ -34,14 +34,14 @@ from services.launch.place_draft import place_draft, target_has_gpu
 
 logger = logging.getLogger(__name__)
 
-# Below those that Linux gives to callers (net.ipv4.ip_local_port_range), above those of Ray's workers.
-# In turn, so that none is chosen again before the program that it was chosen for listens; in this process's own order.
+# Below Linux's ephemeral ports (net.ipv4.ip_local_port_range), above those of Ray's workers.
+# In order, so that a port is not chosen again before its program listens; each process has its own order.
 _PORTS = range(20_000, 32_000)
 _PORTS_IN_TURN = itertools.cycle(random.sample(_PORTS, len(_PORTS)))
 _PORT_TRIES = 100
 _POLL_SECONDS = 0.05
-READY_SECONDS = 600.0  # a large model may take minutes to load
-_END_SECONDS = 5.0  # beyond what a program may drain
+READY_SECONDS = 600.0  # loading a large model may take minutes
+_END_SECONDS = 5.0  # in addition to the time that a program may drain
 
 
 class WorkerProcess(Child):
@@ -59,7 +59,7 @@ class WorkerProcess(Child):
         """`settings`: those that the file does not have."""
         worker = config.target if pool == "target" else config.draft
         metrics_port: int | None = None
-        self.metrics_url: str | None = None  # None: it has no page
+        self.metrics_url: str | None = None  # None: no page
         if worker.metrics_port is not None:
             metrics_port = (worker.metrics_port if index == 0 else 0) or free_ports(1)[0]
             scheme = "https" if config.tls.is_on else "http"
@@ -113,7 +113,7 @@ class LocalCluster:
         self._folder = OwnedFolder("outrider-serve-")
         config_file = self._folder.path / "cluster.yaml"
         self.proxies = _proxies(self.config)
-        # Where there are proxies they are called in place of the draft workers, which listen behind them.
+        # With proxies, callers dial the proxies, and the draft workers listen behind them.
         called = self.config
         if self.proxies:
             addresses = tuple(proxy.address for proxy in self.proxies)
@@ -129,7 +129,7 @@ class LocalCluster:
             )
             for i in range(self.config.target.replicas)
         ]
-        # Which opens what tells how the cluster is, where the router asks for keys. It goes no further than here.
+        # It opens the pages about the cluster's state if the router asks for keys. It stays in this process.
         self._key = secrets.token_urlsafe(32)
         key_hash = {LAUNCHER_KEY_SHA256: hashlib.sha256(self._key.encode()).hexdigest()}
         self.router = Child("router", ["router", "--config", str(config_file)], environment=key_hash)
@@ -165,7 +165,7 @@ class LocalCluster:
     def is_ready(self) -> bool:
         """Returns whether every program runs, every target answers and all of its links are up."""
         if any(child.has_ended() for child in self._children):
-            return False  # the router may not have noticed yet
+            return False  # the router may not have noticed it yet
         health = self.health()
         if health is None:
             return False
@@ -276,7 +276,7 @@ def _resolve(config: Config) -> Config:
         number = config.draft.replicas * config.target.replicas
         config = config.model_copy(update={"draft": config.draft.model_copy(update={"replicas": number})})
     if _drafts_share_cores(config):
-        # On shared cores run-ahead takes time from the target, and comes true one time in three or four. Of 2k+2, k+2
+        # On shared cores run-ahead takes time from the target, and is right one time in three or four. Of 2k+2, k+2
         # and k tokens, k was as good as k+2 and a tenth faster than 2k+2 (190M target, 2 cores).
         closed = {"max_run_ahead": 0, "run_ahead_branches": 0}
         unset = {key: value for key, value in closed.items() if getattr(config.speculation, key) is None}
@@ -312,7 +312,7 @@ def _router_port(config: Config) -> int:
     """The router's port, known to be free; port 0 becomes one that is. Raises ConfigurationError."""
     host, port = config.router.host, config.router.port
     if port == 0:
-        with contextlib.suppress(OSError):  # what is wrong with the host is told below
+        with contextlib.suppress(OSError):  # problems of the host are reported below
             port = free_ports(1, host)[0]
     return check_can_listen(host, port, "choose another with --port")
 
@@ -349,6 +349,6 @@ def _bind_somewhere(probe: socket.socket, host: str) -> None:
             probe.bind((host, port))
             return
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # no other port would do either
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # another port would not help
                 raise
     probe.bind((host, 0))

@@ -9,7 +9,7 @@ from cluster.config import Config
 from services.launch.cores import divide_cores
 from services.launch.host_cores import num_target_cores, read_cores
 
-# Those that were measured: models of the PyTorch engine, and what is hardly any work.
+# The measured cases: models of the PyTorch engine, and drafters that compute hardly anything.
 _DRAFTERS = ("model", "self-int4", "layer-skip", "ngram")
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _MIN_CORES = 4  # for the draft alone; with fewer it gains hardly anything over the core that it shares in a pool

@@ -19,7 +19,7 @@ from cluster.planning.report import notes, plans_table, published_table, to_json
 from cluster.planning.steps import Efficiency
 from services.argument_types import above_zero, not_below_zero, share
 
-_MOST_SEQS = 1024  # that are looked at for a limit of latency
+_MOST_SEQS = 1024  # maximum number of sequences considered for a latency limit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +185,7 @@ def _limits(arguments: argparse.Namespace, found: list[Option], load: ExpectedLo
 
 
 def _measured(arguments: argparse.Namespace, load: ExpectedLoad) -> list[Option]:
-    from services.plan.measure import measured_options  # it runs engines, and so needs torch
+    from services.plan.measure import measured_options  # it runs engines, so it imports torch
 
     config = load_config(arguments.config, arguments.overrides, os.environ)
     depth, round_trip_seconds = arguments.num_speculative_tokens, arguments.local_round_trip_ms / 1e3

@@ -37,7 +37,7 @@ from services.worker import prepare_process
 
 _DEPTHS = (0, 1, 2, 4, 8, 16)
 _WARM_UP, _REPEATS = 2, 9
-_MAX_SECONDS = 4.0  # of one point
+_MAX_SECONDS = 4.0  # time for one point
 
 Points = tuple[tuple[int, float], ...]
 ConfigT = TypeVar("ConfigT", bound=WorkerConfig)
@@ -116,7 +116,7 @@ def _apart(
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return [MeasuredSteps(points) for points in pool.submit(measure, config, loads, temperature).result()]
-        except KeyboardInterrupt:  # leaving the block waits for what runs
+        except KeyboardInterrupt:  # leaving the block waits for running work
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
@@ -148,7 +148,7 @@ def _target_points(
             for segment in segments:
                 runner.blocks.free(list(segment.block_table))
     rows = sorted(points)
-    # More rows take no less time: noise that says so would give large steps negative times, as curves are extended.
+    # More rows never take less time: such noise would make large steps negative, as curves are extrapolated.
     return tuple(zip(rows, itertools.accumulate((points[count] for count in rows), max), strict=True))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from services.event_stream import stream_events
 from services.http_call import call
 
-_ANSWER_SECONDS = 600.0  # of one that is not streamed
+_ANSWER_SECONDS = 600.0  # timeout of an answer that is not streamed
 _MAX_ANSWER_BYTES = 16 * 2**20
 
 
@@ -22,10 +22,10 @@ class TimedAnswer:
     """One answer, times in seconds. Without streaming both times are those of the whole answer."""
 
     num_tokens: int
-    first_token_seconds: float  # since it was asked for
+    first_token_seconds: float  # since the request was sent
     last_token_seconds: float
     gaps: tuple[float, ...] = ()  # between the pieces of the answer
-    token_ids: tuple[int, ...] = ()  # where they were asked for
+    token_ids: tuple[int, ...] = ()  # if they were requested
 
     @property
     def token_gaps(self) -> list[float]:
@@ -106,7 +106,7 @@ def _streamed(url: str, path: str, body: dict[str, Any], context: ssl.SSLContext
         for choice in event["choices"]:
             own = choice.get("token_ids")
             token_ids += own or ()
-            if own != []:  # where IDs are asked for, a piece without any is no token
+            if own != []:  # when IDs are requested, a piece without IDs is no token
                 times.append(time.perf_counter() - asked_at)
     gaps = tuple(after - before for before, after in itertools.pairwise(times))
     return TimedAnswer(num_tokens, times[0], times[-1], gaps, tuple(token_ids))

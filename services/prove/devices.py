@@ -22,8 +22,8 @@ class Device:
     """Cores or a GPU; as text `cpu:0,1` or `cuda:1`."""
 
     kind: Literal["cpu", "cuda"]
-    cpus: tuple[int, ...] = ()  # of a CPU; none: all that this process may use
-    index: int = 0  # of a GPU, among those that this process sees
+    cpus: tuple[int, ...] = ()  # cores of a CPU; empty: all that this process may use
+    index: int = 0  # index of a GPU among those that this process sees
 
     def __str__(self) -> str:
         return f"cuda:{self.index}" if self.kind == "cuda" else f"cpu:{','.join(map(str, self.cpus))}"
@@ -74,7 +74,7 @@ def choose_devices(target: Device | None, draft: Device | None) -> tuple[Device,
 
 
 def count_gpus() -> int:
-    import torch  # not at the top: the command line starts without it
+    import torch  # imported here, so that the command line starts without it
 
     return torch.cuda.device_count()
 

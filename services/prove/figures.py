@@ -14,7 +14,7 @@ class Times:
     """Times of all answers, in seconds."""
 
     first: list[float]
-    between: list[float]  # one for each answer
+    between: list[float]  # one per answer
     pauses: list[float]
     whole: list[float]
 

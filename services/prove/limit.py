@@ -29,7 +29,7 @@ class TimeLimit:
 
     def __init__(self, seconds: float) -> None:
         self.reason: str | None = None  # None: not reached
-        self.signum: int | None = None  # the signal that came, if one did
+        self.signum: int | None = None  # the received signal, if any
         self._seconds = seconds
         self._ends_at = 0.0
         self._timer = threading.Timer(seconds, self._end)

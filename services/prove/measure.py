@@ -59,7 +59,7 @@ class Results:
     experiment: Experiment
     systems: Sequence[str]
     results: list[Result] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)  # why a system was not measured (any more), by its name
+    problems: dict[str, str] = field(default_factory=dict)  # why a system was not or no longer measured, by its name
 
     def of(self, system: str, num_streams: int) -> list[Result]:
         return [one for one in self.results if (one.system, one.num_streams) == (system, num_streams)]
@@ -201,7 +201,7 @@ def _ask(system: System, experiment: Experiment, indexes: Sequence[int], num_str
         "return_token_ids": True,
     }
     bodies = [
-        # A new salt for each request, so that no repeat finds the prompts of the one before in a prefix cache.
+        # A new salt per request, so that no repeat finds earlier prompts in a prefix cache.
         {**shared, "prompt": list(_prompt(experiment, index)), "seed": index, "cache_salt": secrets.token_hex(8)}
         for index in indexes
     ]

@@ -15,10 +15,10 @@ from cluster.model_folder import resolve_model_folder
 from services.prove.devices import Device
 from services.prove.systems import Experiment
 
-_SPARE_TOKENS = 64  # of a sequence: drafts that are not committed, and blocks that are not full
+_SPARE_TOKENS = 64  # per sequence: uncommitted drafts and partly filled blocks
 _WORKER_BYTES = 3 * GB  # next to weights and KV cache: activations, a GPU's context and graphs, vLLM's processes
-_SMALL_WORKER_BYTES = 1 * GB  # likewise, of the PyTorch engine on a CPU
-_USABLE_SHARE = 0.9  # of the memory that is free
+_SMALL_WORKER_BYTES = 1 * GB  # the same for the PyTorch engine on a CPU
+_USABLE_SHARE = 0.9  # share of the free memory
 
 
 def with_room(config: Config, streams: Sequence[int], num_tokens: int) -> Config:

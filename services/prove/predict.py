@@ -31,7 +31,7 @@ class Forecast:
     system: str
     num_streams: int
     load: ExpectedLoad
-    option: Option | None  # None: it cannot be predicted
+    option: Option | None  # None: no prediction
     why_not: str = ""
 
     @cached_property
@@ -109,7 +109,7 @@ def _target_steps(experiment: Experiment, loads: Mapping[int, ExpectedLoad]) -> 
         return dict.fromkeys(loads, _roofline(config.target, config.target.model, device))
     if config.target.engine != "torch":
         raise ConfigurationError(f"the planner has no step times of target.engine {config.target.engine} on a CPU")
-    from services.plan.measure import measure_target  # it runs the engine, and so needs torch
+    from services.plan.measure import measure_target  # it runs the engine, so it imports torch
 
     return _timed(measure_target, _on(config, "target", device), loads, experiment.temperature)
 
@@ -124,7 +124,7 @@ def _draft_steps(experiment: Experiment, device: Device, loads: Mapping[int, Exp
         return dict.fromkeys(loads, _roofline(config.draft, config.draft.model, device))
     if config.draft.drafter == "vllm":
         raise ConfigurationError("the planner has no step times of draft.drafter vllm on a CPU")
-    from services.plan.measure import measure_draft  # likewise
+    from services.plan.measure import measure_draft  # it runs the engine, so it imports torch
 
     return _timed(measure_draft, _on(config, "draft", device), loads, experiment.temperature)
 

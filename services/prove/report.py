@@ -32,13 +32,13 @@ class ProofReport:
     systems: Sequence[System]
     results: Results
     together: bool
-    command: Sequence[str]  # the words of the command line
+    command: Sequence[str]  # the command line
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
-    load_average: float = field(default_factory=lambda: os.getloadavg()[0])  # of the machine, of the minute before
+    load_average: float = field(default_factory=lambda: os.getloadavg()[0])  # of the last minute before the start
     forecasts: Sequence[Forecast] = ()
     predicted_at: datetime | None = None  # None: not yet
     ended_at: datetime | None = None
-    stopped: str | None = None  # why it was cut off
+    stopped: str | None = None  # why it was cut short
 
     @property
     def breaks_promise(self) -> bool:

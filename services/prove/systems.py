@@ -20,7 +20,7 @@ from services.prove.vllm_server import vllm_server
 from services.running_cluster.access import Access
 
 STOCK, PLAIN, BESIDE, REMOTE = "vllm serve", "k = 0", "beside", "remote"
-MODEL = "target"  # what requests call the model, at every server
+MODEL = "target"  # the model's name at every server
 
 _READY_SECONDS = 900.0
 _POLL_SECONDS = 0.2
@@ -31,18 +31,18 @@ _END_SECONDS = 15.0
 class Experiment:
     """The models, devices and load of a measurement."""
 
-    config: Config  # of both models, without placement and devices
+    config: Config  # models' settings, without placement and devices
     target: Device
     draft: Device
     streams: tuple[int, ...]
-    prompts: Sequence[Sequence[int]]  # token IDs
+    prompts: Sequence[Sequence[int]]  # prompts as token IDs
     max_tokens: int
-    answers: int  # of each stream in a repeat
+    answers: int  # answers per stream and repeat
     temperature: float
     repeats: int
     is_streamed: bool
     has_peer: bool
-    acceptance_rate: float  # that the prediction assumes
+    acceptance_rate: float  # assumed by the prediction
 
     @property
     def prompt_tokens(self) -> int:
@@ -206,7 +206,7 @@ def _plain(config: Config, target: Device) -> Config:
 
 
 def _placed(config: Config, target: Device, draft: Device, placement: str) -> Config:
-    cores = {"cpus": None} if placement == "in-process" else {}  # a drafter in the target's process has its cores
+    cores = {"cpus": None} if placement == "in-process" else {}  # a drafter in the target's process uses its cores
     return config.model_copy(
         update={
             "target": config.target.model_copy(update=target.settings),

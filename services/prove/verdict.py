@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from services.prove.measure import Results
 from services.prove.systems import BESIDE, PLAIN, REMOTE, STOCK
 
-_LEAST_GAIN = 1.03  # that a placement is recommended for: less may be chance
+_LEAST_GAIN = 1.03  # minimum gain of a recommended placement: less may be chance
 _PLACEMENTS = {
     BESIDE: "the draft on the target's device",
     REMOTE: "the draft on its own device",

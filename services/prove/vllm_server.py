@@ -36,7 +36,7 @@ def vllm_server(
             arguments += [f"--{option}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
     own = {**_ENVIRONMENT, **(environment or {})}
     if importlib.util.find_spec("flashinfer") is None:
-        own["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # without it vLLM does not start on a GPU
+        own["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # otherwise vLLM does not start on a GPU
     if cpus is not None:
         from cluster.vllm.engine_args import recommended_libraries  # it imports torch
 

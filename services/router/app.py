@@ -59,7 +59,7 @@ from services.router.targets.replicas import ReplicaPool
 _COMPLETIONS_PATH = "/v1/completions"
 _CHAT_PATH = "/v1/chat/completions"
 _GENERATING_PATHS = frozenset({_COMPLETIONS_PATH, _CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH})
-_PROBED_PATH = "/"  # by agents, with HEAD and without a key
+_PROBED_PATH = "/"  # probed by agents, with HEAD and without a key
 
 
 def create_app(config: Config) -> Starlette:
@@ -162,7 +162,7 @@ def create_app(config: Config) -> Starlette:
     app.state.adapters, app.state.health = AdapterCalls(serving.pool, model_id), health
     app.state.feed = serving.feed
     if origins := config.router.cors_allow_origins:
-        # Around all the rest, the answer to a bug of ours too: a page is not told of an error without these headers.
+        # Outermost, around the answer to an internal error too: without these headers a page cannot read the error.
         app.middleware_stack = CORSMiddleware(
             app.build_middleware_stack(),
             allow_origins=origins,
@@ -224,7 +224,7 @@ def _information_routes(serving: Serving, health: Health, root: str) -> list[Rou
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def ping(_: Request) -> Response:  # as vLLM's, which some platforms ask for in place of /health
+    async def ping(_: Request) -> Response:  # the same as vLLM's, which some platforms call instead of /health
         return Response(status_code=200 if pool.usable else 503)
 
     async def metrics_page(_: Request) -> Response:

@@ -26,8 +26,8 @@ from services.router.anthropic_errors import anthropic_envelope, is_anthropic
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARACTERS = 500
-_NAMED_FIELDS = 5  # in a line of the log
-CLIENT_CLOSED_REQUEST = 499  # nginx's code; nobody receives it, but it is counted
+_NAMED_FIELDS = 5  # fields named in a log line
+CLIENT_CLOSED_REQUEST = 499  # nginx's code; it is counted, though no client receives it
 
 _excerpts = reprlib.Repr()
 _excerpts.maxstring = _excerpts.maxlong = _excerpts.maxother = 60
@@ -184,7 +184,7 @@ def error_handlers() -> dict[Any, ExceptionHandler]:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def on_bug(request: Request, _: Exception) -> Response:
-        # Answered outside all middleware, so the request's ID is added here.
+        # This answer bypasses all middleware, so the request's ID is added here.
         headers = {"x-request-id": getattr(request.state, "request_id", "")}
         return error_response(InternalError("internal error"), headers)
 

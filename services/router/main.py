@@ -97,12 +97,12 @@ class _AdminServer(HttpServer):
     def __init__(
         self, app: Starlette, connections: Connections, https: HttpsCertificate | None, listener: socket.socket
     ) -> None:
-        # A caller who sends half a request is not waited for.
+        # Callers that send half a request are not waited for.
         super().__init__(app, connections, https, lifespan="off", timeout_graceful_shutdown=1)
         self.listener = listener
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # they are the other server's
+    def capture_signals(self) -> Iterator[None]:  # the other server handles signals
         yield
 
     async def run_beside(self) -> None:
@@ -140,8 +140,8 @@ class _Server(HttpServer):
             self._admin_task = asyncio.create_task(self._admin.run_beside())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._feed.close()  # who watches has no request that is worth waiting for
-        await super().shutdown(sockets)  # waits for requests: an operator may want to know of them
+        self._feed.close()  # the page's viewers have no request to wait for
+        await super().shutdown(sockets)  # waits for requests, which an operator may want to observe
         if self._following is not None:
             self._following.cancel()
         if self._admin is not None and self._admin_task is not None:
@@ -149,11 +149,11 @@ class _Server(HttpServer):
             await self._admin_task
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # it is the second
+        if self.should_exit:  # the second signal
             self.force_exit = True
             if self._admin is not None:
                 self._admin.should_exit = self._admin.force_exit = True
-            # What it leaves unfinished it would report as an error.
+            # It would report unfinished work as an error.
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         super().handle_exit(sig, frame)
 
@@ -162,8 +162,8 @@ def _listen(host: str, port: int, setting: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:  # the latter of a port beyond 65535
+    except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
         raise cannot_listen(f"{host}:{port}", error, f"set `{setting}`") from error
-    # Inherited by the connections: not every event loop sets it, and without it a chunk waits for 40 ms.
+    # Connections inherit it: not every event loop sets it, and without it a chunk is delayed by 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

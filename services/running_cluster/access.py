@@ -70,7 +70,7 @@ class PoolAccess:
     def read_page(self, url: str, address: str) -> MetricsPage:
         """That of the worker at `address` (host:port), which says that it is at `url`. Raises ConfigurationError."""
         parts = _checked(url)
-        if parts.hostname in _ANY_HOST:  # where it listens, which is all addresses of its host
+        if parts.hostname in _ANY_HOST:  # it listens at all addresses of its host
             host, port = address.rpartition(":")[0], parts.port
             parts = parts._replace(netloc=host if port is None else f"{host}:{port}")
         url, pages = parts.geturl(), self.dialer.page_dialing()

@@ -21,8 +21,8 @@ from services.running_cluster.workers import ClusterFacts, check_unchanged
 
 _ANSWER_SECONDS = 300.0
 _RAMP_SECONDS = 120.0
-_POLL_SECONDS = 0.2  # for what went wrong, which asks nobody
-_WAITING_SECONDS = 1.0  # between looks at how many sequences wait
+_POLL_SECONDS = 0.2  # interval between checks for errors, which send no request
+_WAITING_SECONDS = 1.0  # interval between checks of the number of waiting sequences
 _KINDS = ("verify", "decode", "prefill")
 _COUNTED = {
     "wait": "outrider_proposal_wait_seconds_total",
@@ -78,7 +78,7 @@ class LoadMaker:
         waiting.append(after.num_waiting)
         grown: Numbers = defaultdict(float, {"seconds": elapsed, "waiting": statistics.mean(waiting) * elapsed})
         for name, value in after.counters.items():
-            if value < before.counters[name]:  # of the router, which has no epoch
+            if value < before.counters[name]:  # counters of the router, which has no epoch
                 raise ConfigurationError(f"a program of {self.facts.url} was started anew under the load: ask again")
             grown[name] += value - before.counters[name]
         return grown
@@ -92,7 +92,7 @@ class LoadMaker:
 
         def stream(first: int) -> None:
             number = first_prompt + first
-            # The first answers are short, of different lengths: streams that begin together would end together.
+            # The first answers are short and differ in length: streams that begin together would end together.
             max_tokens = max(8, self.max_tokens * (first + 1) // (2 * num_streams))
             while not is_over.is_set():
                 try:
@@ -122,7 +122,7 @@ class LoadMaker:
 
     def _generate(self, number: int, workload: Workload, max_tokens: int) -> None:
         depth = workload.num_speculative_tokens
-        # Each prompt is computed: what a load leaves in the prefix cache would make the next one look fast.
+        # Each prompt is computed: prompts left in the prefix cache would make the next load look fast.
         body = {
             "cache_salt": secrets.token_hex(8),
             "model": self.facts.model,
@@ -181,7 +181,7 @@ def _counters(router: MetricsPage, targets: Sequence[MetricsPage], drafts: Seque
     drafting = [*targets, *drafts]
     found["draft"] = total(drafting, "outrider_draft_steps_total")
     found["draft seconds"] = total(drafting, "outrider_draft_step_seconds_total")
-    found["tokens"] = router.sum("vllm:generation_tokens_total")  # every engine's
+    found["tokens"] = router.sum("vllm:generation_tokens_total")  # summed over all engines
     found["rounds"] = router.sum("vllm:spec_decode_num_drafts_total")
     found["drafted"] = router.sum("vllm:spec_decode_num_draft_tokens_total")
     found["accepted"] = router.sum("vllm:spec_decode_num_accepted_tokens_total")

@@ -31,7 +31,7 @@ class MetricsPage:
                 for family in text_string_to_metric_families(text)
                 for sample in family.samples
             }
-        except IndexError as error:  # of a line that ends too early; all else that is wrong is a ValueError
+        except IndexError as error:  # a truncated line; all other errors are a ValueError
             raise ValueError("a line of it cannot be understood") from error
 
     def sum(self, name: str, **labels: str) -> float:

@@ -32,8 +32,8 @@ class WorkerFacts:
     load: types_pb2.Load
     machine: types_pb2.Machine
     wire_version: int
-    epoch: int  # another after each start
-    clock_ahead_seconds: float  # of ours, less half of what the call took
+    epoch: int  # changes with each start
+    clock_ahead_seconds: float  # minus ours, and half of the call's duration
     num_links: int = 0
     num_links_configured: int = 0
     max_speculative_tokens: int = 0
@@ -48,11 +48,11 @@ class ClusterFacts:
     """A router and the workers that it can reach."""
 
     url: str
-    model: str  # as clients call it
-    version: str  # of the router
+    model: str  # the name that clients use
+    version: str  # version of the router
     targets: tuple[WorkerFacts, ...]
     drafts: tuple[WorkerFacts, ...]
-    unreachable: tuple[str, ...] = ()  # workers that did not answer, and why
+    unreachable: tuple[str, ...] = ()  # workers without an answer, and the reasons
 
     @property
     def workers(self) -> tuple[WorkerFacts, ...]:
@@ -91,7 +91,7 @@ def look_around(url: str, access: Access) -> ClusterFacts:
     addresses = [entry["address"] for entry in health["targets"]]
     targets = _describe_all(access.target, addresses, _describe_target, unreachable)
     if not targets:
-        # In one line, as a worker may have said why.
+        # In one line, as a worker may have sent the reason.
         raise ConfigurationError(f"no target of {url} answers: {as_line('; '.join(unreachable)) or 'it has none'}")
     drafts = _describe_all(access.draft, _draft_addresses(targets, access.target), _describe_draft, unreachable)
     return ClusterFacts(url, health["model"], version["version"], tuple(targets), tuple(drafts), tuple(unreachable))
@@ -99,7 +99,7 @@ def look_around(url: str, access: Access) -> ClusterFacts:
 
 def check_unchanged(facts: ClusterFacts, access: Access) -> None:
     """Raises ConfigurationError if one of its workers has ended since, or was restarted."""
-    gone: list[str] = []  # which `found` shows by what is missing
+    gone: list[str] = []  # missing in `found`
     found = [
         *_describe_all(access.target, [worker.address for worker in facts.targets], _describe_target, gone),
         *_describe_all(access.draft, [worker.address for worker in facts.drafts], _describe_draft, gone),
@@ -119,7 +119,7 @@ def _describe_all(
     """Returns the facts of those that answer; appends the reasons of the others to `unreachable`."""
     found = []
     for address in addresses:
-        if not is_host_port(address):  # gRPC would dial sockets of this machine too, where somebody says so
+        if not is_host_port(address):  # gRPC would also dial this machine's sockets if an address names one
             unreachable.append(f"{access.pool} {address}: it is no host:port")
             continue
         try:

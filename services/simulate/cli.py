@@ -30,7 +30,7 @@ EXAMPLE = (
 )
 _PROGRESS_AFTER_SECONDS = 2.0
 _MAX_INTERVALS = 100_000
-_MAX_KV_TOKENS = 10**8  # whose blocks are held in memory
+_MAX_KV_TOKENS = 10**8  # tokens whose blocks are held in memory
 _MAX_STREAMS = 10**6
 
 
@@ -148,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _progress(bar: tqdm[Never], total: int) -> Callable[[float], None]:
     def show(seconds: float) -> None:
-        bar.update(min(int(seconds), total) - bar.n)  # what is left over after the last arrival takes longer
+        bar.update(min(int(seconds), total) - bar.n)  # the work after the last arrival takes longer
 
     return show
 

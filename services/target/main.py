@@ -55,7 +55,7 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         config.target, lambda: chain(target.readings(), [_cache_info(target)]), config.served_model_id, listener
     )
     address = advertised_address(config.target)
-    # Here, as it starts a thread: the engine may have started processes of its own before.
+    # Here, as it starts a thread: the engine may have started processes before.
     tracer = make_tracer(config.tracing, "outrider-target", address)
     calls = Calls(target, config.speculation.max_speculative_tokens, tracer, grammars, config.target.max_waiting_tokens)
     servicer = TargetServicer(
@@ -63,7 +63,7 @@ async def _serve(config: Config, target: Target, tokenizer_fingerprint: str) -> 
         target,
         config,
         tokenizer_fingerprint,
-        # An answer whose length nobody bounds ends at the model's limit, and a request must fit wherever it is moved.
+        # An answer without a length limit ends at the model's limit, and a request must fit wherever it is moved.
         traits=traits_of(config, target.model) | {"max_model_len": str(target.limits.max_model_len)},
         advertised_address=address,
         metrics_url=metrics_url,

@@ -23,7 +23,7 @@ from services.target.tracing import CallTrace, trace_call
 logger = logging.getLogger(__name__)
 
 _DRAIN_POLL_SECONDS = 0.05
-_MAX_ENDED_REPLIES = 1024  # of a stream, to calls that have ended; further calls wait until they are read
+_MAX_ENDED_REPLIES = 1024  # unread replies of a stream to ended calls; further calls wait until they are read
 _MIN_WAITING_TOKENS = 256  # a sequence takes at most the memory of this many tokens in addition to its own
 
 _FINISH_REASONS = {
@@ -41,7 +41,7 @@ class RouterStream:
 
     def __init__(self) -> None:
         self.running: dict[int, str] = {}  # the ID of each call's request in the engine
-        self.error: OutriderError | None = None  # that it ends with
+        self.error: OutriderError | None = None  # the error that it ends with
         self._waiting: dict[int, CallReply] = {}
         self._is_closed = False
         self._has_news = asyncio.Event()
@@ -95,10 +95,10 @@ class Calls:
         self._target = target
         self._max_waiting_tokens = max_waiting_tokens
         self._num_waiting_tokens = 0
-        self._waiting: dict[str, int] = {}  # tokens of requests without one of their own yet, by ID in the engine
+        self._waiting: dict[str, int] = {}  # tokens of requests that have generated nothing yet, by ID in the engine
         self._tracer = tracer or Tracer()
         self._grammars = grammars
-        self._compiling: dict[str, asyncio.Task[None]] = {}  # of requests that wait for their grammar
+        self._compiling: dict[str, asyncio.Task[None]] = {}  # tasks of requests that wait for their grammar
         self._max_speculative_tokens = max_speculative_tokens
         self._loop = asyncio.get_running_loop()
         self._suffixes = itertools.count()
@@ -197,7 +197,7 @@ class Calls:
             if not stream.running:
                 stream.close()
         deadline = self._loop.time() + seconds
-        # An engine that dies tells nobody, so there is nothing to wait for.
+        # An engine that dies sends no notification, so there is nothing to wait for.
         while self._running and self._target.error is None and self._loop.time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if self._target.error is not None:
@@ -215,13 +215,13 @@ class Calls:
                 continue
             stream, call, trace = running
             if output.error is not None:
-                if output.token_ids:  # they come before it
+                if output.token_ids:  # they precede it
                     stream.put(call, _to_reply(output))
                 self._fail(output.request_id, output.error)
                 continue
             if trace is not None:
                 trace.count(output)
-                if output.admitted_at is not None:  # which is nothing to tell a router
+                if output.admitted_at is not None:  # routers do not need it
                     continue
             if output.token_ids:
                 self._end_waiting(output.request_id)

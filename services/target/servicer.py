@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     _LoadContext = grpc.aio.ServicerContext[target_pb2.LoadAdapterRequest, Awaitable[target_pb2.LoadAdapterReply]]
     _UnloadContext = grpc.aio.ServicerContext[target_pb2.UnloadAdapterRequest, Awaitable[target_pb2.UnloadAdapterReply]]
 
-_STARTS_AT_ONCE = 16  # before others have their turn
+_STARTS_AT_ONCE = 16  # starts in a row before other tasks run
 
 audit = logging.getLogger("outrider.audit")
 
@@ -58,7 +58,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     async def GenerateMany(  # type: ignore[override]  # an async generator
         self, request_iterator: AsyncIterator[target_pb2.GenerateCommands], context: _Context
     ) -> AsyncIterator[target_pb2.GenerateReplies]:
-        # At once: a router passes nothing on before it knows which worker speaks.
+        # Sent at once: a router sends nothing before it knows which worker answers.
         try:
             await context.send_initial_metadata(((EPOCH_KEY, str(self._epoch)),))
         except grpc.aio.BaseError as error:  # the peer has gone already, which gRPC would log as our failure
@@ -68,13 +68,13 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                 obeying = asyncio.create_task(self._obey(request_iterator, stream))
                 obeying.add_done_callback(lambda _: stream.close())
                 try:
-                    # The next message is made when this one has been handed over: what comes meanwhile is merged.
+                    # The next message is made after this one was handed over: later replies are merged into it.
                     while replies := await stream.take():
                         yield encode_replies(replies)
                     if stream.error is not None:
                         raise stream.error
                     if obeying.done():
-                        obeying.result()  # raises what was wrong with a command
+                        obeying.result()  # raises the error of a bad command
                 finally:
                     obeying.cancel()
 

@@ -16,7 +16,7 @@ from cluster.targets.base import GenerationOutput
 from cluster.telemetry.tracing import Attributes, Span, TraceContext, Tracer
 from protos.speculation.v1 import target_pb2
 
-# Not an error: a router also cancels what has come to its stop string.
+# Not an error: a router also cancels when its stop string was found.
 _ABORTED = "abort"
 
 
@@ -28,7 +28,7 @@ class CallTrace:
         self._admitted_at: int | None = None
         self._first_token_at: int | None = None
         self._num_tokens = 0
-        # Of the steps after the one that gave the first token.
+        # Of the steps after the one with the first token.
         self._num_rounds = 0
         self._num_drafts = 0  # rounds that verified at least one draft token
         self._num_draft_tokens = 0
@@ -36,7 +36,7 @@ class CallTrace:
 
     def count(self, output: GenerationOutput) -> None:
         if output.admitted_at is not None:
-            # A sequence that was preempted is admitted again: it does not go back to the queue in its trace.
+            # A preempted sequence is admitted again: in its trace it does not return to the queue.
             self._admitted_at = self._admitted_at or output.admitted_at
             return
         if not output.token_ids:

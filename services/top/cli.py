@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
                 now = look_around(url, access)
                 if now.workers_by_name() != facts.workers_by_name():  # workers come and go
                     facts, before = now, _look(now, access)
-            except ConfigurationError as error:  # one that is being started again has no page yet
+            except ConfigurationError as error:  # a restarting worker has no page yet
                 if arguments.once:
                     raise
                 print(f"{as_line(str(error))}; asked again in {arguments.seconds:g} s", file=sys.stderr)

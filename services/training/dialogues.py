@@ -34,10 +34,10 @@ def dialogues(documents: Iterable[Document], limit_bytes: int) -> list[Document]
 
 def _from_source(source: str) -> Iterator[str]:
     if "<|" in source:
-        return  # might contain a marker of its own
+        return  # it might contain a marker
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old sources hold invalid escape sequences
+            warnings.simplefilter("ignore")  # old sources contain invalid escape sequences
             module = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return

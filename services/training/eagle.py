@@ -48,7 +48,7 @@ class EagleHead(nn.Module):
     def forward(
         self,
         embeddings: Tensor,  # [rows, positions, hidden_size]
-        hidden_states: Tensor,  # likewise
+        hidden_states: Tensor,  # [rows, positions, hidden_size]
         earlier: Sequence[KeysValues] = (),
     ) -> tuple[Tensor, KeysValues]:
         """Return the hidden states of the next tokens, and what later steps attend to.

@@ -16,11 +16,11 @@ from services.training.tokenizer import load_tokenizer, save_tokenizer
 from services.training.trainer import Recipe
 from services.training.workspace import write_json
 
-# How often the head is fed with its own output in training; it drafts as deep as one likes.
+# Number of times the head is fed with its own output in training; it can draft deeper than that.
 _DRAFT_STEPS = 2
 # Two thirds of the bundled target's own: the file stays under 4 MB.
 _INTERMEDIATE_SIZE = 1024
-_MAX_VOCABULARY = 2**16  # of the streams
+_MAX_VOCABULARY = 2**16  # vocabulary of the token streams
 
 
 def adopt_target(context: Context) -> None:

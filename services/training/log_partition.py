@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.engine.cpu_kernels import InstructionSet, best_instruction_set, has_kernels
 
-_ROWS = 128  # at a time
+_ROWS = 128  # rows per piece
 
 
 def log_partition(states: Tensor, head: Tensor) -> Tensor:

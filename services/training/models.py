@@ -53,7 +53,7 @@ def build_model(shape: ModelShape, seed: int) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=END_OF_TEXT_ID,
-        # Given now, it would zero the end-of-text embedding and hold back its gradient.
+        # Passed here, it would zero the end-of-text embedding and hold back its gradient.
         pad_token_id=None,
         attn_implementation=MASKLESS_ATTENTION,
     )

@@ -19,7 +19,7 @@ class TrainingOptions:
 
     out: Path
     what: str = "pair"
-    stages: tuple[str, ...] = ()  # none: all that `what` has
+    stages: tuple[str, ...] = ()  # empty: all stages of `what`
     target: str = "outrider-target-12m"
     resume: bool = False
     seed: int = 0

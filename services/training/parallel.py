@@ -23,7 +23,7 @@ RETENTION = 0.7
 class MaskRows:
     """The masks of one answer: the place of the answer that each follows, and its distance from it."""
 
-    places: tuple[int, ...]  # that the masks follow
+    places: tuple[int, ...]  # places before the masks
     offsets: tuple[int, ...]  # 1 for the first mask after a place
 
     @property
@@ -69,7 +69,7 @@ def parallel_states(
         seen[length:end, :length] = torch.arange(length) <= followed[:, None]
         is_before = (followed[:, None] == followed[None]) & (offsets[:, None] >= offsets[None])
         seen[length:end, length:end] = is_before
-        seen[end:, 0] = True  # rows that pad: a softmax needs something
+        seen[end:, 0] = True  # padding rows: a softmax needs at least one value
     hidden = model.model(
         input_ids=token_ids, position_ids=positions, attention_mask=may_attend[:, None], use_cache=False
     ).last_hidden_state

@@ -33,13 +33,13 @@ class Runtime:
         # cuBLAS reads this when its first handle is made.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling every new tensor guards against reading it before it is written; we never do.
+        # Filling new tensors guards against reading uninitialized memory, which this code never does.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.is_compiled:
-            from torch._inductor import config as compiler  # slow to import, so only when it is used
+            from torch._inductor import config as compiler  # slow to import, so only imported when used
 
             if hasattr(compiler, "deterministic"):
-                compiler.deterministic = True  # no choice of kernels by stopwatch
+                compiler.deterministic = True  # kernels are not chosen by timing
 
     def mixed_precision(self) -> AbstractContextManager[object]:
         """On GPUs, matrix products in bfloat16 over float32 weights."""

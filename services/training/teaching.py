@@ -12,9 +12,9 @@ from cluster.engine.batch import Segment
 from cluster.engine.runner import ModelRunner, load_weights
 from services.training.traffic import RecordedAnswer
 
-NUM_LIKELIEST = 24  # tokens whose probability a label tells
-NUM_DRAWN = 40  # tokens that stand for all the others
-_LEAST = 1e-30  # in place of 0: where no other token has a probability there is still something to draw
+NUM_LIKELIEST = 24  # tokens whose probability a label holds
+NUM_DRAWN = 40  # tokens that represent all the others
+_LEAST = 1e-30  # replaces 0: some token has to be drawn even if no other token has a probability
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Lesson:
 
     answer: RecordedAnswer
     likeliest: npt.NDArray[np.int32]  # [len(answer.token_ids), NUM_LIKELIEST]
-    probabilities: npt.NDArray[np.float32]  # likewise, at temperature 1
+    probabilities: npt.NDArray[np.float32]  # at temperature 1, in the same shape
     drawn: npt.NDArray[np.int32]  # [len(answer.token_ids), NUM_DRAWN]
 
 

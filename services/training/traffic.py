@@ -33,7 +33,7 @@ def read_prompts(
     Raises ValueError with the number of a line that is none of them; but a last one without an end was cut off.
     """
     prompts: dict[tuple[int, ...], None] = {}
-    lines = file.read_text(encoding="utf-8-sig").split("\n")  # a text may have other ends
+    lines = file.read_text(encoding="utf-8-sig").split("\n")  # splits at "\n" only: a text may contain other line ends
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == len(lines) > 1 and not _is_json(line)):
             continue
@@ -45,7 +45,7 @@ def read_prompts(
                 token_ids = list(render(entry["messages"]))
             else:
                 token_ids = list(encode(entry["prompt"]))
-        except OutriderError as error:  # a conversation that the model's template does not take
+        except OutriderError as error:  # the model's template refuses the conversation
             raise ValueError(f"{file}, line {number}: {error}") from error
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
@@ -85,7 +85,7 @@ class AnswersFile:
         part = file.with_suffix(".part")
         part.touch(mode=0o600)
         part.chmod(0o600)
-        lines = [json.dumps(dict(asked)), *map(_line, self.answers)]  # without one that was cut off
+        lines = [json.dumps(dict(asked)), *map(_line, self.answers)]  # without a truncated line
         part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         part.replace(file)
 
@@ -104,7 +104,7 @@ def read_answers(file: Path, asked: Mapping[str, Any] | None = None) -> list[Rec
     head, *lines = file.read_text(encoding="utf-8").split("\n")
     if asked is not None and head != json.dumps(dict(asked)):
         return []
-    # A last line without an end was cut off.
+    # A last line without a line end was truncated.
     entries = map(json.loads, lines[:-1])
     return [
         RecordedAnswer(tuple(one["prompt_token_ids"]), tuple(one["token_ids"]), one["temperature"], one["seed"])

@@ -14,7 +14,7 @@ from services.training.parallel import mask_rows, parallel_states
 from services.training.teaching import Lesson
 from services.training.traffic_draft import answer_logits
 
-NUM_POSITIONS = 8  # of a proposal, whose acceptance is measured
+NUM_POSITIONS = 8  # positions of a proposal whose acceptance is measured
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TrafficAcceptance:
     """
 
     temperature: float
-    rate: float  # of first drafts
+    rate: float  # rate of first drafts
     length: float
     num_tokens: int
     by_position: tuple[float, ...] = ()

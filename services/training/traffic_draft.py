@@ -148,7 +148,7 @@ def _answer_states(model: LlamaForCausalLM, lessons: Sequence[Lesson]) -> Tensor
     """Returns the states of all places of the answers, one after the other, [places, hidden_size]."""
     rows = [lesson.answer.all_token_ids[:-1] for lesson in lessons]
     width = max(map(len, rows))
-    # What is after a row is seen by nobody in it: attention is causal.
+    # Positions after a row are invisible to it: attention is causal.
     inputs = torch.tensor([[*row, *(0,) * (width - len(row))] for row in rows])
     hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
     return torch.cat(

@@ -24,7 +24,7 @@ LossFunction = Callable[[ModelT, Tensor], Tensor]
 """Maps a model and windows [rows, length + 1] to the mean loss per token, in nats."""
 
 _STEPS_BETWEEN_LOGS = 20
-_STEPS_BEFORE_ESTIMATE = 100  # the first ones include the compilation
+_STEPS_BEFORE_ESTIMATE = 100  # the first steps include the compilation
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Trainer(Generic[ModelT]):
             must_evaluate = self._step % self._schedule.steps_between_evaluations == 0
             if self._step % _STEPS_BETWEEN_LOGS and not must_evaluate and self._step < last_step:
                 continue
-            # Reading the loss waits for the device, so only now is the time known.
+            # Reading the loss waits for the device, so the time is known only now.
             self._report(loss.item(), progress, self._step - first_step == _STEPS_BEFORE_ESTIMATE)
             if must_evaluate and self._step < last_step:
                 self._log(event="evaluation", held_out_loss=self.evaluate())

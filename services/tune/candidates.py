@@ -9,7 +9,7 @@ from cluster.config import Config
 from cluster.diagnosis.findings import Finding
 
 _CACHE_FACTORS = (2, 4)
-_MIN_LAYERS = 2  # that layer-skip may keep
+_MIN_LAYERS = 2  # minimum number of layers that layer-skip keeps
 
 SearchLayers = Callable[[Config], Sequence[int]]
 """Finds which layers layer-skip had better keep."""
@@ -75,7 +75,7 @@ def _another_draft(config: Config, search_layers: SearchLayers) -> Settings:
     layers = search_layers(config)
     if len(layers) >= _MIN_LAYERS:
         kept = f"draft.layers=[{','.join(map(str, layers))}]"
-        yield "draft.drafter=layer-skip", kept, "draft.quantization=null"  # which a trial before may have set
+        yield "draft.drafter=layer-skip", kept, "draft.quantization=null"  # an earlier trial may have set it
 
 
 def _cheaper_draft(config: Config, search_layers: SearchLayers) -> Settings:

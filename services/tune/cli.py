@@ -30,8 +30,8 @@ from services.running_cluster.workers import look_around
 from services.terminal import as_line
 from services.tune.candidates import SettingsCandidate, candidates
 
-_NUM_TEXTS = 4  # that layers are searched with
-_LEAST_GAIN = 1.03  # that a setting is kept for: less may be chance
+_NUM_TEXTS = 4  # texts for the search of layers
+_LEAST_GAIN = 1.03  # minimum gain to keep a setting: less may be chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Trial:
     """The comparison of a candidate with the best settings so far, run in turn."""
 
     candidate: SettingsCandidate
-    ratios: tuple[float, ...]  # of their tokens a second; none: it could not be tried
+    ratios: tuple[float, ...]  # ratios of their tokens per second; empty: it could not be tried
     problem: str = ""
 
     @property
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigurationError. The exit code is 1 when nothing was faster."""
     check_output("--out", arguments.out)
     prompts = read_prompts(arguments.prompts)
-    # Two clusters run side by side: neither may hold to a port.
+    # Two clusters run at the same time: neither may need a fixed port.
     free = [f"{name}=0" for name in ("router.port", "target.metrics_port", "draft.metrics_port")]
     overrides = [*arguments.overrides, *free, "router.admin_listen=null", "logging.level=warning"]
     config = load_config(arguments.config, overrides, os.environ)
@@ -143,7 +143,7 @@ def _try(
 
 
 def _search_layers(config: Config, prompts: Sequence[str]) -> Sequence[int]:
-    from services.tune.layers import num_trials, search_layers  # it runs the engine, and so needs torch
+    from services.tune.layers import num_trials, search_layers  # it runs the engine, so it imports torch
 
     folder = resolve_model_folder(config.target.model)
     total = num_trials(ModelConfig.from_folder(folder).num_layers)
@@ -154,7 +154,7 @@ def _search_layers(config: Config, prompts: Sequence[str]) -> Sequence[int]:
 def _write(arguments: argparse.Namespace, chosen: Sequence[str], trials: Sequence[Trial]) -> None:
     """The configuration as it was given, with what was chosen, and what was tried as comments."""
     tree = read_tree(arguments.config)
-    parse_config(tree, [*arguments.overrides, *chosen])  # puts them into it
+    parse_config(tree, [*arguments.overrides, *chosen])  # writes them into the configuration
     comments = [f"# {line}" for trial in trials for line in trial.line().strip().splitlines()]
     head = "# Written by `outrider tune`; tokens a second compared with the best until then:\n" if trials else ""
     arguments.out.write_text(

@@ -18,7 +18,7 @@ from cluster.engine.runner import ModelRunner, load_weights
 from cluster.speculation.speed import RoundCosts, best_num_speculative_tokens, speedup
 from cluster.tokenization import Tokenizer
 
-_NUM_TOKENS = 192  # of each text
+_NUM_TOKENS = 192  # tokens of each text
 
 
 def search_layers(

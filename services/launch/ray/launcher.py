@@ -29,8 +29,8 @@ from services.launch.ray.scaling import sentence
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
-_LINKS_SECONDS = 30.0  # for the programs to find each other, when all are there
-_END_SECONDS = 20.0  # beyond what programs may drain
+_LINKS_SECONDS = 30.0  # time for the programs to find each other once all are up
+_END_SECONDS = 20.0  # in addition to the time that programs may drain
 _LEFTOVER_SECONDS = 15.0
 
 
@@ -44,7 +44,7 @@ class RayApplication:
 
     def start(self) -> None:
         """Raises ConfigurationError when a setting cannot work, or another application has the name."""
-        build_configured_app(self.config)  # for what is wrong with it
+        build_configured_app(self.config)  # raises the errors of the configuration
         if self._status() is not None:
             raise ConfigurationError(
                 f"an application {self.name!r} runs on this Ray cluster already: end it with `outrider down`, or set "
@@ -185,7 +185,7 @@ def down(config: Config) -> int:
         application.stop()
         ray.shutdown()
         print(f"The application {application.name!r} has ended.")
-    # What a killed launcher had started itself may still be ending, with the cluster that went with it.
+    # Programs that a killed launcher started may still be ending, together with its cluster.
     deadline = time.monotonic() + _LEFTOVER_SECONDS
     while sweep(FOLDERS) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -196,7 +196,7 @@ def _join(config: Config, *, start: bool) -> BaseContext:
     """Joins a Ray cluster, or starts one. Raises ConnectionError if there is none and `start` is not set."""
     address = config.ray.address
     if address is None and not start and find_bootstrap_address(None) is None and not os.environ.get("RAY_ADDRESS"):
-        raise ConnectionError("no Ray was started on this machine")  # by `ray start`; what Ray says of it is this file
+        raise ConnectionError("no Ray was started on this machine")  # the file is Ray's, written by `ray start`
     try:
         return ray.init(address, namespace="outrider", logging_level=logging.WARNING)
     except ConnectionError as error:

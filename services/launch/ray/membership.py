@@ -18,8 +18,8 @@ logger = logging.getLogger("ray.serve.outrider")
 FOLDERS = "outrider-ray-"
 """How the names of the folders begin that replicas keep their lists of addresses in."""
 
-_PAUSE_SECONDS = 0.5  # after a registry that cannot be asked
-_LEAVE_SECONDS = 5.0  # then it expires there
+_PAUSE_SECONDS = 0.5  # pause after the registry could not be asked
+_LEAVE_SECONDS = 5.0  # afterwards the entry expires in the registry
 
 
 class Announcer:
@@ -32,7 +32,7 @@ class Announcer:
         describe: Callable[[], Announcement | None],
         has_ended: Callable[[], bool],
     ) -> None:
-        self.is_fenced = False  # a newer program of this replica, or at its address, has been there
+        self.is_fenced = False  # a newer program of this replica, or at its address, has registered
         self._registry = RegistryClient(application, config)
         self._describe = describe
         self._has_ended = has_ended

@@ -13,10 +13,10 @@ from cluster.errors import ConfigurationError
 from cluster.placement.registry import Pool
 from cluster.placement.scaling import Bounds, ScaledPool
 
-_END_SECONDS = 15.0  # beyond what a program may drain, for the replica to see its end and to be gone
+_END_SECONDS = 15.0  # in addition to the drain time, for the replica to see its program's end and to stop
 _HEALTH_PERIOD_SECONDS = 1.0
-_HEALTH_TIMEOUT_SECONDS = 10.0  # longer than a program is waited for: it says what was wrong
-_MAX_STARTS = 3  # what a program cannot start with it cannot start with the next time
+_HEALTH_TIMEOUT_SECONDS = 10.0  # longer than a program's own start-up limit, so that its error is reported
+_MAX_STARTS = 3  # a program that cannot start with its settings will not start the next time
 # In the actor, which forks with gRPC's threads running; see tests/conftest.py.
 _ENVIRONMENT = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
@@ -35,7 +35,7 @@ class DeploymentOptions:
     health_check_timeout_s: float = _HEALTH_TIMEOUT_SECONDS
     graceful_shutdown_wait_loop_s: float = 0.1
     max_constructor_retry_count: int = _MAX_STARTS
-    max_surge_percent: int = 0  # a replica more than the pool has GPUs for would wait for ever
+    max_surge_percent: int = 0  # a surplus replica would wait forever for a GPU
     placement_group_bundles: list[dict[str, float]] | None = None  # the replica's, then those of its sidecars
     placement_group_strategy: str | None = None
     placement_group_bundle_label_selector: list[dict[str, str]] | None = None
@@ -69,9 +69,9 @@ def deployment_options(config: Config) -> tuple[DeploymentOptions, ...]:
             "router",
             ray.router.replicas,
             _actor_options(ray.router, 0.0),
-            # Serve waits for what came through its proxy before the router is told to drain what came to it directly.
+            # Serve waits for requests that came through its proxy before the router drains those that came directly.
             2 * config.router.drain_seconds + _END_SECONDS,
-            max_ongoing_requests=config.router.max_waiting_requests + 100,  # the router itself says when it is full
+            max_ongoing_requests=config.router.max_waiting_requests + 100,  # the router itself answers 503 when full
             max_replicas_per_node=1 if is_port_fixed and ray.router.replicas > 1 else None,
             max_surge_percent=0 if is_port_fixed else 100,
         ),
@@ -111,7 +111,7 @@ def _target_options(config: Config) -> DeploymentOptions:
         "target",
         config.target.replicas,
         {name: value for name, value in actor.items() if name != "label_selector"},
-        drain_seconds + config.draft.drain_seconds,  # the sidecars end when nobody calls them any more
+        drain_seconds + config.draft.drain_seconds,  # sidecars end when no target calls them any more
         placement_group_bundles=[_bundle(member) for member in members],
         placement_group_strategy="STRICT_PACK",
         placement_group_bundle_label_selector=selectors if any(selectors) else None,
@@ -140,7 +140,7 @@ def _bundle(actor: Mapping[str, Any]) -> dict[str, float]:
     """Returns the resources that an actor with these options takes of its node."""
     bundle = {"CPU": actor["num_cpus"], "GPU": actor["num_gpus"], **actor.get("resources", {})}
     if "accelerator_type" in actor:
-        bundle[f"accelerator_type:{actor['accelerator_type']}"] = 0.001  # as Ray itself asks for it
+        bundle[f"accelerator_type:{actor['accelerator_type']}"] = 0.001  # as Ray itself requests it
     return {name: amount for name, amount in bundle.items() if amount}
 
 

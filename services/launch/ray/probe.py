@@ -19,7 +19,7 @@ from services.launch.foreground import get
 _SECONDS = 3.0
 _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
-    # A program that is loading is asked all the time, and should be found soon after it listens.
+    # A loading program is polled continuously, and should be found soon after it listens.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -100,7 +100,7 @@ class RouterProbe:
         try:
             with get(self._url + path, _SECONDS, None, self._certificate_file):
                 return None
-        except OSError as error:  # URLError is one
+        except OSError as error:  # includes URLError
             return f"{self._url}{path} does not answer as it should ({error})"
 
     def facts(self) -> Facts:

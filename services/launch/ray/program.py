@@ -15,11 +15,11 @@ import services
 from cluster.telemetry.logs import read_line
 from services.launch.child import EXIT_CONFIGURATION, Child, end_all
 
-logger = logging.getLogger("ray.serve.outrider")  # below Serve's own, so that it comes where a replica's log goes
+logger = logging.getLogger("ray.serve.outrider")  # below Serve's logger, so that messages reach the replica's log
 
 _START_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 0.5
-# The last line of a traceback, and what the command line says of a setting that cannot work.
+# The last line of a traceback, and the command line's message about an unusable setting.
 _COMPLAINT = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b.*|outrider \w+: .*")
 
 
@@ -38,7 +38,7 @@ class Program:
         self._child = Child(name, arguments, environment=environment, is_heard=True)
         self._complaint: str | None = None
         self._has_started = threading.Event()
-        # A child ends with the thread that started it, so that thread stays for as long as the child does.
+        # A child ends with the thread that started it, so that thread lives as long as the child.
         self._thread = threading.Thread(target=self._run, name=f"{name} program", daemon=True)
 
     def start(self) -> None:
@@ -61,7 +61,7 @@ class Program:
         code = self._child.exit_code
         if code is None:
             return None
-        self._thread.join(_LAST_WORDS_SECONDS)  # what it said last may still be on its way
+        self._thread.join(_LAST_WORDS_SECONDS)  # its last output may still be on its way
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         if code == EXIT_CONFIGURATION and self._complaint is not None:
             return f"the {self.name} cannot start: {self._complaint}"
@@ -85,4 +85,4 @@ class Program:
         if level >= logging.ERROR or _COMPLAINT.fullmatch(line):
             self._complaint = text
             level = logging.ERROR
-        logger.log(level, "%s", line if line.startswith("{") else text)  # an object stays whole
+        logger.log(level, "%s", line if line.startswith("{") else text)  # keeps a JSON object whole

@@ -21,11 +21,11 @@ logger = logging.getLogger("ray.serve.outrider")
 
 _LONG_POLL_SECONDS = 10.0
 _CALL_SECONDS = 3.0
-# As Serve's controller is: other nodes come and go.
+# Like Serve's controller: other nodes come and go.
 _ON_THE_HEAD = "node:__internal_head__"
 _NAMESPACE = "outrider"
 _TICK_SECONDS = 0.5
-_UNUSED_SECONDS = 30.0  # then it ends: its application has
+_UNUSED_SECONDS = 30.0  # idle time after which it ends: its application has ended
 
 
 class RegistryActor:
@@ -38,7 +38,7 @@ class RegistryActor:
         self._configured_by = 0  # epoch of a worker
         self._scaling: asyncio.Task[None] | None = None
         self._told_version = self._registry.version
-        self._changed = asyncio.Event()  # replaced whenever it is set
+        self._changed = asyncio.Event()  # replaced on every change
         self._heard_at = time.monotonic()
         self._ticking = asyncio.get_event_loop().create_task(self._tick())
 
@@ -81,7 +81,7 @@ class RegistryActor:
             await asyncio.sleep(_TICK_SECONDS)
             self._registry.tick(time.monotonic())
             self._tell()
-            if self._scaling is None or self._scaling.done():  # else Serve's controller has not answered yet
+            if self._scaling is None or self._scaling.done():  # otherwise Serve's controller has not answered yet
                 self._scaling = asyncio.get_event_loop().create_task(self._scale())
             if self._registry.is_empty and time.monotonic() - self._heard_at > _UNUSED_SECONDS:
                 ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
@@ -124,7 +124,7 @@ class RegistryClient:
             answer = ray.get(getattr(self._actor, method).remote(*arguments), timeout=patience)
         except (ray.exceptions.RayError, ValueError) as error:
             if not isinstance(error, ray.exceptions.GetTimeoutError):
-                self._actor = None  # the name leads to the one that there is next
+                self._actor = None  # the name resolves to the next registry
             self._complain(f"{type(error).__name__}")
             return None
         self._complain(None)
@@ -174,6 +174,6 @@ def _get_or_make(application: str, config: Config) -> Any:
         "max_restarts": -1,
         "num_cpus": 0,
         "resources": {_ON_THE_HEAD: 0.001},
-        "scheduling_strategy": "DEFAULT",  # not in the placement group of a replica that makes it
+        "scheduling_strategy": "DEFAULT",  # outside of the placement group of the replica that creates it
     }
     return ray.remote(RegistryActor).options(**options).remote(application, config)

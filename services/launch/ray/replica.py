@@ -26,11 +26,11 @@ from services.launch.ray.program import Program, python_path
 from services.launch.ray.registry_actor import find_view
 from services.launch.ray.sidecar import Sidecars
 
-_END_SECONDS = 5.0  # beyond what a program may drain
-_PORT_SECONDS = 10.0  # for who had the router's port to let go of it, after it has left the registry
+_END_SECONDS = 5.0  # in addition to the time that a program may drain
+_PORT_SECONDS = 10.0  # time for the previous owner of the router's port to release it, after it left the registry
 _POLL_SECONDS = 0.1
-_KNOWN_SECONDS = 10.0  # for a router to find targets, if there are any
-_HEARD_SECONDS = 2.5  # routers look at their lists twice a second, read them when they look the same twice, then ask
+_KNOWN_SECONDS = 10.0  # time for a router to find targets, if there are any
+_HEARD_SECONDS = 2.5  # routers check their lists twice a second, read a list that was unchanged twice, then poll
 _ACCELERATOR_LABEL = "ray.io/accelerator-type"
 _CALLED: dict[Pool, Pool | None] = {"router": "target", "target": "draft", "draft": None}
 

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from services.http_call import pinned_context
 from services.launch.ray.replica import ProgramReplica
 
-# Of one connection, not of the message (RFC 9110, 7.6.1); lengths are those of the bodies that are passed on.
+# Headers of one connection, not of the message (RFC 9110, 7.6.1); lengths are those of the forwarded bodies.
 _HOP_BY_HOP = {
     "connection",
     "keep-alive",
@@ -36,7 +36,7 @@ class RouterReplica(ProgramReplica):
                 auto_decompress=False,
                 connector=aiohttp.TCPConnector(limit=0),
             )
-        # Of now: a router whose certificate was renewed shows the new one.
+        # Read for each call: a router whose certificate was renewed uses the new one.
         context = await asyncio.to_thread(pinned_context, self._config.router.tls_certificate_file)
         router = self._config.router
         url = f"{router.scheme}://{self._address}{request.url.path}"
@@ -49,7 +49,7 @@ class RouterReplica(ProgramReplica):
                 allow_redirects=False,
                 ssl=True if context is None else context,
             )
-        except aiohttp.ClientError:  # that it shows another certificate is one
+        except aiohttp.ClientError:  # includes a changed certificate
             return Response("the router does not answer; retry", status_code=503, headers={"retry-after": "5"})
         reply = StreamingResponse(_chunks(answer), status_code=answer.status)
         for key, value in answer.headers.items():

@@ -21,9 +21,9 @@ from services.launch.ray.program import Program, python_path
 
 logger = logging.getLogger("ray.serve.outrider")
 
-_END_SECONDS = 5.0  # beyond what a program may drain
-_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # before a program that has ended starts again
-_LONG_SECONDS = 60.0  # a program that ran for this time does not end at once again
+_END_SECONDS = 5.0  # in addition to the time that a program may drain
+_PAUSE_SECONDS = (1.0, 5.0, 20.0, 60.0)  # pause before an ended program is restarted
+_LONG_SECONDS = 60.0  # a program that ran this long did not fail at its start
 
 
 class SidecarActor:
@@ -63,7 +63,7 @@ class SidecarActor:
         """The configuration, with ports that are free now."""
         settings = listening_at(self._config.draft, self._address)
         if self._config.drafts_on_host_cpu:
-            # Ray does not pin, and the default is a thread for each core of the node.
+            # Ray does not pin processes, and the default is a thread per core of the node.
             settings |= {"threads": host_cpu_threads(self._config)}
         draft = self._config.draft.model_copy(update=settings)
         tree = self._config.model_copy(update={"draft": draft}).model_dump(mode="json")

@@ -21,7 +21,7 @@ from services.router.http.streaming import NotedSend
 access = logging.getLogger("outrider.access")
 
 MAX_PATH_CHARACTERS = 200
-# Asked for every few seconds by those who watch the router.
+# Paths that monitoring polls every few seconds.
 _WATCHED_PATHS = frozenset({"/health", "/health/live", "/ping", "/metrics"})
 
 
@@ -30,7 +30,7 @@ class RequestRecord:
     """Facts about a request, filled in while it is answered."""
 
     arrived_at: float = field(default_factory=time.perf_counter)
-    id: str | None = None  # of the answer
+    id: str | None = None  # ID of the answer
     model: str | None = None
     adapter: str | None = None
     stream: bool | None = None
@@ -41,8 +41,8 @@ class RequestRecord:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     first_token_at: float | None = None
-    num_moves: int = 0  # of its choices to another target
-    finish_reasons: Counter[str] = field(default_factory=Counter)  # of its choices
+    num_moves: int = 0  # moves of its choices to other targets
+    finish_reasons: Counter[str] = field(default_factory=Counter)  # reasons of its choices
 
     def count_tokens(self, count: int, at: float) -> None:
         """`at`: time.perf_counter."""

@@ -13,12 +13,12 @@ Role = Literal["client", "operator", "scraper", "launcher"]
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    name: str  # of the key, or "" where there was none to be asked for
+    name: str  # name of the key; "": the router has no keys
     role: Role
-    sees_workers: bool = False  # may learn where they are
+    sees_workers: bool = False  # whether it may see the workers' addresses
 
 
-# Of the request that the current task works for. What counts tokens is deep below what has seen the request's headers.
+# Key of the current task's request. The code that counts tokens is far below the code that reads headers.
 current_key: ContextVar[str | None] = ContextVar("current_key", default=None)
 
 

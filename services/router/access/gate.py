@@ -162,11 +162,11 @@ class Gate:
 
     async def _answer(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         noted = NotedSend(send)
-        current_key.set(name)  # each request has a task of its own, and so a context
+        current_key.set(name)  # each request has its own task, and thus its own context
         try:
             with self._limits.entered(name):
                 await self._app(scope, receive, noted)
-        except OutriderError as error:  # of the limits: all others are answered inside
+        except OutriderError as error:  # raised by the limits: the application answers all others
             await refuse(error, scope, receive, noted, name)
         finally:
             self._metrics.keys.count_request(name, scope["state"].get("outcome", noted.status or 500))
@@ -197,7 +197,7 @@ class AdminGate:
         try:
             await self._app(scope, receive, noted)
         finally:
-            if caller.role != "scraper":  # which calls all the time, and changes nothing
+            if caller.role != "scraper":  # a scraper calls all the time, and changes nothing
                 audit.info("audit: answered %d: %s", noted.status or 500, describe_call(scope, caller.name))
 
 
@@ -215,7 +215,7 @@ def bearer_of(scope: Scope) -> bytes | None:
         if len(bearers) > 1 or scheme.lower() != b"bearer":
             raise InvalidApiKeyError(f"the Authorization header cannot be understood: {_SEND_ONE}")
         keys.append(key.strip())
-    given = {key for key in keys if key}  # clients send a header without a value if their key is set to nothing
+    given = {key for key in keys if key}  # clients send a header without a value if their key is empty
     if len(others) > 1 or len(given) > 1:
         raise InvalidApiKeyError(f"the headers have more than one key: {_SEND_ONE}")
     return bytes(given.pop()) if given else None

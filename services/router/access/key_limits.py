@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from services.router.errors import RateLimitError
 
 _WINDOW_S = 60.0
-_BUSY_RETRY_S = 1  # a request of the key's own has to end first
+_BUSY_RETRY_S = 1  # another request of the key has to end first
 
 
 class KeyLimits:
@@ -26,7 +26,7 @@ class KeyLimits:
         self._requests_per_minute = requests_per_minute
         self._max_requests = max_requests
         self._clock = clock
-        self._began_at: dict[str, deque[float]] = {}  # the last `requests_per_minute` that were let in
+        self._began_at: dict[str, deque[float]] = {}  # start times of the last `requests_per_minute` requests
         self._num_running: dict[str, int] = {}
 
     @contextmanager

@@ -13,7 +13,7 @@ from services.router.output.source import Said
 Event = dict[str, Any]
 Block = dict[str, Any]
 
-# Clients drop thinking blocks without a signature. Nothing is signed: signatures of requests are not read.
+# Clients drop thinking blocks without a signature. The router signs nothing and ignores signatures of requests.
 SIGNATURE = "unsigned"
 
 _TYPES = {"content": "text", "reasoning": "thinking", "call": "tool_use", "arguments": "tool_use"}
@@ -24,8 +24,8 @@ class ContentBlocks:
 
     def __init__(self) -> None:
         self._blocks: list[Block] = []
-        self._is_open = False  # the last of them
-        self._pieces: list[str] = []  # of the text of the open block
+        self._is_open = False  # the last block
+        self._pieces: list[str] = []  # text of the open block
 
     @property
     def blocks(self) -> list[Block]:

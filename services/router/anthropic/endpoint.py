@@ -53,7 +53,7 @@ class Messages(ChatCompletions):
 
     def _reply(self, request: ChatRequest, reader: Reader | None, **frame: Any) -> Reply:
         assert reader is not None
-        return MessagesReply(reader=reader, **{**frame, "continuous_usage": True})  # of the prompt, in the first event
+        return MessagesReply(reader=reader, **{**frame, "continuous_usage": True})  # the first event reports the prompt
 
 
 def _context_message(error: ContextLengthError) -> str:

@@ -19,11 +19,11 @@ from services.router.chat.messages import (
 from services.router.errors import warn_of
 
 _ROLES = ("user", "assistant", "system")
-# Blocks that belong to one role.
+# Blocks of one role only.
 _OWNERS = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
-# Blocks that the model would need and cannot read.
+# Blocks whose content the model would need and cannot read.
 _REFUSED = frozenset({"image", "document", "search_result", "container_upload"})
-_EMPTY_ERROR = "Error"  # the text of a failed tool's result that has none
+_EMPTY_ERROR = "Error"  # text of a failed tool result without any
 
 
 def to_chat_messages(system: object, value: object) -> list[Message]:
@@ -58,7 +58,7 @@ def continues(messages: list[Message]) -> bool:
 class _Conversation:
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.left_out: set[str] = set()  # types of blocks that a chat has no place for
+        self.left_out: set[str] = set()  # types of blocks that a chat cannot represent
 
     def add_system(self, system: object) -> None:
         if isinstance(system, str):

@@ -15,7 +15,7 @@ from services.router.chat.endpoint import ChatRequest
 from services.router.chat.fields import EXTENSIONS
 from services.router.errors import excerpt, invalid_request, warn_of_unknown
 
-# Fields that mean the same in a chat: it checks them.
+# Fields with the same meaning in a chat, which validates them.
 PASSED_ON = ("model", "stream", "temperature", "top_p", *EXTENSIONS)
 
 # About the caller, or about caches and speed.

@@ -50,8 +50,8 @@ class Answer:
         """Yields the server-sent events of a streamed answer. Raises OutriderError if the answer fails."""
         reply = self.reply
         num_tokens, num_cached_tokens, num_reasoning_tokens = ([0] * self.num_choices for _ in range(3))
-        speculation: SpeculationStats | None = None  # of the only choice
-        started: set[int] = set()  # choices
+        speculation: SpeculationStats | None = None  # statistics of the only choice
+        started: set[int] = set()  # number of choices
         async with contextlib.aclosing(self.pieces) as pieces:
             async for index, piece in pieces:
                 num_tokens[index] += len(piece.token_ids)

@@ -31,7 +31,7 @@ def _prompts(value: object) -> tuple[str | list[int], ...]:
 
 
 def _prompt(value: object) -> str | list[int]:
-    # `type` and not `isinstance`: true is no token ID.
+    # `type`, not `isinstance`: true is not a token ID.
     if isinstance(value, str) or (isinstance(value, list) and all(type(token_id) is int for token_id in value)):
         if not value:
             raise ValueError("is empty")
@@ -84,7 +84,7 @@ class CompletionReply(ChoicesReply):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    _text_offsets: dict[int, int] = field(default_factory=dict, init=False)  # by choice: what its tokens have so far
+    _text_offsets: dict[int, int] = field(default_factory=dict, init=False)  # length of each choice's text so far
 
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
         value = {

@@ -55,8 +55,8 @@ class Serving:
     budget: PromptBudget
     max_body_bytes: int
     max_pause_seconds: float
-    traffic: TrafficLog | None  # None: no prompt is kept
-    sampling_defaults: Mapping[str, Any]  # fields of requests that leave them open
+    traffic: TrafficLog | None  # None: prompts are not logged
+    sampling_defaults: Mapping[str, Any]  # default values of missing fields
 
     def with_defaults(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Returns the `fields` of a request with the defaults of those that it leaves open."""

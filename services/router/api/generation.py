@@ -73,13 +73,13 @@ async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncG
 
     The first error of one ends them all and is raised. Closing it closes them all.
     """
-    if len(sequences) == 1:  # needs no task of its own, which every stream of one choice would pay for
+    if len(sequences) == 1:  # no separate task, which every stream of one choice would pay for
         async with contextlib.aclosing(sequences[0]) as pieces:
             async for piece in pieces:
                 yield 0, piece
         return
 
-    # Unread pieces pile up here and not in the target; there are at most `max_tokens` of a sequence.
+    # Unread pieces queue up here, not in the target; their number is bounded by `max_tokens`.
     arrivals: asyncio.Queue[tuple[int, Piece] | asyncio.Task[None]] = asyncio.Queue()
 
     async def run(index: int, sequence: AsyncGenerator[Piece, None]) -> None:
@@ -95,7 +95,7 @@ async def interleave(sequences: Sequence[AsyncGenerator[Piece, None]]) -> AsyncG
             arrival = await arrivals.get()
             if isinstance(arrival, asyncio.Task):
                 running.remove(arrival)
-                arrival.result()  # raises what it ended with
+                arrival.result()  # raises the exception that it ended with
             else:
                 yield arrival
     finally:

@@ -30,7 +30,7 @@ class AnswerObserver:
     def __init__(self, scope: Scope, metrics: RouterMetrics, feed: Feed) -> None:
         self.metrics = metrics
         self.feed = feed
-        self.key = current_key.get()  # the name of the API key; None if the router asks for none
+        self.key = current_key.get()  # name of the API key; None: the router has no keys
         self.record = record_of(scope)
         self.trace = AnswerTrace(span_of(scope), time.perf_counter())
 

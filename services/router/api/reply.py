@@ -20,8 +20,8 @@ from services.router.output.speculation_stats import SpeculationStats
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int  # of the prompts, found in the targets' prefix caches
-    reasoning_tokens: int  # of the answers; the tokens of the reasoning's text
+    cached_tokens: int  # prompt tokens found in the targets' prefix caches
+    reasoning_tokens: int  # tokens of the reasoning's text
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -43,16 +43,16 @@ class Reply(abc.ABC):
     created: int
     model: str
     seed: int
-    system_fingerprint: str  # of the targets: model, weights, engine and numerics
-    has_token_ids: bool = False  # choices carry the token IDs of their text
-    has_rounds: bool = False  # choices say which step added which token
-    has_speculation_stats: bool = False  # choices say, at their end, what speculation did
-    include_usage: bool = False  # the usage of a streamed answer comes at its end and is null until then
-    continuous_usage: bool = False  # but for this: that of its choice so far is in every chunk
-    logprobs: LogprobsFormat | None = None  # choices have the log-probabilities of their tokens
-    has_echo: bool = False  # where choices begin with their prompts, its tokens' too
+    system_fingerprint: str  # fingerprint of the targets: model, weights, engine and numerics
+    has_token_ids: bool = False  # whether choices have the token IDs of their text
+    has_rounds: bool = False  # whether choices have the round of each token
+    has_speculation_stats: bool = False  # whether choices end with statistics of speculation
+    include_usage: bool = False  # a stream reports its usage at its end; until then it is null
+    continuous_usage: bool = False  # if true, every chunk reports the usage of its choice so far
+    logprobs: LogprobsFormat | None = None  # whether choices have the log-probabilities of their tokens
+    has_echo: bool = False  # whether choices begin with their prompts, and their tokens too
     num_logprobs: int = 0
-    num_prompt_logprobs: int | None = None  # they are told of by themselves, as vLLM does it
+    num_prompt_logprobs: int | None = None  # reported separately, as by vLLM
 
     @abc.abstractmethod
     def whole(self, choices: Sequence[Piece], usage: Usage) -> dict[str, Any]:

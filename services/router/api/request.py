@@ -39,7 +39,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_ALLOWED_TOKENS = 1_000_000
 
-# Fields of OpenAI or vLLM that are not served yet, with the values that are taken because they ask for nothing.
+# Fields of OpenAI or vLLM that are not served yet, with the values that ask for nothing and are accepted.
 UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -110,7 +110,7 @@ class ApiRequest(BaseModel, abc.ABC):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
     unsupported_fields: ClassVar[Mapping[str, tuple[Any, ...]]]
-    prompt_field: ClassVar[str]  # where the text to continue is
+    prompt_field: ClassVar[str]  # name of the field with the prompt
 
     model: str | None = None
     max_tokens: MaxTokens | None = None
@@ -121,7 +121,7 @@ class ApiRequest(BaseModel, abc.ABC):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1), AfterValidator(_top_k)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # vLLM takes any positive one; beyond these bounds logits leave the range of float32.
+    # vLLM accepts any positive value; beyond these bounds logits leave the range of float32.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0

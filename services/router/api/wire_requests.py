@@ -14,7 +14,7 @@ from services.router.targets.affinity import ConversationKey
 from services.router.targets.choice_request import ChoiceRequest
 from services.router.targets.replicas import AdapterRef, Limits
 
-_VERSION_OF_CONSTRAINTS = 5  # of the wire
+_VERSION_OF_CONSTRAINTS = 5  # first version of the wire with constraints
 
 
 def build_choice_requests(
@@ -69,7 +69,7 @@ def build_choice_requests(
     for prompt_token_ids, conversation in zip(prompts, conversations, strict=True):
         check_prompt(prompt_token_ids, limits.vocab_size, request.prompt_field)
         max_tokens = _max_tokens(request, len(prompt_token_ids), limits.max_model_len)
-        max_tokens = max(1, max_tokens)  # where it is 0 the one is dropped
+        max_tokens = max(1, max_tokens)  # the token of a request for 0 is dropped
         indices = range(len(choices), len(choices) + request.n)
         choices += [ChoiceRequest(template, prompt_token_ids, max_tokens, index, conversation) for index in indices]
     return choices

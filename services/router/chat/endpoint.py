@@ -67,7 +67,7 @@ class ChatRequest(ApiRequest, TemplateVariables):
 
     @cached_property
     def conversation(self) -> Conversation:
-        # A model that is not to call any tool is not told of them.
+        # If the model must not call tools, the template gets none.
         tools = [] if self.tool_choice.mode == "none" else [tool.definition for tool in self.tools]
         return Conversation(
             self.messages,
@@ -105,8 +105,8 @@ class ChatReply(ChoicesReply):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    reader: Reader | None = None  # None: all of an answer is content
-    _started: dict[int, MessageWriter] = field(default_factory=dict)  # of the choices that are being streamed
+    reader: Reader | None = None  # None: the whole answer is content
+    _started: dict[int, MessageWriter] = field(default_factory=dict)  # writers of the streamed choices
 
     def _choice(self, index: int, choice: Piece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -135,7 +135,7 @@ class ChatReply(ChoicesReply):
         logprobs = self._logprobs(piece)
         if not deltas and (logprobs is not None or piece.rounds or (self.has_token_ids and piece.token_ids)):
             deltas = [{"content": ""}]
-        for number, delta in enumerate(deltas):  # the first tells of the tokens of all
+        for number, delta in enumerate(deltas):  # the first delta reports all tokens
             token_ids, rounds = ((), ()) if number else (piece.token_ids, piece.rounds)
             chunk = self._delta(index, delta, token_ids=token_ids, rounds=rounds)
             yield chunk if number else chunk | {"logprobs": logprobs}

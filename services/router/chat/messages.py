@@ -10,7 +10,7 @@ from services.router.errors import excerpt, warn_of, warn_of_unknown
 from services.router.http.json_values import TooManyValuesError, parse_json
 from services.router.output.tools import INPUT_PARAMETER
 
-# What a client may call a role, and what chat templates call it.
+# Role names that clients may use, and the names in chat templates.
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -21,15 +21,15 @@ _ROLES = {
 }
 # Roles whose content may be null, absent or []: answers that consist of other fields, and tools that return nothing.
 _MAY_BE_EMPTY = frozenset({"assistant", "tool", "function"})
-# Fields of an answer, so of messages of the role assistant alone.
+# Fields of an answer, thus only of messages with the role assistant.
 _ANSWER_FIELDS = ("tool_calls", "function_call", "refusal", "audio")
 _FIELDS = frozenset(
     {"role", "content", "name", "tool_call_id", "reasoning_content", "reasoning", "annotations", *_ANSWER_FIELDS}
 )
 
 MAX_MESSAGES = 4096  # or items of a response's input
-MAX_PARTS = 1024  # of a message's content
-MAX_TOOL_CALLS = 1024  # of a message
+MAX_PARTS = 1024  # maximum parts of a message's content
+MAX_TOOL_CALLS = 1024  # maximum calls of a message
 
 Message = dict[str, Any]
 Part = dict[str, str]  # {"type": "text", "text": ...}
@@ -84,7 +84,7 @@ class _History:
     """Converts the messages of one request."""
 
     def __init__(self) -> None:
-        self.adjusted: list[str] = []  # the places of what became text or was left out
+        self.adjusted: list[str] = []  # places of content that became text or was left out
 
     def message(self, value: object, where: str) -> Message:
         if not isinstance(value, dict):

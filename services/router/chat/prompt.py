@@ -25,8 +25,8 @@ class Conversation:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the prompt ends within the last message
-    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template's own
+    continue_final_message: bool = False  # whether the prompt ends within the last message
+    variables: Mapping[str, Any] = field(default_factory=dict)  # variables of the template
 
 
 def check_continuation(*, continues: bool, begins: bool) -> None:

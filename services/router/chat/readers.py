@@ -13,7 +13,7 @@ from services.router.output.message import Reader
 from services.router.output.reasoning import BEGIN, END
 from services.router.output.tools import Tool, ToolChoice
 
-_LAST_TOKENS = 32  # of a prompt, decoded to find a mark of reasoning at its end; a mark may be about ten tokens
+_LAST_TOKENS = 32  # tokens at a prompt's end that are searched for a reasoning mark; a mark may have about ten
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ V = TypeVar("V")
 Run = Sequence[str]
 """Strings that a template may write one after the other."""
 
-# Characters that mean nothing, first those that JSON escapes with the fewest letters.
+# Meaningless characters, those with the shortest JSON escapes first.
 _PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
 
@@ -82,7 +82,7 @@ class SpecialTokenGuard:
         places = {match.start() for match in self._spelled.finditer("".join(run))}
         start = 0
         for text in run:
-            stripped = text.rstrip()  # as a template may do
+            stripped = text.rstrip()  # templates may do the same
             places.update(start + len(stripped) - length for length in self._beginnings.at_end_of(stripped))
             stripped = text.lstrip()
             if self._ends.are_at_start_of(stripped):

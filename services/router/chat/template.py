@@ -21,13 +21,13 @@ from jinja2 import nodes
 
 from cluster.errors import ConfigurationError, InvalidRequestError
 
-_DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names of templates, as transformers has them
+_DEFAULT, _FOR_TOOLS = "default", "tool_use"  # names of templates in transformers
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    takes_parts: bool  # it goes through the parts of a content that is a list
-    takes_text: bool  # it takes a content that is a string
+    takes_parts: bool  # whether it iterates over the parts of a content
+    takes_text: bool  # whether it accepts a string as content
     knows_tools: bool
 
     @classmethod
@@ -100,7 +100,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except Exception as error:  # whatever a program can raise about messages it wasn't written for
+        except Exception as error:  # any exception of a program that was not written for these messages
             raise InvalidRequestError(
                 f"messages do not fit the model's chat template: {error or type(error).__name__}", param="messages"
             ) from error
@@ -178,7 +178,7 @@ def _strftime_now(form: str) -> str:
 
 def _goes_through_contents(template: nodes.Template) -> bool:
     """Returns whether there is a loop over `message.content`, or over a variable that holds it."""
-    names = {"content"}  # what macros call their argument
+    names = {"content"}  # names of the macros' argument
     for assignment in template.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, names):
             names.add(assignment.target.name)

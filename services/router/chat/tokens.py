@@ -36,7 +36,7 @@ class TokenizeRequest(TemplateVariables):
     messages: Annotated[
         list[Message] | None, PlainValidator(to_messages, json_schema_input_type=list[ChatMessage] | None)
     ] = None
-    add_special_tokens: bool | None = None  # vLLM's default: true for a prompt; a chat template writes its own
+    add_special_tokens: bool | None = None  # vLLM's default: true for a prompt; a chat template adds its own
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: Annotated[tuple[Tool, ...], PlainValidator(to_tools, json_schema_input_type=list[ToolDefinition])] = ()
@@ -54,7 +54,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
-    # Checked as far as the first that is wrong: a list of millions would make as many complaints.
+    # Stops at the first error: a list of millions would make as many.
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 

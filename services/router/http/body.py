@@ -16,9 +16,9 @@ from services.router.errors import PayloadTooLargeError, RequestTimeoutError, Un
 from services.router.http.content_encoding import coding_of, decode
 from services.router.http.json_values import parse_json
 
-_MAX_ADMIN_BYTES = 65_536  # of an operator's call
+_MAX_ADMIN_BYTES = 65_536  # size of an operator's call
 _ADMIN_TIMEOUT_S = 10.0
-_FREE_BYTES = 65_536  # of each body; the number of connections bounds them
+_FREE_BYTES = 65_536  # free bytes of each body; the number of connections bounds their sum
 
 
 class BodyRoom:

@@ -46,7 +46,7 @@ class HttpsCertificate:
         try:
             load_certificate(
                 _new_context(), *self._files, _SETTING
-            )  # a failure would leave half of it in the one in use
+            )  # a failure must not leave half of it in the one in use
             load_certificate(self.context, *self._files, _SETTING)
             logger.info("%s has been read anew", self._files[0])
         except ConfigurationError as error:

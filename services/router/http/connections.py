@@ -13,7 +13,7 @@ from services.router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 
-_OTHER_FILES = 256  # that a router has open: channels to targets, its log, ...
+_OTHER_FILES = 256  # other open files of a router: channels to targets, its log, ...
 
 
 @dataclass(frozen=True)

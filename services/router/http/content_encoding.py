@@ -12,7 +12,7 @@ from cluster.errors import InvalidRequestError
 from services.router.errors import PayloadTooLargeError, UnsupportedMediaTypeError, excerpt
 from services.router.http.large_work import run_in_thread
 
-_MAX_WINDOW_BYTES = 8 * 2**20  # of zstd; what RFC 9659 allows for HTTP
+_MAX_WINDOW_BYTES = 8 * 2**20  # window of zstd; RFC 9659's limit for HTTP
 _CODINGS = {"gzip": "gzip", "x-gzip": "gzip", "zstd": "zstd"}
 
 

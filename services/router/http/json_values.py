@@ -7,8 +7,8 @@ from typing import Any
 import pydantic_core
 
 MAX_CONTAINERS = 65_536  # objects and lists
-MAX_STRINGS = 131_072  # and names of fields
-MAX_ITEMS = 1_200_000  # of all lists and objects together: a request may allow a million tokens
+MAX_STRINGS = 131_072  # strings, including names of fields
+MAX_ITEMS = 1_200_000  # items of all lists and objects together: a request may have a million tokens
 
 
 class TooManyValuesError(ValueError):
@@ -25,13 +25,13 @@ def parse_json(text: bytes) -> Any:
 
 
 def _check_number(text: bytes) -> None:
-    if len(text) <= MAX_CONTAINERS:  # each takes a byte at least
+    if len(text) <= MAX_CONTAINERS:  # each needs at least one byte
         return
     structure = text.replace(rb"\\", b"").replace(rb"\"", b"")
     num_strings = structure.count(b'"') // 2
     if num_strings > MAX_STRINGS:
         raise TooManyValuesError(f"it has {num_strings} strings and names; {MAX_STRINGS} are the limit")
-    structure = b"".join(structure.split(b'"')[::2])  # without what is in strings
+    structure = b"".join(structure.split(b'"')[::2])  # without the contents of strings
     num_containers = structure.count(b"[") + structure.count(b"{")
     if num_containers > MAX_CONTAINERS:
         raise TooManyValuesError(f"it has {num_containers} lists and objects; {MAX_CONTAINERS} are the limit")

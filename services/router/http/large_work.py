@@ -9,9 +9,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LARGE_BYTES = 16_384  # of a body: tokenising them takes 3 to 10 ms, everything else less than 1 ms
+LARGE_BYTES = 16_384  # size of a body: tokenizing it takes 3 to 10 ms, everything else less than 1 ms
 
-# Two, as each thread that computes in Python takes turns of 5 ms from the event loop.
+# Two, as each computing Python thread takes turns of 5 ms from the event loop.
 _threads = ThreadPoolExecutor(2, thread_name_prefix="large-work")
 
 

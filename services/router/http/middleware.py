@@ -41,7 +41,7 @@ class RequestIds:
         scope.setdefault("state", {})["request_id"] = request_id
         names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
 
-        def send_with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own, for every chunk
+        def send_with_id(message: Message) -> Awaitable[None]:  # no additional coroutine per chunk
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name in names:

@@ -29,11 +29,11 @@ from services.router.errors import HeadersTooLargeError, RequestTimeoutError, er
 from services.router.http.connections import Connections
 
 MAX_HEADERS = 128
-MAX_HEADER_BYTES = 65_536  # of a request's first line and headers
+MAX_HEADER_BYTES = 65_536  # size of a request's first line and headers
 _MAX_PIPELINED = 8
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 _LINGER_SECONDS = 2.0
-_LEAST_READ_BYTES = 65_536  # by a client within the time for writing, unless that is all
+_LEAST_READ_BYTES = 65_536  # bytes that a client has to read within the write timeout, unless fewer are left
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -47,17 +47,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._awaits_head = True
         self._is_in_head = False
         self._num_head_bytes = 0
-        self._num_raw_bytes = 0  # since the last that was part of a body, or the end of the headers
+        self._num_raw_bytes = 0  # bytes since the last part of a body, or the end of the headers
         self._skipped_framing: list[tuple[bytes, bytes]] = []  # of a body that the parser takes for another protocol
-        self._is_repeating = False  # the head of such a request
+        self._is_repeating = False  # head of such a request
         self._refusal: OutriderError | None = None
         self._is_lingering = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
-        self._num_unread_bytes = 0  # when the timer for writing was set
+        self._num_unread_bytes = 0  # unread bytes when the write timer was set
 
-    # What the transport calls.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -109,7 +109,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._write_timer.cancel()
             self._write_timer = None
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
         if self._is_repeating:
@@ -170,7 +170,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         finally:
             self._is_repeating = False
 
-    # What requests call.
+    # Called by requests.
 
     def on_response_complete(self) -> None:
         self._running = None
@@ -193,7 +193,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, functools.partial(_close_if_unread, cycle, app))
 
-    # How connections end.
+    # Ends of connections.
 
     def leave(self) -> None:
         """Is no longer counted."""

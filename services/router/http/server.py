@@ -31,7 +31,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=cast(int, connections.timeouts.idle),  # any number of seconds
+                timeout_keep_alive=cast(int, connections.timeouts.idle),  # may be a fraction
                 **more,
             )
         )
@@ -40,8 +40,8 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for listener in sockets or []:
-            # Of its connections: else the kernel takes megabytes of an answer before it shows that a client does not
-            # read.
+            # Set for its connections: otherwise the kernel buffers megabytes of an answer before a slow client is
+            # noticed.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if self._https is None:
             await super().startup(sockets)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
-# Seconds without an event. Proxies and clients close a silent connection after 30 to 60 s: AWS's load balancers and
+# Maximum silence in seconds. Proxies and clients close a silent connection after 30 to 60 s: AWS's load balancers and
 # nginx after 60 s, some clients after 30 s. An error before the first comment has its own HTTP status.
 FIRST_COMMENT_S = 10.0
 COMMENT_S = 15.0
@@ -129,7 +129,7 @@ class _Body:
             self._sent_at = time.monotonic()
             if not self.has_begun:
                 await self._send(self._start)
-                self.has_begun = True  # not before: a comment may be cancelled while it waits to be sent
+                self.has_begun = True  # set after the send: a comment may be cancelled while it waits
             await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def send_comments(self) -> None:
@@ -150,7 +150,7 @@ class NotedSend:
         self.status: int | None = None  # None: the answer has not begun
         self._send = send
 
-    def __call__(self, message: Message) -> Awaitable[None]:  # no coroutine of its own, for every chunk
+    def __call__(self, message: Message) -> Awaitable[None]:  # no additional coroutine per chunk
         if message["type"] == "http.response.start":
             self.status = message["status"]
         return self._send(message)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from services.router.http.connections import Connections
 from services.router.http.protocol import BoundedHttpProtocol
 
-_PAUSE_S = 0.1  # where no connection can be accepted, as there are too many open files
+_PAUSE_S = 0.1  # pause if no connection can be accepted because too many files are open
 
 
 class TlsListener:

@@ -36,10 +36,10 @@ class Tracing:
         try:
             await self._app(scope, receive, noted)
         except Exception:
-            state.setdefault("outcome", 500)  # even when an answer has begun
+            state.setdefault("outcome", 500)  # includes errors after the answer has begun
             raise
         finally:
-            status = noted.status or 500  # 500: of a request that ends without an answer
+            status = noted.status or 500  # 500: a request that ended without an answer
             _end(span, status, state.get("outcome", status))
 
     def _start(self, scope: Scope) -> Span:
@@ -63,7 +63,7 @@ def _end(span: Span, status: int, outcome: int) -> None:
     span.set({"http.response.status_code": status, "outrider.outcome": outcome})
     if outcome == CLIENT_CLOSED_REQUEST:
         span.fail(str(outcome), "the client left")
-    elif outcome >= 500:  # others are the client's, and no failures of ours
+    elif outcome >= 500:  # smaller codes are the client's errors
         span.fail(str(outcome))
     span.end()
 

@@ -60,13 +60,13 @@ class Operation:
     method: str
     path: str
     summary: str
-    answer: str | None  # the schema of its answer; None: it has no body in JSON
+    answer: str | None  # schema of its answer; None: the answer has no JSON body
     body: type[BaseModel] | None = None
-    event: str | None = None  # the schema of an event of a streamed answer
+    event: str | None = None  # schema of an event of a streamed answer
     errors: Sequence[int] = (500,)
     media_type: str = "application/json"
-    error: str = "Error"  # the schema of errors
-    unavailable: str | None = None  # the schema of the answer with status 503, if that is another
+    error: str = "Error"  # schema of errors
+    unavailable: str | None = None  # schema of the answer with status 503, if it differs
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -138,7 +138,7 @@ def openapi_document(version: str) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": version, "description": _ABOUT},
-        "security": [{"key": []}, {"x-api-key": []}, {}],  # without keys in the configuration none is asked for
+        "security": [{"key": []}, {"x-api-key": []}, {}],  # without configured keys none is required
         "paths": paths,
         "components": {
             "schemas": _request_schemas() | ANSWERS,

@@ -72,7 +72,7 @@ class AdapterCalls:
             Route(_PATH, self._list, methods=["GET"]),
             Route(_PATH, self._load, methods=["POST"]),
             Route(_PATH + "/{name:path}", self._unload, methods=["DELETE"]),
-            # As vLLM's, whose scripts go on working.
+            # The same as vLLM's, so that its scripts keep working.
             Route("/v1/load_lora_adapter", self._load_as_vllm, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_as_vllm, methods=["POST"]),
         ]
@@ -135,7 +135,7 @@ class AdapterCalls:
         if not replicas:
             raise UnavailableError("no target is listed now; see /health")
         answers = await asyncio.gather(*(ask(replica) for replica in replicas), return_exceptions=True)
-        await asyncio.gather(*(replica.poll() for replica in replicas))  # what they hold now is listed at once
+        await asyncio.gather(*(replica.poll() for replica in replicas))  # lists the new adapters immediately
         errors: list[tuple[Replica, OutriderError]] = []
         told: list[dict[str, Any]] = []
         for replica, answer in zip(replicas, answers, strict=True):
@@ -147,7 +147,7 @@ class AdapterCalls:
             else:
                 told.append({"address": replica.address, **answer})
         if len(errors) == len(replicas):
-            # One that does not know the adapter, or does not answer, says less than one that refused it.
+            # A target that does not know the adapter, or does not answer, matters less than one that refused it.
             replica, error = min(errors, key=lambda item: isinstance(item[1], NotFoundError | UnavailableError))
             raise type(error)(f"target {replica.address}: {error.message}")
         return told

@@ -31,7 +31,7 @@ class TrafficLog:
         """Raises ConfigurationError when the file cannot be written."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWNER_ONLY)
-            os.fchmod(self._file, _OWNER_ONLY)  # one that was there may be open to others
+            os.fchmod(self._file, _OWNER_ONLY)  # an existing file may be readable by others
         except OSError as error:
             raise ConfigurationError(f"router.traffic_log_file {path} cannot be written: {error.strerror}") from error
         self._path = path
@@ -66,7 +66,7 @@ class TrafficLog:
         num_written = os.write(self._file, line)
         if num_written < len(line):
             end = os.lseek(self._file, 0, os.SEEK_CUR)
-            if os.fstat(self._file).st_size == end:  # else another router has written after it
+            if os.fstat(self._file).st_size == end:  # otherwise another router has written after it
                 os.ftruncate(self._file, end - num_written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

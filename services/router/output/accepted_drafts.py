@@ -16,7 +16,7 @@ class AnswerRound:
 
     num_draft_tokens: int
     num_accepted_tokens: int
-    texts: Sequence[str]  # that each token added to the answer; "" where it ended inside a character
+    texts: Sequence[str]  # text that each token added; "": the token ended inside a character
 
     def to_json(self) -> dict[str, Any]:
         return {

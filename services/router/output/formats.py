@@ -101,7 +101,7 @@ def _named_call(source: Source, writer: Writer) -> Reading[bool]:
         return False
     if character == "[":
         source.unread(character)
-        while (tag := (yield from _tag(source))) == "[CALL_ID]":  # the call's ID is ours to choose
+        while (tag := (yield from _tag(source))) == "[CALL_ID]":  # the router may choose the call's ID
             while (character := (yield from source.read())) and character not in "[{":
                 pass
             source.unread(character)
@@ -171,7 +171,7 @@ def _pass_over(source: Source, tag: str) -> Reading[None]:
 @dataclass(frozen=True)
 class ToolFormat:
     program: Program
-    markers: tuple[str, ...]  # which the text has to show even where the model has special tokens for them
+    markers: tuple[str, ...]  # markers that the text must show even if they are special tokens
     has_short_ids: bool = False  # nine letters and digits: the template refuses others
 
 
@@ -183,7 +183,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
     "mistral": ToolFormat(_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), has_short_ids=True),
 }
 
-# What a template that tells the model of a format has in it, the first that fits.
+# Text by which a template reveals its format; the first match counts.
 _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<tool_call>", "<function="), "qwen3_xml"),
     (("[TOOL_CALLS]",), "mistral"),
@@ -191,7 +191,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|python_tag|>",), "llama3"),
     (('"parameters": dictionary of argument name and its value',), "llama3"),
 )
-_OTHER_FORMATS = ("<arg_key>",)  # whose markup is partly the same: GLM's
+_OTHER_FORMATS = ("<arg_key>",)  # formats with partly the same markup: GLM's
 
 
 def format_of(template_source: str, tokens: Mapping[str, Any]) -> str | None:

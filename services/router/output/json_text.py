@@ -17,7 +17,7 @@ _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 class ValuePosition(enum.Enum):
     INSIDE = enum.auto()
     LAST = enum.auto()  # the character ends the value
-    PAST = enum.auto()  # the value ended before it: a number, which only what follows ends
+    PAST = enum.auto()  # the value ended before it: only the next character ends a number
     BAD = enum.auto()
 
 
@@ -40,9 +40,9 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self._expects = _Expects.VALUE
-        self._open: list[str] = []  # the brackets that are open
+        self._open: list[str] = []  # stack of the open brackets
         self._is_key = False
-        self._rest = ""  # of a literal
+        self._rest = ""  # rest of a literal
         self._num_hex = 0
         self._number = ""
 

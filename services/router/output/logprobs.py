@@ -10,7 +10,7 @@ from typing import Any
 from cluster.logprobs import TokenLogprobs
 from cluster.tokenization import Tokenizer
 
-_LEAST = -9999.0  # what JSON has for the logarithm of zero, as vLLM writes it
+_LEAST = -9999.0  # JSON's value for the logarithm of zero, as in vLLM
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class LogprobsFormat:
         own = [None] * missing + [_finite(value) for value in scores.logprobs]
         top: list[dict[str, float] | None] = [None] * missing
         for index in range(len(scores)):
-            # The token itself is among them, as OpenAI has it, likely or not.
+            # The token itself is included, as in OpenAI's API, likely or not.
             named = {self._name(token): _finite(value) for token, value in scores.top(index)}
             named.setdefault(tokens[index + missing], _finite(scores.logprobs[index]))
             top.append(named)
@@ -84,4 +84,4 @@ class LogprobsFormat:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > _LEAST else _LEAST  # of no number too, which JSON has not either
+    return logprob if logprob > _LEAST else _LEAST  # NaN too, which JSON lacks as well

@@ -24,12 +24,12 @@ class Reader:
     program: Program = plain
     tools: Sequence[Tool] = ()
     reads_reasoning: bool = False
-    reasoning_has_begun: bool = False  # in the prompt
-    may_reason: bool = False  # the model may begin with reasoning: the prompt has not ended it
+    reasoning_has_begun: bool = False  # whether the prompt began the reasoning
+    may_reason: bool = False  # whether the answer may begin with reasoning: the prompt has not ended it
     include_reasoning: bool = True
     parallel_calls: bool = True
     has_short_ids: bool = False
-    calls_finish: bool = True  # an answer that calls ends with "tool_calls": not where the client had chosen the call
+    calls_finish: bool = True  # whether an answer with calls ends with "tool_calls": not if the client chose the call
 
     def start(self) -> MessageReader:
         return MessageReader(self)

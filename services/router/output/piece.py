@@ -19,21 +19,21 @@ class Prompt:
     logprobs: TokenLogprobs | None  # from the second token on
 
 
-@dataclass(slots=True)  # not frozen: made for every chunk, that takes twice the time
+@dataclass(slots=True)  # not frozen: one is made per chunk, and freezing doubles the time
 class Piece:
     """A part of one choice, or all of it. `text` may be empty: tokens can end inside a character."""
 
-    text: str  # of a completion, or of a chat whose answers are all content
+    text: str  # text of a completion, or of a chat whose answers are all content
     token_ids: Sequence[int]
     finish_reason: str | None  # "stop" or "length" on the last piece
-    speculation: SpeculationStats | None = None  # of the whole choice, on the last piece
-    stop_reason: int | str | None = None  # on the last piece: the stop token or string that the request named
-    logprobs: TokenLogprobs | None = None  # of `token_ids`, where they were asked for
-    prompt: Prompt | None = None  # on the first piece with tokens, where it was asked for
-    rounds: Sequence[AnswerRound] = ()  # of `token_ids`, where they were asked for
-    num_cached_tokens: int = 0  # of the prompt, found in the target's prefix cache; on the first piece with tokens
-    said: Sequence[Said] = ()  # of a chat whose answers have reasoning or calls, in place of `text`
-    num_reasoning_tokens: int = 0  # of the whole choice, on the last piece
+    speculation: SpeculationStats | None = None  # statistics of the whole choice, on the last piece
+    stop_reason: int | str | None = None  # on the last piece: the requested stop token or string that ended it
+    logprobs: TokenLogprobs | None = None  # of `token_ids`, if requested
+    prompt: Prompt | None = None  # on the first piece with tokens, if requested
+    rounds: Sequence[AnswerRound] = ()  # rounds of `token_ids`, if requested
+    num_cached_tokens: int = 0  # prompt tokens found in the target's prefix cache; on the first piece with tokens
+    said: Sequence[Said] = ()  # replaces `text` in a chat whose answers have reasoning or calls
+    num_reasoning_tokens: int = 0  # tokens of the whole choice, on the last piece
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:

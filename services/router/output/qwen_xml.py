@@ -32,10 +32,10 @@ def read_function(source: Source, writer: Writer, schemas: Mapping[str, Mapping[
         if key is None:
             break
         value: list[str] = []
-        # The next tag ends a value too: some models leave out that of its end.
+        # The next tag ends a value too: some models omit the closing tag.
         tag = yield from source.until((_END_OF_PARAMETER, _PARAMETER, _END, _END_OF_CALL), value.append)
         if not tag:
-            return True  # cut off
+            return True  # the output was cut off
         writer.arguments(f"{separator}{_quoted(key)}: {_value(''.join(value), _schema_of(schema, key))}")
         separator = ", "
         if tag == _END_OF_PARAMETER:

@@ -12,7 +12,7 @@ from services.router.output.reasoning import BEGIN, END
 
 _BLANKS = {"type": "regex", "pattern": f"[ \\n\\r\\t]{{0,{MAX_WHITESPACE}}}"}
 
-Format = dict[str, Any]  # of xgrammar's structural tags
+Format = dict[str, Any]  # a format of xgrammar's structural tags
 
 
 def after_reasoning(grammar: Grammar, reader: Reader, special_tokens: Mapping[str, int]) -> Grammar:

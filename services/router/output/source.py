@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-# A program that is sent pieces of text, and at the end of the text "", until it returns a T.
+# A generator that receives pieces of text, then "" at the end of the text, and returns a T.
 Reading: TypeAlias = Generator[None, str, T]
 
 WHITE_SPACE = " \t\r\n"
@@ -29,7 +29,7 @@ class Source:
 
     def __init__(self) -> None:
         self._piece = ""
-        self._position = 0  # in the piece
+        self._position = 0  # position in the piece
         self._has_ended = False
         self._since_mark: list[str] = []
 
@@ -94,7 +94,7 @@ class Source:
         while True:
             if not held and (text := self.run(prose)):
                 take(text)
-            self._since_mark.clear()  # the text may be long, and nobody goes back in it
+            self._since_mark.clear()  # frees memory: the text may be long, and no reader goes back in it
             character = yield from self.read()
             if not character:
                 if held:

@@ -11,8 +11,8 @@ class SpeculationStats:
     num_drafts: int = 0  # rounds that verified at least one draft token
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    max_draft_tokens: int = 0  # of one round
-    acceptance_histogram: list[int] = field(default_factory=list)  # rounds by the number of drafts they accepted
+    max_draft_tokens: int = 0  # maximum in one round
+    acceptance_histogram: list[int] = field(default_factory=list)  # rounds by their number of accepted drafts
 
     def count_round(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Takes in one round that verified draft tokens."""

@@ -25,10 +25,10 @@ class StopMatcher:
     """Passes one text on, piece by piece, as far as it is sure to be part of the output."""
 
     def __init__(self, stop_strings: StopStrings) -> None:
-        self.stopped_at: str | None = None  # the stop string that has come
+        self.stopped_at: str | None = None  # the stop string that was found
         self._in_output = stop_strings.in_output
         self._patterns = stop_strings.patterns
-        # For each stop string, how many of its first characters the text ends with now.
+        # For each stop string, the number of its first characters that the text ends with.
         self._num_matched = [0] * len(self._patterns)
         self._held = ""
 

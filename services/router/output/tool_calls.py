@@ -65,7 +65,7 @@ class _Call:
         self._writer = writer
         self._names = names
         self._name: str | None = None
-        self._arguments: str | None = None  # those that came before the name
+        self._arguments: str | None = None  # arguments that came before the name
 
     def read(self) -> Reading[None]:
         source = self._source
@@ -78,7 +78,7 @@ class _Call:
                 self._fail(character)
             key = json.loads((yield from _collected(source, '"')), strict=False)
             if is_first and key not in ARGUMENT_KEYS | {"name", "type", "function", "id"}:
-                raise _MalformedError  # soon enough for an answer in JSON to be streamed
+                raise _MalformedError  # early enough to stream an answer in JSON
             is_first = False
             if (character := (yield from source.skip())) != ":":
                 self._fail(character)
@@ -107,7 +107,7 @@ class _Call:
             if not is_name(value) or (self._names is not None and value not in self._names):
                 raise _MalformedError
         elif key in ARGUMENT_KEYS and not self.has_begun:
-            if isinstance(value, str):  # some write the object as a string of JSON, as the API does
+            if isinstance(value, str):  # some models write the object as a JSON string, as the API does
                 text, value = _loaded(value)
             if value is None:
                 text, value = "{}", {}

@@ -31,14 +31,14 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    parameters: Schema  # a JSON schema of an object; {}: any
-    definition: Mapping[str, Any]  # as templates take it
+    parameters: Schema  # JSON schema of an object; {}: any object
+    definition: Mapping[str, Any]  # in the form that templates take
 
 
 @dataclass(frozen=True)
 class ToolChoice:
     mode: Literal["auto", "none", "required", "named"]
-    name: str = ""  # of the function, if it is named
+    name: str = ""  # name of the function, if the choice names one
 
     @property
     def is_forced(self) -> bool:

@@ -23,13 +23,13 @@ class TextFormat:
     tokenizer: Tokenizer
     stop_strings: StopStrings
     skip_special_tokens: bool
-    end_token_ids: frozenset[int]  # those that end a sequence, and are not part of its text
-    stop_token_ids: frozenset[int]  # those of them that the request named
-    min_tokens: int = 0  # in which no stop string is looked for
-    has_no_tokens: bool = False  # drop the only token: the request wants none
-    shown_special_tokens: Collection[int] = ()  # even if others are skipped
-    has_rounds: bool = False  # pieces report which step added which token
-    reader: Reader | None = None  # of a chat whose answers have reasoning or calls
+    end_token_ids: frozenset[int]  # tokens that end a sequence and are not part of its text
+    stop_token_ids: frozenset[int]  # end tokens that the request named
+    min_tokens: int = 0  # tokens before stop strings count
+    has_no_tokens: bool = False  # drops the only token: the request wants none
+    shown_special_tokens: Collection[int] = ()  # keeps them even if others are skipped
+    has_rounds: bool = False  # whether pieces report the round of each token
+    reader: Reader | None = None  # reader of a chat whose answers have reasoning or calls
 
 
 class ChoiceWriter:
@@ -43,7 +43,7 @@ class ChoiceWriter:
         )
         self._matcher = StopMatcher(form.stop_strings) if form.stop_strings else None
         self._reader = form.reader.start() if form.reader is not None else None
-        self._texts: list[str] = []  # of the tokens of the last piece, if rounds are reported
+        self._texts: list[str] = []  # texts of the last piece's tokens, if rounds are reported
 
     def write(
         self,
@@ -105,7 +105,7 @@ class ChoiceWriter:
         return rest
 
     def _matched(self, token_ids: Sequence[int], finish_reason: str | None) -> Piece:
-        # One by one: which token is the last must not depend on how many came at once.
+        # One by one: the last token must not depend on how many arrived at once.
         assert self._matcher is not None
         said, self._texts = list[Said](), []
         for num_tokens, token_id in enumerate(token_ids, start=1):

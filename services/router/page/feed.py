@@ -22,7 +22,7 @@ from cluster.wire.replies import RoundCounts
 logger = logging.getLogger(__name__)
 
 MAX_VIEWERS = 16
-MAX_STEPS = 500  # in one event, of all choices together
+MAX_STEPS = 500  # steps in one event, over all choices
 _INTERVAL_S = 0.1
 _WORKERS_INTERVAL_S = 1.0
 _MAX_BEHIND = 20  # events that wait for one viewer
@@ -49,7 +49,7 @@ class Feed:
 
     def note(self, choice: int, num_tokens: int, rounds: Sequence[RoundCounts], *, has_ended: bool) -> None:
         """A reply came for `choice`. To be called while it `is_watched`."""
-        num_steps = 1 + 2 * len(rounds)  # at most: before each round, and after the last, tokens may have been plain
+        num_steps = 1 + 2 * len(rounds)  # at most: plain tokens may precede each round and follow the last
         if self._num_steps + num_steps > MAX_STEPS:
             self._left_out[0] += num_steps
             self._left_out[1] += num_tokens
@@ -111,7 +111,7 @@ class Feed:
             asked_at = time.monotonic()
             try:
                 self._tell("workers", await self._observe())
-            except Exception:  # whatever it is, the page goes on without
+            except Exception:  # on any exception the page continues without workers
                 logger.exception("the page's workers could not be asked")
             await asyncio.sleep(max(0.0, asked_at + _WORKERS_INTERVAL_S - time.monotonic()))
 
@@ -121,7 +121,7 @@ class Feed:
         return {"choices": steps, "left_out": left_out}
 
     def _tell(self, name: str, value: Mapping[str, Any]) -> None:
-        event = _event(name, value)  # once for all
+        event = _event(name, value)  # encoded once for all viewers
         for viewer in self._viewers:
             viewer.put(event)
 

@@ -25,7 +25,7 @@ _MEDIA_TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# All that a page may do: load its own files and call its own router.
+# A page may only load its own files and call its own router.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -36,7 +36,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # kept, and asked for every time whether it still is the one
+    "cache-control": "no-cache",  # cached, but revalidated for each use
 }
 
 
@@ -59,7 +59,7 @@ class StatusPage:
 
     def routes(self) -> list[Route]:
         endpoints = {path: file.show for path, file in self._files.items()} | {EVENTS_PATH: self._show_events}
-        # They are the page's own, and not for others to call.
+        # For this page only, not for other programs.
         return [Route(path, show, methods=["GET"], include_in_schema=False) for path, show in endpoints.items()]
 
     async def _show_events(self, request: Request) -> Response:

@@ -17,7 +17,7 @@ class Workers:
 
     def __init__(self, pool: ReplicaPool) -> None:
         self._pool = pool
-        self._seen: dict[str, target_pb2.Observation] = {}  # the last one, by address
+        self._seen: dict[str, target_pb2.Observation] = {}  # the last observation, by address
 
     async def observe(self) -> Mapping[str, Any]:
         replicas = self._pool.replicas[:_MAX_TARGETS]
@@ -43,7 +43,7 @@ class Workers:
         seen = self._seen.get(replica.address, target_pb2.Observation())
         request = target_pb2.ObserveRequest(from_step=seen.next_step, from_answer=seen.next_answer)
         observation = await replica.observe(request)
-        if observation is not None and seen.epoch not in (0, observation.epoch):  # it was restarted
+        if observation is not None and seen.epoch not in (0, observation.epoch):  # the worker was restarted
             observation = await replica.observe(target_pb2.ObserveRequest())
         return observation
 
@@ -104,4 +104,4 @@ def _drafts(observation: target_pb2.Observation) -> set[str]:
 
 
 def _counted(drafts: list[str]) -> enumerate[str]:
-    return enumerate(drafts, start=0 if "" in drafts else 1)  # one in the target's process has no number
+    return enumerate(drafts, start=0 if "" in drafts else 1)  # a drafter in the target's process has no number

@@ -10,13 +10,13 @@ from services.router.output.tools import INPUT_PARAMETER
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT_PARAMETER}"\s*:\s*"')
 _HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-# Characters of a JSON string that have come completely.
+# Complete characters of a JSON string.
 _COMPLETE = re.compile(
     r'(?:[^"\\]+'
     r'|\\["\\/bfnrt]'
     rf"|{_HIGH}{_LOW}"
     rf"|(?!{_HIGH})\\u[0-9a-fA-F]{{4}}"
-    rf"|{_HIGH}(?=[^\\]|\\[^u]|\\u[0-9a-fA-F]{{4}}))*"  # the other half of the pair is missing
+    rf"|{_HIGH}(?=[^\\]|\\[^u]|\\u[0-9a-fA-F]{{4}}))*"  # the other half of the surrogate pair is missing
 )
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -60,4 +60,4 @@ class CustomInput:
 
 def _decoded(characters: str) -> str:
     text: str = json.loads(f'"{characters}"', strict=False)
-    return _SURROGATES.sub("\ufffd", text)  # lone ones, which UTF-8 cannot encode
+    return _SURROGATES.sub("\ufffd", text)  # lone surrogates, which UTF-8 cannot encode

@@ -60,7 +60,7 @@ class Responses(ChatCompletions):
         """The prompt without as many of the oldest messages as it takes for it to have `room`; [] if none suffices."""
         cuts = _cuts(request.messages)
         prompt: list[int] = []
-        while cuts:  # the fewest that suffice
+        while cuts:  # the minimum that suffices
             middle = len(cuts) // 2
             conversation = replace(request.conversation, messages=cuts[middle])
             attempt = self._prompts.encode(conversation, add_special_tokens=request.add_special_tokens)

@@ -40,8 +40,8 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
-        self.left_out: set[str] = set()  # types of items that a chat has no place for
-        self._turn: Message | None = None  # the assistant's, while its items come
+        self.left_out: set[str] = set()  # types of items that a chat cannot represent
+        self._turn: Message | None = None  # the assistant's message while its items are read
 
     def add(self, item: object, where: str) -> None:
         if not isinstance(item, dict):
@@ -88,7 +88,7 @@ class _Conversation:
             self.messages.append({"role": "system" if role in _SYSTEM_ROLES else role, "content": content})
             return
         if self._turn is not None and self._turn["content"] is not None:
-            self._turn = None  # two texts of it are two messages
+            self._turn = None  # each further text becomes a message of its own
         self._assistant()["content"] = content
 
     def _assistant(self) -> Message:

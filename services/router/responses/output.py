@@ -20,7 +20,7 @@ _DELTAS = {
     "function_call": "response.function_call_arguments",
     "custom_tool_call": "response.custom_tool_call_input",
 }
-_CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # the field that has a call's text
+_CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # the field with a call's text
 
 
 class OutputItems:
@@ -30,9 +30,9 @@ class OutputItems:
         """`custom_tools`: the names whose calls are custom_tool_call items."""
         self._custom_tools = custom_tools
         self._items: list[Item] = []
-        self._is_open = False  # the last of them
-        self._pieces: list[str] = []  # of its text, which are not in it yet
-        self._input = CustomInput()  # of the last call of a custom tool
+        self._is_open = False  # the last item
+        self._pieces: list[str] = []  # pieces that are not in its text yet
+        self._input = CustomInput()  # input of a custom tool's last call
 
     @property
     def items(self) -> list[Item]:
@@ -84,7 +84,7 @@ class OutputItems:
         match said.kind:
             case "call":
                 return "custom_tool_call" if said.text in self._custom_tools else "function_call"
-            case "arguments":  # they follow their call
+            case "arguments":  # arguments follow their call
                 kind: str = self._items[-1]["type"]
                 return kind
             case "content":

@@ -25,9 +25,9 @@ class _Progress:
 
     writer: MessageWriter
     output: OutputItems
-    has_begun: bool = False  # its first events were made
+    has_begun: bool = False  # whether its first events were made
     finish_reason: str | None = None
-    numbers: Iterator[int] = field(default_factory=itertools.count)  # of events
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # numbers of events
 
 
 @dataclass(frozen=True, kw_only=True)

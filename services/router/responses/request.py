@@ -14,7 +14,7 @@ from services.router.errors import excerpt, invalid_request, warn_of_unknown
 from services.router.responses.items import to_chat_messages
 from services.router.responses.tools import custom_tool_names, to_chat_tool_choice, to_chat_tools
 
-# Fields that mean the same in a chat: it checks them.
+# Fields with the same meaning in a chat, which validates them.
 PASSED_ON = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "stop", *EXTENSIONS)
 
 # Fields that are refused unless they ask for nothing, and why.
@@ -26,15 +26,15 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "top_logprobs": ((0,), "it is not supported yet"),
     "context_management": (([],), "it is not supported"),
 }
-# About the caller, or about what there is nothing of here.
+# Fields about the caller, or about features that do not exist here.
 IGNORED = IGNORED_FIELDS | {
-    "max_tool_calls",  # of tools that the server runs
+    "max_tool_calls",  # for tools that the server runs
     "stream_options",
     "prompt_cache_retention",
     "prompt_cache_options",
 }
 
-# What the chat calls them, and what they are called here.
+# Names of the fields in a chat, and here.
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",

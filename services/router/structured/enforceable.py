@@ -68,8 +68,8 @@ class _Translation:
         self._root = root
         self._prefix = prefix
         self._references = References(root)
-        self._names: dict[str, str] = {}  # of the definitions, by their reference
-        self._waiting: list[tuple[str, Any]] = []  # references, and what they refer to
+        self._names: dict[str, str] = {}  # names of the definitions, by reference
+        self._waiting: list[tuple[str, Any]] = []  # references, and the schemas they refer to
         self._num_schemas = 0
         self._num_marks = 0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-Ranges = tuple[tuple[int, int], ...]  # of code points, sorted, apart from each other
+Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint
 
 MAX_TEXTS = 64
 
@@ -91,7 +91,7 @@ def with_one_of(needed: Ranges, node: Node) -> Node:
                 )
             )
         case Repeat(inner, least, most):
-            # The first one that has a character of `needed` comes first, or after any number of others.
+            # The first expression with a character of `needed` comes first, or after any number of others.
             if most == 0:
                 return NOTHING
             rest = Repeat(inner, max(0, least - 1), None if most is None else most - 1)

@@ -87,7 +87,7 @@ def _structured_outputs(value: object) -> Grammar:
     if not isinstance(value, Mapping):
         raise _refusal(name, "should be an object", value)
     given = {key: kind for key, kind in value.items() if kind not in (None, False)}
-    # How vLLM's backends are to work, which is no part of what the answer has to be.
+    # Options of vLLM's backends, which do not change the constraint.
     for key in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
         if given.pop(key, None) is not None:
             raise InvalidRequestError(f"{name}.{key} is not supported; leave it out", param=name)

@@ -20,11 +20,11 @@ _REFUSED = ("dependentRequired", "dependentSchemas", "dependencies")
 class _Object:
     """The parts of an object's schema, their schemas as the client wrote them."""
 
-    properties: dict[str, tuple[Any, str]]  # with the path of each
+    properties: dict[str, tuple[Any, str]]  # schema and path by name
     required: list[str]
-    others: Any  # the schema of the values of all other names; False: there are none
+    others: Any  # schema of the values of all other names; False: there are no others
     others_path: str
-    names: str | None = None  # the expression of those other names
+    names: str | None = None  # expression of those other names
 
 
 def object_(schema: Mapping[str, Any], path: str, translate: Translate, references: References) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _add_required(parts: _Object, path: str) -> None:
     for name in parts.required:
         if name in parts.properties:
             continue
-        explicit = parts.others_path != path  # there is a keyword that is about other names
+        explicit = parts.others_path != path  # a keyword defines other names
         if explicit and parts.others is False:
             raise SchemaError(at(path, "required"), f"has {name[:40]!r}, which the schema forbids")
         parts.properties[name] = (parts.others, parts.others_path) if explicit else (True, path)

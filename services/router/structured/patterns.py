@@ -39,7 +39,7 @@ MAX_REPEATS = 10_000
 _MAX_CHARACTERS = 4096
 _MAX_CHARACTERS_WITH_LOOK_AHEAD = 40  # the rewritten expression grows with their square
 
-Items = abc.Sequence[Any]  # as the parser has them
+Items = abc.Sequence[Any]  # in the parser's form
 # xgrammar 0.2.8 compiles expressions in ASCII to automata, and some automata accept too much: `a(cb{1,3})?` accepts
 # "ab". It compiles expressions with any other character, even if repeated zero times, to rules.
 _AS_RULES = "(?:\u00e9{0})"
@@ -59,7 +59,7 @@ class Pattern:
     text: str
     shortest: int
     longest: int | None  # None: unbounded
-    repeated: str = ""  # the class of characters, if the expression is a single one, repeated
+    repeated: str = ""  # the class of characters if the expression is a single class, repeated
 
     def texts(self) -> tuple[str, ...] | None:
         """Returns all texts, if there are at most 64."""
@@ -170,7 +170,7 @@ def _class(items: Items) -> Ranges:
             case ops.RANGE:
                 part = ranges(value)
             case ops.CATEGORY if value in _CATEGORIES:
-                # What the dialects don't agree on must not be in the class: it is all beyond ASCII.
+                # Characters on which the dialects disagree must not be in the class: they are all beyond ASCII.
                 part = ranges(*_CATEGORIES[value], (0x80, 0x10FFFF)) if is_negated else _CATEGORIES[value]
             case ops.CATEGORY if value in _NEGATED:
                 beyond = () if not is_negated else ((0x80, 0x10FFFF),)

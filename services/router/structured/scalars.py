@@ -10,7 +10,7 @@ from services.router.structured.errors import SchemaError, at
 from services.router.structured.formats import PATTERNS, SHORT_PATTERNS, UNCHECKED
 from services.router.structured.patterns import MAX_REPEATS, Pattern, PatternError, any_characters, repeated, rewrite
 
-_MAX_NUMBER = 2**53  # beyond it neighbouring integers are the same number to many readers of JSON
+_MAX_NUMBER = 2**53  # beyond it many JSON parsers merge neighbouring integers
 _SMALLEST_RANGE = 1e-5  # grammars write bounded numbers with six decimals
 
 

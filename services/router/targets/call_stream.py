@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMMAND_BYTES = 2**18  # a message that has reached them gets no more commands; workers take messages of 16 MiB
-_WOKEN_AT_ONCE = 16  # calls; then the event loop does its other work first
+_COMMAND_BYTES = 2**18  # size at which a message gets no more commands; workers take messages of 16 MiB
+_WOKEN_AT_ONCE = 16  # calls per turn; then the event loop does its other work first
 
 
 class Call:
     """One sequence. At most one reply waits to be taken: later ones are merged into it."""
 
     def __init__(self, cancel: Callable[[], None]) -> None:
-        self.has_ended = False  # the last reply has been taken, or the error raised
+        self.has_ended = False  # the last reply was taken, or the error raised
         self._loop = asyncio.get_running_loop()
         self._cancel = cancel
         self._waiting: CallReply | None = None
@@ -60,7 +60,7 @@ class Call:
             if not reply.token_ids:
                 self.has_ended = True
                 raise reply.error
-            self._waiting = CallReply(error=reply.error)  # for the next `take`: the tokens come first
+            self._waiting = CallReply(error=reply.error)  # kept for the next `take`: the tokens come first
         self.has_ended = reply.finish_reason != UNFINISHED
         return reply
 
@@ -94,7 +94,7 @@ class CallStream:
         `explain` gets the reason why the stream broke, or None if the worker ended it in good order. Replies of a
         worker with another `epoch` are dropped, as the description is not that worker's.
         """
-        self.has_begun = False  # a worker serves it
+        self.has_begun = False  # whether a worker serves it
         self.has_ended = False
         self._epoch = epoch
         self._stream = stream
@@ -104,7 +104,7 @@ class CallStream:
         self._calls: dict[int, Call] = {}
         self._woken_next: deque[Call] = deque()
         self._unsent: OrderedDict[int, target_pb2.StartCall] = OrderedDict()
-        self._cancelled: list[int] = []  # calls that the worker has yet to hear of
+        self._cancelled: list[int] = []  # calls not sent to the worker yet
         self._has_commands = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
         self._writer = asyncio.create_task(self._write())
@@ -124,7 +124,7 @@ class CallStream:
         self._stream.cancel()
         self._reader.cancel()
         self._writer.cancel()
-        # Copies: one exception that many tasks raise would collect the tracebacks of all.
+        # Copies: an exception raised by many tasks would collect all their tracebacks.
         self._deliver({number: CallReply(error=copy.copy(error)) for number in self._calls})
 
     async def close(self) -> None:
@@ -135,14 +135,14 @@ class CallStream:
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
 
     def _cancel(self, number: int) -> None:
-        if self._calls.pop(number, None) is None:  # the last reply has come, and was not taken
+        if self._calls.pop(number, None) is None:  # the last reply has arrived, and was not taken
             return
-        if self._unsent.pop(number, None) is None:  # else the worker never hears of it
+        if self._unsent.pop(number, None) is None:  # otherwise the worker never receives it
             self._cancelled.append(number)
             self._has_commands.set()
 
     async def _write(self) -> None:
-        # When the stream breaks, `_read` learns why and ends the calls.
+        # When the stream breaks, `_read` finds the reason and ends the calls.
         with contextlib.suppress(grpc.aio.BaseError, asyncio.InvalidStateError):
             while True:
                 await self._stream.write(await self._next_commands())
@@ -172,7 +172,7 @@ class CallStream:
             reason = f"{error.code().name}: {error.details()}"
         except _OtherWorkerError as error:
             reason = str(error)
-        except Exception:  # whatever it is, nobody must be left waiting
+        except Exception:  # after any exception the waiting calls have to end
             logger.exception("a message of a target cannot be used")
             reason = "unusable message"
         self.fail(self._explain(reason))

@@ -13,7 +13,7 @@ from services.router.targets.affinity import ConversationKey
 class ChoiceRequest:
     """The request for one choice. Its message is made when it is sent, as choices share all of this."""
 
-    template: target_pb2.GenerateRequest  # without what follows
+    template: target_pb2.GenerateRequest  # without the fields below
     prompt_token_ids: Sequence[int]
     max_tokens: int
     choice_index: int

@@ -23,7 +23,7 @@ from services.router.targets.replicas import AdapterRef, Replica, ReplicaLostErr
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEATHS = 2  # of workers in a row that had it and yielded no token of it: it may be what they died of
+_MAX_DEATHS = 2  # consecutive workers lost before they yielded a token of the request, which may be the cause
 _MAX_MOVES = 32
 _FULL_PAUSE_S = 0.5
 
@@ -63,7 +63,7 @@ async def run_anywhere(
             continued = request.to_wire(token_ids)
             with CallSpan(observer.span, replica, continued) as call:
                 replies = replica.generate(continued)
-                del continued  # it may be large, and nobody needs it here while it runs
+                del continued  # it may be large, and is not needed here while it runs
                 async with contextlib.aclosing(replies):
                     async for reply in replies:
                         if reply.prompt_logprobs is not None:  # the next worker begins them again

@@ -68,7 +68,7 @@ class StartWindow:
     """
 
     def __init__(self, limit: int = MAX_WAITING_TOKENS_AT_TARGETS) -> None:
-        self.has_begun = False  # a choice has a token
+        self.has_begun = False  # whether a choice has a token
         self._limit = limit
         self._num_tokens = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -92,7 +92,7 @@ class StartWindow:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # it came in the same moment
+            if not turn.cancelled():  # both may happen at the same moment
                 self.leave(num_tokens)
             raise
 

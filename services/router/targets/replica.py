@@ -41,12 +41,12 @@ _CHANNEL_OPTIONS = [
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.ping_timeout_ms", 2000),
-    # By default a worker that was away for minutes would be tried again only minutes after its return.
+    # By default gRPC reconnects to a worker only minutes after its return, if it was away for minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # A message has what all of a stream's sequences were given since the last one: it is not cut by its size.
+    # A message has the tokens of all sequences since the last one: its size is not limited.
     ("grpc.max_receive_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -63,14 +63,14 @@ _TOLD_OF_LOSS: dict[LossReason, str] = {
     "unloaded": "the target worker has unloaded the adapter; retry",
 }
 _IS_DRAINING = "is draining"
-_PATIENT_POLLS = 120  # a minute or so
+_PATIENT_POLLS = 120  # about a minute
 
 
 class AdapterRef(NamedTuple):
     """A LoRA adapter that a request is for."""
 
     name: str
-    fingerprint: str  # of its contents
+    fingerprint: str  # fingerprint of its contents
 
     @classmethod
     def of(cls, request: target_pb2.GenerateRequest) -> AdapterRef | None:
@@ -111,13 +111,13 @@ class Replica:
         changes or its silence ends; `dialer` makes the channel."""
         self.address = address
         self.description: target_pb2.TargetDescription | None = None
-        self.traits: Traits = ()  # as it last said; (): unknown
-        self.adapters: dict[str, str] | None = None  # as it last said: fingerprints by name; None: it never did
+        self.traits: Traits = ()  # as last reported; (): unknown
+        self.adapters: dict[str, str] | None = None  # as last reported: fingerprints by name; None: never reported
         self.status: ReplicaStatus = "down"
         self.problem: str | None = "has not answered yet"  # None: it is up, requests may be sent here
-        self.is_next = True  # it was not asked yet, or nothing but what the others are, or were, speaks against it
+        self.is_next = True  # it was not asked yet, or its only obstacle is that it differs from the pool
         self.num_in_flight = 0
-        self._num_others = 0  # sequences there at the last poll that were not ours
+        self._num_others = 0  # sequences of other routers there at the last poll
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._object_to = object_to
         self._notify = notify
@@ -126,11 +126,11 @@ class Replica:
         self._channel = dialer.channel(address, _CHANNEL_OPTIONS)
         self._stub = target_pb2_grpc.TargetStub(self._channel)
         self._calls: CallStream | None = None
-        self._calls_epoch: int | None = None  # of the worker that the stream was opened to; None: not known yet
+        self._calls_epoch: int | None = None  # epoch of the worker that the stream was opened to; None: not known yet
         self._polls = itertools.count()
         self._newest_answered = -1
         self._num_silent_polls = 0
-        self._has_answered = False  # ever
+        self._has_answered = False  # whether it ever answered
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_closed = False
@@ -208,7 +208,7 @@ class Replica:
         assert failure is not None
         self._count_silence(failure.code())
         if self.problem is None and 0 < self._num_silent_polls < _SILENT_POLLS:
-            # A moment's work may have held it up, and it may be the only one.
+            # A short delay may have caused it, and it may be the only target.
             logger.info("target %s does not answer: others are chosen before it", self.address)
             return
         self.description = None
@@ -231,7 +231,7 @@ class Replica:
         while True:
             try:
                 await self.poll()
-            except Exception:  # whatever it is, a replica that nobody asks would keep its last status for ever
+            except Exception:  # for any exception: without polls a replica would keep its last status forever
                 logger.exception("target %s could not be asked", self.address)
                 self._become("down", "could not be asked; see the router's log")
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -248,7 +248,7 @@ class Replica:
             epoch = self._calls_epoch = None if self.description is None else self.description.epoch
             self._calls = CallStream(self._stub.GenerateMany(), self._translate, self._explain_end, epoch)
         call = self._calls.start(request)
-        del request  # it may be large, and has its copy on the way
+        del request  # it may be large, and its copy is on the way
         self.num_in_flight += 1
         self._is_idle.clear()
         try:
@@ -281,7 +281,7 @@ class Replica:
 
     def _consider(self, description: target_pb2.TargetDescription) -> None:
         if self._calls_epoch not in (None, description.epoch):
-            # Another worker answers at this address: what holds the old stream open holds no sequence of ours.
+            # Another worker answers at this address: the holder of the old stream has no sequence of ours.
             self._give_up("lost")
         self._calls_epoch = description.epoch
         if description.is_stuck:
@@ -315,7 +315,7 @@ class Replica:
 
     def _explain_end(self, why: str | None) -> ReplicaLostError:
         """The error of calls whose stream has ended. The other replicas are chosen until it has answered a poll."""
-        if why is None:  # which a worker does that drains, once nothing runs on the stream
+        if why is None:  # a draining worker does it when nothing runs on the stream
             self._become("draining", _IS_DRAINING)
             return ReplicaLostError("draining")
         logger.warning("target %s: its stream has ended: %s", self.address, why)
@@ -342,7 +342,7 @@ class Replica:
             return
         if problem is None:
             logger.info("target %s is up", self.address)
-        elif status == "down" and not self._has_answered:  # it may be loading its model, which is no news
+        elif status == "down" and not self._has_answered:  # it may be loading its model, so this is not reported
             logger.info("target %s is awaited: it %s", self.address, problem)
         else:
             logger.warning("target %s is not used: %s", self.address, problem)

@@ -41,7 +41,7 @@ class Limits:
     max_speculative_tokens: int
     wire_version: int
     eos_token_ids: frozenset[int] = frozenset()
-    fingerprint: str = ""  # of everything that an answer depends on, except the request
+    fingerprint: str = ""  # fingerprint of everything but the request that an answer depends on
 
 
 class ReplicaPool:
@@ -65,9 +65,9 @@ class ReplicaPool:
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._reference = None if allow_different else Reference()
         self._dialer = dialer
-        self._polls: dict[Replica, asyncio.Task[None]] = {}  # those that are leaving too
+        self._polls: dict[Replica, asyncio.Task[None]] = {}  # includes leaving replicas
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()  # replaced whenever it is set
+        self._changed = asyncio.Event()  # replaced on every change
         self._retry_after = RetryAfter(time.monotonic())
 
     async def __aenter__(self) -> ReplicaPool:
@@ -199,7 +199,7 @@ class ReplicaPool:
         try:
             async for addresses in self._endpoints:
                 added = self._update(addresses)
-                if not has_begun.is_set():  # the router begins when it knows what its targets say
+                if not has_begun.is_set():  # the router starts serving after its targets have answered
                     await asyncio.gather(*(replica.poll() for replica in added))
                     has_begun.set()
                 for replica in added:

@@ -8,7 +8,7 @@ from collections import deque
 from cluster.errors import UnavailableError
 
 _LEAST_S = UnavailableError.retry_after or 0
-_MOST_S = 60  # a target that loads a large model for longer is found by asking once a minute
+_MOST_S = 60  # a target that takes longer to load a large model is found by polling once a minute
 _NUM_REMEMBERED = 8
 
 

@@ -21,7 +21,7 @@ class Reference:
 
     def __init__(self) -> None:
         self._traits: Traits | None = None
-        self._held_at = 0.0  # when a usable worker was last seen to have them
+        self._held_at = 0.0  # when a usable worker last had them
 
     def objection(self, traits: Traits, *, usable: Collection[Traits], listed: Collection[Traits]) -> str | None:
         """Returns the objection to a worker with `traits`, given those of other `usable` and `listed` ones, or None."""
