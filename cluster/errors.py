@@ -27,7 +27,7 @@ class OutriderError(Exception):
     grpc_code = grpc.StatusCode.INTERNAL
     error_type = "internal_error"
     retry_after: int | None = None
-    """Seconds after which it is worth to ask again, where it ever is."""
+    "Seconds after which a retry is worthwhile, if it ever is."
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
-"""Alternatives to a token that a request may ask for, as in OpenAI's API and by vLLM's default."""
+"Maximum number of alternatives to a token in a request, as in OpenAI's API and by vLLM's default."
 
 
 @dataclass(slots=True)

@@ -17,24 +17,26 @@ _SECONDS = 320.0  # a target may take minutes to load one
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    load = actions.add_parser("load", help="have every target load one, while it serves")
-    load.add_argument("name", metavar="NAME", help="what requests give as their `model`")
-    load.add_argument("path", metavar="PATH", help="its folder on each target's disk, below its `target.lora_root`")
-    load.add_argument("--replace", action="store_true", help="in the place of one of that name with other contents")
-    unload = actions.add_parser("unload", help="take no new requests for one; those that run end as they began")
+    load = actions.add_parser("load", help="load an adapter on every target at run time")
+    load.add_argument("name", metavar="NAME", help="the name that requests give as their `model`")
+    load.add_argument(
+        "path", metavar="PATH", help="the adapter's folder on each target's disk, below its `target.lora_root`"
+    )
+    load.add_argument("--replace", action="store_true", help="replace an adapter of that name with other contents")
+    unload = actions.add_parser("unload", help="refuse new requests for an adapter; running ones end normally")
     unload.add_argument("name", metavar="NAME")
-    listed = actions.add_parser("list", help="which target holds which")
+    listed = actions.add_parser("list", help="list the adapters of each target")
     for action in (load, unload, listed):
         action.add_argument(
             "--admin",
             required=True,
             metavar="HOST:PORT",
-            help="a router's `router.admin_listen`, with https:// before it where the router has TLS; one router is "
-            "enough. The key that it may ask for is the environment's OUTRIDER_API_KEY",
+            help="a router's `router.admin_listen`, with https:// in front if the router has TLS; one router is "
+            "enough. If it requires a key, set OUTRIDER_API_KEY in the environment",
         )
         add_trust_arguments(action)
     for action in (load, unload):
-        action.add_argument("--reason", default="", help="kept in the router's log")
+        action.add_argument("--reason", default="", help="recorded in the router's log")
     parser.epilog = "example: outrider adapter load sql-v2 sql/v2 --admin 127.0.0.1:8001"
 
 
@@ -63,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _outcome(target: dict[str, Any]) -> str:
     if "error" in target:
-        return f"not done: {target['error']}"
-    if "fingerprint" in target:
+        return f"failed: {target['error']}"
+    if "unloaded; {target.get('num_running', 0)} running requests still use it" in target:
         return f"loaded, {str(target['fingerprint'])[:12]}"
     return f"unloaded; {target.get('num_running', 0)} requests end with it still"
 

@@ -65,7 +65,7 @@ def warn_of_unknown_hosts(addresses: Sequence[str], setting: str) -> None:
 
     def look() -> None:
         for complaint in unknown_hosts([address for address in addresses if is_host_port(address)]):
-            logger.warning("%s has a host that cannot be found: %s", setting, complaint)
+            logger.warning("%s has a host that cannot be resolved: %s", setting, complaint)
 
     threading.Thread(target=look, name="addresses", daemon=True).start()
 

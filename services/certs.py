@@ -34,9 +34,9 @@ _HOST_NAME = re.compile(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Writes DIR/ca.crt and ca.key (kept where they are there), PROGRAM.crt and PROGRAM.key of router, target and "
-        "draft, client.crt and client.key for who scrapes metrics, and DIR/token. Run again, it renews the "
-        "certificates. For development: whoever reads ca.key can be any program."
+        "Writes DIR/ca.crt and ca.key (existing ones are kept), PROGRAM.crt and PROGRAM.key of router, target and "
+        "draft, client.crt and client.key for metrics scrapers, and DIR/token. Run again, it renews the "
+        "certificates. For development only: everyone who can read ca.key can impersonate any program."
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument(
@@ -44,10 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="host name or address that programs are called by, besides localhost, this host's name and "
+        help="host name or address at which programs are called, in addition to localhost, this host's name and "
         "outrider-PROGRAM; may be repeated",
     )
-    parser.add_argument("--days", type=int, default=90, metavar="N", help="how long certificates are valid; default 90")
+    parser.add_argument(
+        "--days", type=int, default=90, metavar="N", help="days for which certificates are valid; default 90"
+    )
     parser.epilog = "example: outrider certs certs --name gpu1.internal --name 10.0.0.1"
 
 
@@ -114,10 +116,10 @@ class Authority:
             key = serialization.load_pem_private_key(key_file.read_bytes(), password=None)
         except (OSError, ValueError) as error:
             raise ConfigurationError(
-                f"the authority in {folder} cannot be used ({error}): mend ca.crt and ca.key, or remove both"
+                f"the authority in {folder} cannot be used ({error}): repair ca.crt and ca.key, or remove both"
             ) from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            raise ConfigurationError(f"{key_file} is not the key of {certificate_file}: remove both, or neither")
+            raise ConfigurationError(f"{key_file} is not the key of {certificate_file}: remove both")
         return cls(certificate, key)
 
     @classmethod

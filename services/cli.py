@@ -49,8 +49,8 @@ _PROGRAMS = {
 
 _EPILOG = (
     "Every setting can be given in the file, as `section: {key: VALUE}`; in the environment, as "
-    "OUTRIDER_SECTION__KEY=VALUE, which goes before the file; and as --section.key VALUE, which goes before both. "
-    "Values are read as YAML. `outrider check-config` shows what comes of it."
+    "OUTRIDER_SECTION__KEY=VALUE, which overrides the file; and as --section.key VALUE, which overrides both. "
+    "Values are parsed as YAML. `outrider check-config` shows the result."
 )
 
 
@@ -73,25 +73,30 @@ SERVE_OPTIONS = (
     ServeOption("--host", "H", ("router.host",), "address the router listens at"),
     ServeOption("--port", "P", ("router.port",), "port the router listens at; default 8000"),
     ServeOption("--target", "MODEL", ("target.model",), "Hugging Face folder, hub name or bundled model"),
-    ServeOption("--draft", "MODEL", ("draft.model",), "likewise, with the target's tokenizer"),
+    ServeOption(
+        "--draft",
+        "MODEL",
+        ("draft.model",),
+        "Hugging Face folder, hub name or bundled model, with the target's tokenizer",
+    ),
     ServeOption(
         "--num-speculative-tokens",
         "K",
         ("speculation.num_speculative_tokens",),
-        "draft tokens a round, at first; 0 starts no draft worker and gives the target every core",
+        "initial draft tokens per round; 0 starts no draft worker and gives the target every core",
     ),
     ServeOption(
-        "--controller", "C", ("speculation.controller",), "who chooses k: goodput (default), threshold or fixed"
+        "--controller", "C", ("speculation.controller",), "how k is chosen: goodput (default), threshold or fixed"
     ),
     ServeOption("--dtype", "TYPE", ("target.dtype", "draft.dtype"), "auto, float32 or bfloat16, for target and draft"),
-    ServeOption("--served-model-name", "NAME", ("router.served_model_name",), "what clients call the model"),
+    ServeOption("--served-model-name", "NAME", ("router.served_model_name",), "the model's name in requests"),
     ServeOption("--target-replicas", "N", ("target.replicas",), "target workers"),
     ServeOption("--draft-replicas", "N", ("draft.replicas",), "draft workers"),
     ServeOption(
         "--lora",
         "NAME=FOLDER",
         ("target.lora",),
-        "a LoRA adapter, and the `model` that requests call it by; may be repeated",
+        "LoRA adapter, and the `model` of requests for it; may be repeated",
         is_mapping=True,
     ),
 )
@@ -123,20 +128,20 @@ COMMANDS = (
     Command("certs", "make an authority and certificates for development", certs.add_arguments, certs.run),
     Command(
         "speculation",
-        "switch speculation off, on, or on for some requests, live",
+        "switch speculation off, on, or on for a share of the requests, at run time",
         speculation_switch.add_arguments,
         speculation_switch.run,
     ),
-    Command("adapter", "load, unload or list LoRA adapters, live", adapters.add_arguments, adapters.run),
+    Command("adapter", "load, unload or list LoRA adapters at run time", adapters.add_arguments, adapters.run),
     Command(
-        "doctor", "examine a running cluster: what drafts gain, and what limits them", doctor.add_arguments, doctor.run
+        "doctor", "examine a running cluster: the gain of drafts, and its limits", doctor.add_arguments, doctor.run
     ),
     Command(
-        "tune", "try the settings that the doctor suspects, and write what was faster", tune.add_arguments, tune.run
+        "tune", "try the settings that the doctor suspects, and write the faster ones", tune.add_arguments, tune.run
     ),
-    Command("top", "a running cluster's numbers, live in the terminal", top.add_arguments, top.run),
-    Command("chat", "a conversation that shows which tokens were drafted", chat.add_arguments, chat.run),
-    Command("distill", "teach a draft a target's answers to your prompts", distill.add_arguments, distill.run),
+    Command("top", "a running cluster's metrics, live in the terminal", top.add_arguments, top.run),
+    Command("chat", "a chat that marks the drafted tokens", chat.add_arguments, chat.run),
+    Command("distill", "train a draft on a target's answers to your prompts", distill.add_arguments, distill.run),
     Command("simulate", "simulate a cluster under traffic, in virtual time", simulate.add_arguments, simulate.run),
     Command(
         "prove", "measure on two devices whether Outrider pays, next to `vllm serve`", prove.add_arguments, prove.run
@@ -185,7 +190,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve_arguments(serve)
     serve.set_defaults(run=_serve)
     down = commands.add_parser(
-        "down", parents=settings, help="end what `serve --launcher ray` left running when it was killed"
+        "down", parents=settings, help="end the application that a killed `serve --launcher ray` left running"
     )
     _add_config_arguments(down)
     down.set_defaults(run=_down)
@@ -194,7 +199,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_config_arguments(command)
         command.set_defaults(run=_run_program)
     check = commands.add_parser(
-        "check-config", parents=settings, help="show the configuration that comes of file, environment and options"
+        "check-config", parents=settings, help="show the configuration that results from file, environment and options"
     )
     _add_config_arguments(check)
     check.set_defaults(run=_check_config)
@@ -218,7 +223,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="another way to write --SECTION.KEY VALUE; may be repeated",
+        help="the same as --SECTION.KEY VALUE; may be repeated",
     )
     parser.add_argument(
         "--log-level",
@@ -227,7 +232,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         const=("logging.level",),
         default=[],
         choices=_LOG_LEVELS,
-        help="the least that is logged (default: info); the same as --logging.level",
+        help="lowest level that is logged (default: info); the same as --logging.level",
     )
     parser.add_argument(
         "--log-format",
@@ -236,7 +241,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         const=("logging.format",),
         default=[],
         choices=_LOG_FORMATS,
-        help="how it is written (default: text); the same as --logging.format",
+        help="format of the log (default: text); the same as --logging.format",
     )
     parser.usage = f"{parser.prog} [OPTION ...] [--SECTION.KEY VALUE ...]"  # argparse would list two hundred options
     parser.epilog = _EPILOG
@@ -254,7 +259,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         choices=("local", "ray"),
         default="local",
-        help="local: processes of this machine (default); ray: a Ray Serve application, on a new Ray if none is here",
+        help="local: processes on this machine (default); ray: a Ray Serve application, on a new Ray cluster if "
+        "none runs here",
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser when it is ready")
     for option in SERVE_OPTIONS:

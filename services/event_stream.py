@@ -28,7 +28,7 @@ def stream_events(
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigurationError(f"{url!r} is no http://host:port")
+        raise ConfigurationError(f"{url!r} is not http://host:port")
     headers = {"content-type": "application/json"}
     if key := os.environ.get(API_KEY):
         headers["authorization"] = f"Bearer {key}"
@@ -57,7 +57,7 @@ def stream_events(
 
 def _explain(url: str, status: int, content: bytes) -> str:
     if status == 401:
-        return f"{url} asks for a key: set {API_KEY} in the environment to one that it knows"
+        return f"{url} requires a key: set {API_KEY} in the environment to one of its keys"
     try:
         message = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -27,17 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="http[s]://HOST:PORT of a router (default: http://127.0.0.1:8000), HOST:PORT of a worker",
     )
     add_trust_arguments(parser)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration whose `tls` a worker wants")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML configuration with the `tls` that a worker requires"
+    )
     parser.add_argument(
         "--as",
         dest="program",
         choices=("router", "target", "draft"),
         default="router",
-        help="which program's files that are, where they differ (default: router)",
+        help="the program whose files are used, if they differ (default: router)",
     )
-    parser.add_argument(
-        "--server-name", metavar="NAME", help="what a worker's certificate has to be for (default: HOST)"
-    )
+    parser.add_argument("--server-name", metavar="NAME", help="name in the worker's certificate (default: HOST)")
     parser.epilog = "example: outrider health 127.0.0.1:7000"
 
 

@@ -40,7 +40,7 @@ def call(
     """
     scheme, has_scheme, place = address.rpartition("://")
     if not is_host_port(place.rstrip("/")) or (has_scheme and scheme not in ("http", "https")):
-        raise ConfigurationError(f"{address!r} is no host:port")
+        raise ConfigurationError(f"{address!r} is not host:port")
     host, _, port = place.rstrip("/").rpartition(":")
     headers = {"content-type": "application/json"}
     if key := os.environ.get(API_KEY):
@@ -59,11 +59,11 @@ def call(
             while chunk := answer.read1(4096):
                 content += chunk
                 if len(content) > max_bytes or time.monotonic() > deadline:
-                    raise ConfigurationError(f"{address} answers too much, or too slowly")
+                    raise ConfigurationError(f"{address}: the answer is too long, or too slow")
         finally:
             connection.close()
         if answer.status == 401:
-            raise ConfigurationError(f"{address} asks for a key: set {API_KEY} in the environment to one that it knows")
+            raise ConfigurationError(f"{address} requires a key: set {API_KEY} in the environment to one of its keys")
         if not 200 <= answer.status < 300:
             raise ConfigurationError(f"{address} answers {answer.status}: {bytes(content[:300])!r}")
         return json.loads(content) if content else None
@@ -83,7 +83,7 @@ def add_url_argument(parser: argparse.ArgumentParser) -> None:
         type=router_url,
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="of the router; default %(default)s",
+        help="address of the router; default %(default)s",
     )
 
 
@@ -93,9 +93,9 @@ def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
     trust.add_argument(
         "--ca-file",
         metavar="FILE",
-        help="authority that signs a router's certificate (default: those that this machine trusts)",
+        help="authority that signs the router's certificate (default: the authorities that this machine trusts)",
     )
-    trust.add_argument("--certificate", metavar="FILE", help="the router's own certificate, whatever name it is for")
+    trust.add_argument("--certificate", metavar="FILE", help="the router's own certificate, for any name")
 
 
 def trusted_context(arguments: argparse.Namespace) -> ssl.SSLContext | None:

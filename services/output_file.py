@@ -17,4 +17,4 @@ def check_output(option: str, file: Path | None) -> None:
     if file.is_dir():
         raise ConfigurationError(f"{option} {file} is a folder: name a file")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigurationError(f"{option} {file} may not be written: name another, or have its rights changed")
+        raise ConfigurationError(f"{option} {file} may not be written: choose another, or change its permissions")

@@ -17,18 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=_percentage,
         metavar="off|on|PERCENT",
-        help="share of the requests to speculate for; without it the share is shown",
+        help="share of the requests that may speculate; without it the share is shown",
     )
     parser.add_argument(
         "--admin",
         action="append",
         required=True,
         metavar="HOST:PORT",
-        help="a router's `router.admin_listen`, with https:// before it where the router has TLS; repeat it for every "
-        "router. The key that it may ask for is the environment's OUTRIDER_API_KEY",
+        help="a router's `router.admin_listen`, with https:// in front if the router has TLS; repeat it for every "
+        "router. If it requires a key, set OUTRIDER_API_KEY in the environment",
     )
     add_trust_arguments(parser)
-    parser.add_argument("--reason", default="", help="kept in each router's log")
+    parser.add_argument("--reason", default="", help="recorded in each router's log")
     parser.epilog = "example: outrider speculation off --admin 127.0.0.1:8001 --reason 'acceptance fell'"
 
 

@@ -201,7 +201,7 @@ async def serve(
     logger.info("serving %s at %s%s", service, address, ", with TLS" if listener.is_secure else "")
     if not listener.is_secure and not is_loopback(address.rpartition(":")[0]):
         logger.warning(
-            "%s is in plaintext and asks nobody who they are: see `tls`, or keep it in its own network", address
+            "%s is in plaintext and accepts every caller: set `tls`, or keep it in a separate network", address
         )
     while worker.error is None and not await signals.came_within(_WATCH_SECONDS):
         status = (
@@ -225,7 +225,7 @@ def _open_port(listener: Listener, server: grpc.aio.Server, address: str) -> Non
         listener.open_port(server, address)
     except RuntimeError as error:
         # gRPC logs the reason; the address was free when it was checked before the model was loaded.
-        raise AddressInUseError(f"cannot listen at {address}: is the port in use?") from error
+        raise AddressInUseError(f"cannot listen on {address}: is the port in use?") from error
 
 
 def _new_health_server(address: str, servicer: Any) -> grpc.aio.Server:

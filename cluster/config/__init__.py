@@ -23,48 +23,48 @@ class TracingConfig(Section):
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] | None = Field(
         None,
-        description="the collector, such as `http://localhost:4318`; spans go to `/v1/traces` below it. null: no "
+        description="OTLP collector, such as `http://localhost:4318`; spans are sent to its `/v1/traces`. null: no "
         "tracing. Needs the extra `outrider[tracing]`",
     )
     sample_ratio: Share = Field(
         1.0,
-        description="share of the requests that are traced, of those that come without a `traceparent`; with one, it "
-        "says whether",
+        description="share of the requests without a `traceparent` that are traced; a `traceparent` decides for its "
+        "own request",
     )
 
 
 class LoggingConfig(Section):
     level: LogLevel = Field(
-        "info", description="the least that is logged: debug, info, warning or error; `--log-level` is the same"
+        "info", description="lowest level that is logged: debug, info, warning or error; the same as `--log-level`"
     )
     format: LogFormat = Field(
-        "text", description="text: `time level program: message`; json: an object a line; `--log-format` is the same"
+        "text", description="text: `time level program: message`; json: one object per line; the same as `--log-format`"
     )
 
 
 class Config(Section):
     target: TargetConfig = Field(TargetConfig(), description="The workers that verify and decide.")
     draft: DraftConfig = Field(DraftConfig(), description="The workers that propose.")
-    speculation: SpeculationConfig = Field(SpeculationConfig(), description="How deep, and how, to speculate.")
+    speculation: SpeculationConfig = Field(SpeculationConfig(), description="Depth and method of speculation.")
     router: RouterConfig = Field(RouterConfig(), description="The HTTP server.")
     tls: TlsConfig = Field(
-        TlsConfig(), description="Between the programs: certificates and a shared token (`docs/SECURITY.md`)."
+        TlsConfig(), description="Certificates and a shared token between the programs (`docs/SECURITY.md`)."
     )
     tracing: TracingConfig = Field(
-        TracingConfig(), description="Spans of requests, by OpenTelemetry (`docs/MONITORING.md`)."
+        TracingConfig(), description="OpenTelemetry spans of requests (`docs/MONITORING.md`)."
     )
     logging: LoggingConfig = Field(LoggingConfig(), description="The log of each program, on stderr.")
     simulation: SimulationConfig = Field(
         SimulationConfig(),
-        description="What simulated engines do (`target.engine` and `draft.drafter` both `simulated`). The default "
-        "curves are those of the 190M pair of `bench.models` on two cores.",
+        description="Behaviour of simulated engines (`target.engine` and `draft.drafter` both `simulated`). The "
+        "default curves are those of the 190M pair of `bench.models` on two cores.",
     )
     ray: RayConfig = Field(
         RayConfig(),
         description="The same programs as a Ray Serve application (`docs/RAY.md`); other launchers ignore it.",
     )
     placement: PlacementConfig = Field(
-        PlacementConfig(), description="Where workers are, and how they hear of each other under Ray."
+        PlacementConfig(), description="Location of the workers, and their registry under Ray."
     )
 
     @model_validator(mode="after")
@@ -92,8 +92,8 @@ class Config(Section):
             self.with_further_drafts(name)
             if further.draft and self.ray.scaling.mode != "manual":
                 raise ValueError(
-                    f"ray.scaling.mode {self.ray.scaling.mode} cannot tell draft models of one pool apart: set it to "
-                    f"manual, or leave ray.further_drafts.{name}.draft out"
+                    f"ray.scaling.mode {self.ray.scaling.mode} cannot distinguish draft models of one pool: set it "
+                    f"to manual, or leave ray.further_drafts.{name}.draft out"
                 )
         return self
 
@@ -105,7 +105,9 @@ class Config(Section):
         if self.target.engine == "vllm" and self.draft.drafter != "model":
             raise ValueError(f"{where} needs draft.drafter model with target.engine vllm, not {self.draft.drafter}")
         if self.draft.drafter == "vllm":
-            raise ValueError(f"{where} needs a drafter of our own, not vllm: set draft.placement to pool or sidecar")
+            raise ValueError(
+                f"{where} cannot use vllm: set draft.placement to pool or sidecar, or choose another draft.drafter"
+            )
         if self.draft.drafter == "simulated" and self.target.engine != "simulated":
             raise ValueError(f"{where} has the drafter simulated for target.engine simulated, not {self.target.engine}")
         if self.draft.cpus is not None:
@@ -124,14 +126,14 @@ class Config(Section):
             )
         if self.draft.drafter == "vllm":
             raise ValueError(
-                f"{where} needs a drafter of our own, not vllm, which is built either for GPUs or for CPUs: set "
+                f"{where} cannot use draft.drafter vllm, which is built either for GPUs or for CPUs: set "
                 "draft.drafter to model, or draft.placement to sidecar"
             )
         shared = sorted(set(self.target.cpus or ()) & set(self.draft.cpus or ()))
         if shared:
             raise ValueError(
-                f"{where} gives the draft cores that its target does not use, but target.cpus and draft.cpus both have "
-                f"{shared}: leave draft.cpus out, or set draft.placement to sidecar to share cores"
+                f"{where} gives the draft cores that its target does not use, but {shared} are in both target.cpus "
+                "and draft.cpus: leave draft.cpus out, or set draft.placement to sidecar to share cores"
             )
         return self
 
@@ -143,7 +145,7 @@ class Config(Section):
             raise ValueError(f"acceptance rejection needs target.engine torch, not {self.target.engine}")
         if self.draft.drafter in ("ngram", "vllm", "simulated"):
             raise ValueError(
-                f"acceptance rejection needs the draft's probabilities: draft.drafter {self.draft.drafter} gives none"
+                f"acceptance rejection needs the draft's probabilities: draft.drafter {self.draft.drafter} has none"
             )
         return self
 

@@ -18,44 +18,44 @@ class RayPoolConfig(Section):
 
     num_cpus: NotNegative = Field(
         1.0,
-        description="cores that Ray sets aside for a replica; what it computes on is for `threads` and `cpus` to say",
+        description="cores that Ray reserves for a replica; `threads` and `cpus` set the cores it computes on",
     )
     num_gpus: NotNegative | None = Field(
         None,
-        description="GPUs of a replica, all on one node; null: tensor_parallel_size where `device` is cuda or an "
-        "accelerator_type is named, else none",
+        description="GPUs of a replica, all on one node; null: tensor_parallel_size if `device` is cuda or an "
+        "accelerator_type is set, otherwise none",
     )
-    accelerator_type: str | None = Field(None, description="the GPU, by Ray's name for it, such as `A100` or `A10G`")
-    resources: _Resources = Field({}, description="custom resources that a replica takes of its node, by name")
+    accelerator_type: str | None = Field(None, description="Ray's name of the GPU, such as `A100` or `A10G`")
+    resources: _Resources = Field({}, description="custom resources that a replica requests from its node, by name")
     label_selector: dict[str, str] = Field(
-        {}, description="labels that the node must have, as Ray's selectors say it: `{zone: a}`, `{zone: '!a'}`"
+        {}, description="labels that the node must have, in the syntax of Ray's selectors: `{zone: a}`, `{zone: '!a'}`"
     )
 
 
 class RayRouterConfig(RayPoolConfig):
-    num_cpus: NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
+    num_cpus: NotNegative = Field(0.5, description="cores that Ray reserves for a replica")
     replicas: PositiveInt = Field(
-        1, description="routers; more than one on a node need `router.port` 0, else there is one on a node at most"
+        1, description="number of routers; with `router.port` 0 a node may run several, otherwise at most one"
     )
 
 
 class RayTargetConfig(RayPoolConfig):
-    min_replicas: PositiveInt = Field(1, description="fewer target workers are not scaled to")
-    max_replicas: PositiveInt | None = Field(None, description="more target workers are not scaled to; null: no limit")
+    min_replicas: PositiveInt = Field(1, description="minimum number of target workers")
+    max_replicas: PositiveInt | None = Field(None, description="maximum number of target workers; null: no limit")
 
 
 class RayDraftConfig(RayPoolConfig):
-    num_cpus: NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
-    min_replicas: Annotated[int, Field(ge=0)] = Field(1, description="fewer draft workers are not scaled to")
-    max_replicas: PositiveInt | None = Field(None, description="more draft workers are not scaled to; null: no limit")
+    num_cpus: NotNegative = Field(0.5, description="cores that Ray reserves for a replica")
+    min_replicas: Annotated[int, Field(ge=0)] = Field(1, description="minimum number of draft workers")
+    max_replicas: PositiveInt | None = Field(None, description="maximum number of draft workers; null: no limit")
 
 
 class RayFurtherDraftsConfig(RayPoolConfig):
     """Draft workers in addition to those of `draft.replicas`, such as those of another zone, or with another model."""
 
-    num_cpus: NotNegative = Field(0.5, description="cores that Ray sets aside for a replica")
-    replicas: PositiveInt = Field(1, description="how many; they are not scaled")
-    draft: dict[str, Any] = Field({}, description="settings of the section `draft` that are others for these")
+    num_cpus: NotNegative = Field(0.5, description="cores that Ray reserves for a replica")
+    replicas: PositiveInt = Field(1, description="number of replicas; it is not scaled")
+    draft: dict[str, Any] = Field({}, description="settings of the section `draft` that differ for these workers")
 
 
 class RayScalingConfig(Section):
@@ -63,22 +63,27 @@ class RayScalingConfig(Section):
 
     mode: Literal["manual", "advise", "act"] = Field(
         "manual",
-        description="manual: nothing; advise: decisions are logged and are metrics, and nothing else; act: Serve "
-        "carries them out, within the `min_replicas` and `max_replicas` of both pools",
+        description="manual: no scaling; advise: decisions are only logged and exported as metrics; act: Serve "
+        "applies them, within `min_replicas` and `max_replicas` of both pools",
     )
-    interval_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="how often the policy looks")
+    interval_seconds: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds between two decisions")
     target_use: Annotated[float, Field(gt=0, le=1)] = Field(
         0.8,
-        description="how full targets should be: of KV blocks or of `target.max_num_seqs`, whichever is fuller",
+        description="desired utilization of targets: of KV blocks or of `target.max_num_seqs`, whichever is higher",
     )
-    queued_tokens: PositiveInt = Field(4096, description="number of waiting tokens for which a target is added")
+    queued_tokens: PositiveInt = Field(4096, description="number of waiting tokens at which a target is added")
     draft_gain: Annotated[float, Field(gt=0)] = Field(
         0.05,
-        description="what a draft worker must bring by the targets' own measures, in tokens a second of one target "
-        "without drafts: about its cost relative to a target's. One that brings less than half of that is taken away",
+        description="minimum gain of a draft worker as measured by the targets, relative to the tokens/s of one "
+        "target without drafts: about its cost relative to a target's. A worker that gains less than half of it "
+        "is removed",
     )
-    upscale_delay_seconds: NotNegative = Field(15.0, description="how long more must have been wanted")
-    downscale_delay_seconds: NotNegative = Field(120.0, description="how long fewer must have been wanted")
+    upscale_delay_seconds: NotNegative = Field(
+        15.0, description="seconds for which more workers must be wanted before any is added"
+    )
+    downscale_delay_seconds: NotNegative = Field(
+        120.0, description="seconds for which fewer workers must be wanted before any is removed"
+    )
 
 
 class RayConfig(Section):
@@ -87,50 +92,51 @@ class RayConfig(Section):
     )
     address: str | None = Field(
         None,
-        description="the Ray cluster to run on, `host:port` of its head; null: the one that runs on this machine, else "
-        "a new one, which ends with the launcher",
+        description="Ray cluster to run on, as `host:port` of its head; null: the cluster that runs on this "
+        "machine, otherwise a new one that ends with the launcher",
     )
     proxy_port: Port | None = Field(
         None,
-        description="port of Serve's own HTTP proxy, which passes requests on to the routers, under `outrider serve`; "
+        description="port of Serve's HTTP proxy, which forwards requests to the routers, under `outrider serve`; "
         "null: no proxy, clients call the routers",
     )
     router: RayRouterConfig = Field(RayRouterConfig(), description="Each router.")
-    target: RayTargetConfig = Field(RayTargetConfig(), description="Each target worker.")
-    draft: RayDraftConfig = Field(RayDraftConfig(), description="Each draft worker.")
+    target: RayTargetConfig = Field(RayTargetConfig(), description="Settings of each target worker.")
+    draft: RayDraftConfig = Field(RayDraftConfig(), description="Settings of each draft worker.")
     further_drafts: dict[Annotated[str, Field(pattern="^[a-z0-9-]+$")], RayFurtherDraftsConfig] = Field(
         {},
-        description="further draft workers by a name of your own, each with the settings of `ray.draft` but for its "
-        "bounds, `replicas`, and `draft`, what differs in that section: `{zone-b: {replicas: 2, label_selector: {zone: "
-        "b}}, bigger: {accelerator_type: L4, draft: {model: ..., quantization: int4}}}`",
+        description="further draft workers, by a name of your choice: the settings of `ray.draft` without its "
+        "bounds, the number of `replicas`, and in `draft` the settings of that section that differ: `{zone-b: "
+        "{replicas: 2, label_selector: {zone: b}}, bigger: {accelerator_type: L4, draft: {model: ..., "
+        "quantization: int4}}}`",
     )
-    scaling: RayScalingConfig = Field(RayScalingConfig(), description="How many of both there are.")
+    scaling: RayScalingConfig = Field(RayScalingConfig(), description="Number of workers in both pools.")
 
 
 class PlacementConfig(Section):
     host: str | None = Field(
         None,
-        description="the host that this program runs on, as the lists of workers name hosts (`host=h2` after an "
-        "address); null: the environment's `OUTRIDER_HOST`, which a launcher may set, or not known",
+        description="host of this program, as the lists of workers name hosts (`host=h2` after an address); null: "
+        "the environment variable `OUTRIDER_HOST`, which a launcher may set, otherwise unknown",
     )
-    zone: str | None = Field(None, description="its zone, likewise; null: `OUTRIDER_ZONE`")
-    region: str | None = Field(None, description="its region, likewise; null: `OUTRIDER_REGION`")
+    zone: str | None = Field(None, description="zone of this program; null: `OUTRIDER_ZONE`")
+    region: str | None = Field(None, description="region of this program; null: `OUTRIDER_REGION`")
     trial_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
         TRIAL_SHARE,
-        description="share of a target's sequences that draft models other than the best get where a pool has several, "
-        "so that they keep being measured; it changes no token",
+        description="share of a target's sequences that other draft models than the best get if a pool has several, "
+        "so that all stay measured; it changes no token",
     )
-    host_label: str = Field("ray.io/node-id", description="the label of a Ray node that says which host it is")
-    zone_label: str = Field("ray.io/availability-zone", description="the label that says its zone")
-    region_label: str = Field("ray.io/availability-region", description="the label that says its region")
+    host_label: str = Field("ray.io/node-id", description="Ray node label with the name of the host")
+    zone_label: str = Field("ray.io/availability-zone", description="Ray node label with the zone")
+    region_label: str = Field("ray.io/availability-region", description="Ray node label with the region")
     heartbeat_seconds: Annotated[float, Field(gt=0)] = Field(
-        1.0, description="how often a worker tells the registry that it is there"
+        1.0, description="seconds between two announcements of a worker to the registry"
     )
     expiry_seconds: Annotated[float, Field(gt=0)] = Field(
-        6.0, description="how long the registry lists a worker that it does not hear of"
+        6.0, description="seconds for which the registry lists a worker without announcements"
     )
     settling_seconds: NotNegative = Field(
-        6.0, description="how long a new registry's lists only add to those that callers have"
+        6.0, description="seconds during which a new registry only adds to the lists that callers have"
     )
 
     @model_validator(mode="after")

@@ -25,32 +25,33 @@ class SimulationConfig(Section):
     """Settings of simulated engines; curves are linear between their points, and continue beyond the last one."""
 
     vocab_size: PositiveInt | None = Field(
-        None, description="tokens in the vocabulary; null: as many as the target's model has"
+        None, description="tokens in the vocabulary; null: the vocabulary of the target's model"
     )
     target_step_ms: _Curve = Field(
         ((1, 24.0), (4, 26.0), (8, 38.0), (16, 56.0), (32, 100.0), (64, 180.0)),
         description="time of a step of the target: pairs of rows and ms",
     )
-    target_sequence_ms: NotNegative = Field(0.0, description="added to a step of the target for each sequence")
+    target_sequence_ms: NotNegative = Field(0.0, description="ms added to a step of the target per sequence")
     draft_step_ms: _Curve = Field(
         ((1, 0.8), (16, 1.7)), description="time of a step of the drafter: pairs of rows and ms"
     )
     acceptance: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = Field(
         0.75,
-        description="how often a draft is right when all before it are: one number, or one for each place in the "
-        "proposal; the last holds for further places",
+        description="probability that a draft is right when all before it are: one number, or one for each place in "
+        "the proposal; the last holds for further places",
     )
     is_one_pass: bool = Field(
-        False, description="the drafter makes all tokens of a proposal in one step, as `draft.drafter: parallel` does"
+        False,
+        description="whether the drafter makes all tokens of a proposal in one step, as `draft.drafter: parallel` does",
     )
     acceptance_schedule: Annotated[tuple[tuple[NotNegative, Share], ...], AfterValidator(_ascending)] = Field(
         (),
         description="pairs of seconds since the drafter's first sequence and the acceptance from then on",
     )
     round_trip_ms: NotNegative = Field(
-        0.0, description="added between target and draft by the launcher, with a proxy that delays"
+        0.0, description="round trip in ms that the launcher adds between target and draft, with a delaying proxy"
     )
-    loss: Share = Field(0.0, description="of what the proxy passes on, the share that comes 200 ms late")
+    loss: Share = Field(0.0, description="share of the proxy's chunks that arrive 200 ms late")
 
     @property
     def needs_proxy(self) -> bool:

@@ -12,45 +12,45 @@ from cluster.config.types import Section
 class SpeculationConfig(Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
         4,
-        description="draft tokens a round (k): where the controller begins, or stays when it is fixed; 0: no draft "
+        description="draft tokens per round (k): the controller's first choice, or its fixed one; 0: no draft "
         "worker is started and the target gets every core",
     )
     max_speculative_tokens: Annotated[int, Field(ge=0, le=64)] = Field(
-        16, description="the most that a controller chooses and that a request may ask for"
+        16, description="maximum k of a controller and of a request"
     )
     controller: Literal["goodput", "threshold", "fixed"] = Field(
         "goodput",
-        description="who chooses k: goodput, what pays by measured times and acceptance; threshold, a rule on the "
+        description="how k is chosen: goodput, by measured times and acceptance; threshold, by a rule on the "
         "acceptance rate; fixed, num_speculative_tokens",
     )
     acceptance: Literal["coupled", "greedy", "rejection", "engine"] = Field(
         "coupled",
-        description="coupled: the draft sees the target's noise. For comparison: greedy, it proposes its likeliest "
-        "token, as engines do that have nothing but token IDs; rejection, the target runs a copy of the draft for its "
-        "probabilities, and what comes out depends on the draft; engine, vLLM samples and accepts in its own way, with "
-        "no promise about the outcome",
+        description="coupled: the draft uses the target's noise. For comparison: greedy, it proposes its most "
+        "likely token, as engines do that exchange only token IDs; rejection, the target runs a copy of the "
+        "draft for its probabilities, and the outcome depends on the draft; engine, vLLM samples and accepts by "
+        "its own rule, without a promise about the outcome",
     )
     max_run_ahead: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="tokens past the committed ones that a drafter may go at most; within that it goes 2k+2 far; "
-        "0: no further than k; null: the 2k+2 of max_speculative_tokens, or 0 where the launcher finds that draft and "
-        "target share cores",
+        description="maximum number of tokens past the committed ones that a drafter may reach; within it, it "
+        "reaches 2k+2; 0: only k; null: the 2k+2 of max_speculative_tokens, or 0 if the launcher finds that "
+        "draft and target share cores",
     )
     run_ahead_branches: Annotated[int, Field(ge=0, le=8)] | None = Field(
         None,
-        description="next best drafts that run-ahead follows wherever the target may choose another than the best; "
-        "null: 3, or 0 where the launcher finds that draft and target share cores",
+        description="number of next best drafts that run-ahead follows at places where the target may not choose "
+        "the best; null: 3, or 0 if the launcher finds that draft and target share cores",
     )
     tree_width: Annotated[int, Field(ge=1, le=8)] = Field(
         1,
-        description="children of a draft token at most: with more than 1 the drafts of a round are the tree that the "
+        description="maximum children of a draft token: above 1 the drafts of a round form the tree that the "
         "measured acceptance makes best, which may be a chain; goodput chooses their number and the tree together",
     )
     tune_draft_temperature: bool = Field(
-        True, description="search, while it works, for the draft temperature that is accepted most often"
+        True, description="search at run time for the draft temperature with the highest acceptance"
     )
     draft_timeout_ms: Annotated[float, Field(gt=0)] = Field(
-        50.0, description="how long a step waits for a proposal before it decodes plainly"
+        50.0, description="milliseconds that a step waits for a proposal before it decodes plainly"
     )
 
     @model_validator(mode="after")

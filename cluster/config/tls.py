@@ -12,18 +12,19 @@ class TlsConfig(Section):
 
     ca_file: FilePath | None = Field(
         None,
-        description="certificates (PEM) of who signs those of the programs. With the next two it turns TLS on between "
-        "router, targets, drafts and metrics pages: each shows its certificate and checks the other's. `{program}` in "
-        "a path stands for `router`, `target` or `draft`, and a file that changes is read again",
+        description="certificates (PEM) of the authority that signs those of the programs. With the next two it "
+        "turns on TLS between router, targets, drafts and metrics pages: each presents its certificate and "
+        "checks the other's. `{program}` in a path stands for `router`, `target` or `draft`, and a changed file "
+        "is reloaded",
     )
     certificate_file: FilePath | None = Field(
-        None, description="the program's own certificate (PEM), and those between it and the CA's"
+        None, description="the program's own certificate (PEM), followed by intermediate ones"
     )
-    key_file: FilePath | None = Field(None, description="its private key (PEM)")
+    key_file: FilePath | None = Field(None, description="private key (PEM) of the certificate")
     token_file: FilePath | None = Field(
         None,
-        description="a token that callers send with every call and workers ask for, besides certificates; the first "
-        "line is sent, each line is accepted",
+        description="token that callers send with every call and workers require, in addition to certificates; the "
+        "first line is sent, each line is accepted",
     )
 
     @model_validator(mode="after")
@@ -34,7 +35,7 @@ class TlsConfig(Section):
             raise ValueError(f"TLS between programs needs all three files: set {', '.join(missing)} too")
         if missing and self.token_file is not None:
             raise ValueError(
-                "token_file needs TLS, or the network sees the token: set ca_file, certificate_file, key_file"
+                "token_file needs TLS, or the token is sent in plaintext: set ca_file, certificate_file, key_file"
             )
         return self
 

@@ -26,90 +26,92 @@ class WorkerConfig(Section):
     model: str = Field(description="Hugging Face folder, hub name, or the name of a bundled model")
     dtype: Dtype = Field(
         "auto",
-        description="type of weights and activations; auto: bfloat16, for a draft on a CPU without AVX-512 float32",
+        description="type of weights and activations; auto: bfloat16, but float32 for a draft on a CPU without AVX-512",
     )
     quantization: QuantizationName | None = Field(
-        None, description="keep the layers' projections as integers, made from the checkpoint at start"
+        None, description="store the layers' projections as integers, converted from the checkpoint at start"
     )
     quantization_group_size: PositiveInt = Field(32, description="weights that share a scale in int4: 32 or 128")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: a GPU where PyTorch finds one, else the CPU"
+        "auto", description="auto: a GPU if PyTorch finds one, otherwise the CPU"
     )
-    threads: PositiveInt | None = Field(
-        None, description="compute threads; null: one for each core that the worker may use"
-    )
+    threads: PositiveInt | None = Field(None, description="compute threads; null: one per core that the worker may use")
     cpus: tuple[int, ...] | None = Field(
         None, description="cores to pin the worker to; null: the launcher divides a small machine's cores"
     )
-    block_size: PositiveInt = Field(16, description="tokens in a KV block")
+    block_size: PositiveInt = Field(16, description="tokens per KV block")
     kv_cache_bytes: PositiveInt | None = Field(
         DEFAULT_KV_CACHE_BYTES,
-        description="memory of the KV cache; null: by memory_utilization on a GPU, the default on a CPU",
+        description="bytes of the KV cache; null: by memory_utilization on a GPU, the default on a CPU",
     )
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9,
-        description="where kv_cache_bytes is null, share of the GPU memory without the weights that the KV cache gets",
+        description="share of the GPU memory without the weights that the KV cache gets, if kv_cache_bytes is null",
     )
     enable_prefix_caching: bool = Field(
-        True, description="keep full blocks of committed tokens and reuse them for sequences that begin alike"
+        True, description="keep full blocks of committed tokens and reuse them for sequences with the same prefix"
     )
     max_model_len: PositiveInt | None = Field(
-        None, description="tokens of the longest sequence, prompt and answer; null: the model's limit"
+        None, description="maximum tokens of a sequence, prompt and answer; null: the model's limit"
     )
-    max_num_seqs: PositiveInt = Field(64, description="sequences that run at once")
-    max_num_batched_tokens: PositiveInt = Field(512, description="tokens in one step at most")
+    max_num_seqs: PositiveInt = Field(64, description="maximum number of running sequences")
+    max_num_batched_tokens: PositiveInt = Field(512, description="maximum tokens of a step")
     max_prefill_ms: PositiveFloat | None = Field(
         50.0,
-        description="milliseconds that prompts may add to a step: a long one is computed in several steps, between "
-        "which others get their tokens, and begin (a prompt that is alone in the engine: four times as many; null: as "
-        "many of their tokens as a step takes)",
+        description="milliseconds that prompts may add to a step: a long prompt is computed in several steps, "
+        "between which other sequences get tokens and start (a lone prompt may take four times as long; null: no "
+        "limit but the tokens of a step)",
     )
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share the model; more than 1: with vLLM only")
+    tensor_parallel_size: PositiveInt = Field(
+        1, description="number of GPUs that share the model; above 1 with vLLM only"
+    )
     engine_args: dict[str, Any] = Field(
         {}, description="further arguments of vLLM's engine, by their names there, such as `{enforce_eager: true}`"
     )
     drain_seconds: DrainSeconds = Field(
-        30.0, description="how long running requests may go on after SIGTERM; then the router takes them elsewhere"
+        30.0,
+        description="seconds for which running requests may continue after SIGTERM; then the router moves "
+        "them to another target",
     )
     addresses: tuple[Address, ...] = Field(
         (),
-        description="where the pool's workers are, for those who call them: `host:port`; `dns:name:port`, all "
-        "addresses of a name; `file:path`, those in a file, one `host:port` a line. Names and files are followed as "
-        "they change. `outrider serve` chooses its own",
+        description="addresses of the pool's workers, for their callers: `host:port`; `dns:name:port`, all "
+        "addresses of a name; `file:path`, those in a file, one `host:port` per line. Changes of names and files "
+        "are followed. `outrider serve` sets its own",
     )
     listen: HostPort | None = Field(
-        None, description="where a worker listens; null: at the first of `addresses`, if that is a `host:port`"
+        None, description="address on which a worker listens; null: the first of `addresses`, if it is a `host:port`"
     )
     advertise: HostPort | None = Field(
         None,
-        description="where others reach the worker, shown at `/health`; null: where it listens, with the host's name "
-        "in place of 0.0.0.0",
+        description="address at which others reach the worker, shown at `/health`; null: the one it listens on, "
+        "with the host's name in place of 0.0.0.0",
     )
     metrics_host: str = Field(
-        "127.0.0.1", description="where the metrics page listens; 0.0.0.0: reachable from other machines"
+        "127.0.0.1", description="address on which the metrics page listens; 0.0.0.0: reachable from other machines"
     )
     metrics_port: Port | None = Field(
         0,
-        description="port of the metrics page; 0: a free one, which the log says; null: no page. `outrider serve` "
+        description="port of the metrics page; 0: a free one, which is logged; null: no page. `outrider serve` "
         "gives it to the pool's first worker, and free ones to the others",
     )
     metrics_token_file: FilePath | None = Field(
         None,
-        description="a token that opens the metrics page, for who scrapes it; each line of the file is one. null: that "
-        "of `tls.token_file`, if there is one",
+        description="token for the metrics page, for scrapers; each line of the file is one. null: that of "
+        "`tls.token_file`, if set",
     )
     tls_server_name: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="what the workers' certificates have to be for, where callers dial addresses that are not in them, "
-        "such as those of pods; null: the host that is dialled",
+        description="name in the workers' certificates, if callers dial addresses that are not in them, such as "
+        "those of pods; null: the dialled host",
     )
     reflection: bool = Field(
-        False, description="whether gRPC's reflection tells callers of the worker's methods, for tools such as grpcurl"
+        False, description="enable gRPC reflection of the worker's methods, for tools such as grpcurl"
     )
     health_listen: HostPort | None = Field(
         None,
-        description="where gRPC's health service is answered in plaintext and without a token, and nothing else, for "
-        "Kubernetes' probes, which know neither; null: only with all the rest",
+        description="address of a plaintext gRPC health service without a token, for Kubernetes' probes, which "
+        "support neither TLS nor tokens; null: only on the worker's own port",
     )
 
     @property
@@ -122,10 +124,10 @@ class WorkerConfig(Section):
         if self.listen is not None:
             return self.listen
         if not self.addresses:
-            raise ConfigurationError("no address to listen at: set `target.listen` or `draft.listen` to host:port")
+            raise ConfigurationError("no address to listen on: set `target.listen` or `draft.listen` to host:port")
         if not is_host_port(self.addresses[0]):
             raise ConfigurationError(
-                f"{self.addresses[0]!r} says where workers are, not where this one listens: set `target.listen` or "
+                f"{self.addresses[0]!r} is a list of workers, not an address to listen on: set `target.listen` or "
                 "`draft.listen` to host:port"
             )
         return self.addresses[0]
@@ -136,27 +138,27 @@ class TargetConfig(WorkerConfig):
         "outrider-target-12m",
         description="Hugging Face folder, hub name, or the name of a bundled model; the router reads its tokenizer too",
     )
-    replicas: PositiveInt = Field(1, description="target workers that the launcher starts")
+    replicas: PositiveInt = Field(1, description="number of target workers that the launcher starts")
     max_waiting_tokens: PositiveInt = Field(
         2**22,
-        description="tokens of sequences that wait for their first one, each counted as 256 at least, before routers "
-        "are told to try another target; what was begun on another is taken whatever waits, and one alone always is",
+        description="waiting prompt tokens, each sequence counted as at least 256, at which routers try another "
+        "target; a continued request is always accepted, and so is a lone one",
     )
     engine: EngineName = Field(
         "torch",
-        description="torch: runs the model; vllm: has vLLM run it (`docs/VLLM.md`); simulated: computes nothing, see "
-        "`simulation`, and takes only tokenizer and limits from `model`",
+        description="torch: runs the model; vllm: runs it with vLLM (`docs/VLLM.md`); simulated: computes nothing, "
+        "see `simulation`, and reads only tokenizer and limits from `model`",
     )
     numerics: Numerics = Field(
         "fast",
-        description="fast: logits may differ in their last bits with the batch; invariant: the same bits whatever the "
-        "batch and the cut of the work, or no start at all; engine torch needs AVX-512 for it on a CPU, and on a "
-        "GPU Triton and no quantization",
+        description="fast: logits may differ in their last bits with the batch; invariant: the same bits for any "
+        "batch and any division of the work, or the worker does not start; engine torch needs AVX-512 for it on "
+        "a CPU, and on a GPU Triton and no quantization",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="auto: the model's generation_config.json has the temperature, top_p, top_k, min_p and "
-        "repetition_penalty of requests that leave them open, as in vLLM; none: OpenAI's defaults",
+        description="auto: the model's generation_config.json sets the temperature, top_p, top_k, min_p and "
+        "repetition_penalty of requests without them, as in vLLM; none: OpenAI's defaults",
     )
     lora: dict[AdapterName, FilePath] = Field(
         {},
@@ -165,8 +167,8 @@ class TargetConfig(WorkerConfig):
     )
     lora_root: FilePath | None = Field(
         None,
-        description="folder below which adapters have to lie that are loaded while the target serves (`outrider "
-        "adapter load`); null: none can be",
+        description="folder that must contain all adapters loaded at run time (`outrider adapter load`); null: none "
+        "can be loaded",
     )
 
     @property
@@ -177,11 +179,11 @@ class TargetConfig(WorkerConfig):
 class DraftConfig(WorkerConfig):
     model: str = Field(
         "outrider-draft-2m",
-        description="Hugging Face folder, hub name, or the name of a bundled model, with the target's tokenizer; only "
-        "read where drafter is model",
+        description="Hugging Face folder, hub name, or the name of a bundled model, with the target's tokenizer; "
+        "read only if drafter is model",
     )
     replicas: Annotated[int, Field(ge=0)] = Field(
-        1, description="draft workers that the launcher starts; 0: no speculation"
+        1, description="number of draft workers that the launcher starts; 0: no speculation"
     )
     placement: Literal["auto", "pool", "sidecar", "host-cpu", "in-process"] = Field(
         "auto",
@@ -195,26 +197,26 @@ class DraftConfig(WorkerConfig):
     in_process_threads: Literal["auto", "shared", "own"] = Field(
         "auto",
         description="with placement in-process: shared, it drafts in the target's thread while that waits for it, "
-        "with `threads` threads (null: 1, or the target's for a draft that reads 8 MB a step); own, in a thread of its "
-        "own, with `threads` or 1, and may run ahead; auto: own where draft and target have different devices, else "
-        "shared",
+        "with `threads` threads (null: 1, or the target's for a draft that reads 8 MB per step); own, in a "
+        "thread of its own, with `threads` or 1, and may run ahead; auto: own if draft and target have different "
+        "devices, otherwise shared",
     )
     drafter: DrafterName = Field(
         "model",
-        description="model: `draft.model`; parallel: the same, all tokens of a proposal in one step, by a model that "
-        "was trained for it (PARD; `outrider distill --parallel`); ngram: repetitions in the text so far; self-int4, "
-        "layer-skip: the target's model in 4 bits, or some of its layers; vllm: `draft.model`, run by vLLM; engine: no "
-        "draft worker, the target's engine drafts by itself, see `speculative_config`; simulated: for a simulated "
-        "target",
+        description="model: `draft.model`; parallel: the same, but one step makes all tokens of a proposal, with a "
+        "model trained for it (PARD; `outrider distill --parallel`); ngram: repetitions in the text so far; "
+        "self-int4, layer-skip: the target's model in 4 bits, or some of its layers; vllm: `draft.model`, run by "
+        "vLLM; engine: no draft worker, the target's engine drafts by itself, see `speculative_config`; "
+        "simulated: for a simulated target",
     )
     speculative_config: dict[str, Any] = Field(
         {},
         description="with drafter engine: vLLM's own `speculative_config`, such as `{method: ngram, "
-        "prompt_lookup_max: 4}`; where it names no model, `draft.model` is meant",
+        "prompt_lookup_max: 4}`; if it names no model, `draft.model` is used",
     )
-    layers: LayerChoice = Field("even", description="which layers layer-skip keeps: even, last-half or a list")
-    ngram_min: PositiveInt = Field(1, description="tokens of the shortest run that ngram looks up")
-    ngram_max: PositiveInt = Field(4, description="tokens of the longest run that ngram looks up")
+    layers: LayerChoice = Field("even", description="layers that layer-skip keeps: even, last-half or a list")
+    ngram_min: PositiveInt = Field(1, description="minimum length in tokens of the runs that ngram looks up")
+    ngram_max: PositiveInt = Field(4, description="maximum length in tokens of the runs that ngram looks up")
 
     @model_validator(mode="before")
     @classmethod

@@ -205,8 +205,8 @@ class LinkBalancer:
         return [link for link in links if link.ejected_until <= now] or links
 
     def readings(self) -> Iterator[Reading]:
-        ejected, moved = "Draft workers that were ejected for silence.", "Sequences moved to another draft worker."
-        tried = "Sequences that tried a draft worker that was not the best."
+        ejected, moved = "Draft workers ejected for silence.", "Sequences moved to another draft worker."
+        tried = "Sequences that tried a draft worker other than the best."
         yield Reading("outrider_ejections", ejected, self.num_ejections, is_counter=True)
         yield Reading("outrider_sequences_moved", moved, self.num_moves, is_counter=True)
         yield Reading("outrider_draft_trials", tried, self.num_trials, is_counter=True)

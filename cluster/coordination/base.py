@@ -75,8 +75,8 @@ class LinkPool(ABC):
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
-        yield Reading("outrider_draft_links_up", "Links to draft workers that are up.", self.num_links_up)
-        yield Reading("outrider_draft_links_configured", "Draft workers that are listed now.", self.num_endpoints)
+        yield Reading("outrider_draft_links_up", "Connected links to draft workers.", self.num_links_up)
+        yield Reading("outrider_draft_links_configured", "Listed draft workers.", self.num_endpoints)
 
 
 def take_all(events: queue.SimpleQueue[LinkEvent], timeout: float) -> list[LinkEvent]:

@@ -48,7 +48,7 @@ class StepTiming:
     num_rows: int  # rows that yielded a token
     seconds: float
     is_pure: bool = True  # nothing else was computed in it, such as a chunk of a prompt
-    num_prompts: int = 0  # prompts of which the step computed a chunk
+    num_prompts: int = 0  # prompts with a chunk in the step
     num_prompt_tokens: int = 0  # prompt tokens in these chunks
     left_prompts: bool = False  # whether prompt tokens had to wait because the step had no room
     longest_context: int = 0  # the largest number of tokens that precede a chunk

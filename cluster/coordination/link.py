@@ -101,7 +101,7 @@ class DraftLink:
         if self.round_trip_seconds is not None:
             yield Reading(
                 "outrider_link_round_trip_seconds",
-                "Shortest way of a link's last messages there and back.",
+                "Shortest round trip among a link's recent messages.",
                 self.round_trip_seconds,
                 labels={"draft": self.address},
             )
@@ -115,7 +115,7 @@ class DraftLink:
             yield Reading("outrider_link_bytes", size, value, is_counter=True, labels=labels)
         yield Reading(
             "outrider_link_codec_seconds",
-            "Processor time to make and read the links' messages.",
+            "Processor time spent on writing and reading the links' messages.",
             self.traffic.codec_seconds,
             is_counter=True,
             labels={"draft": self.address},

@@ -113,8 +113,8 @@ class Openings:
             logger.info("%d sequences with %d tokens lost their draft worker", len(sequences), num_tokens)
         if num_given_up:
             logger.warning(
-                "%d sequences are drafted for no more: %d draft workers one after the other were lost before they "
-                "answered their opening",
+                "drafting stopped for %d sequences: %d draft workers in a row were lost before they answered the "
+                "opening",
                 num_given_up,
                 _MAX_DEATHS,
             )

@@ -96,11 +96,13 @@ class SpeculationGain:
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
-        gain = "Tokens per second with speculation as it is now over plain decoding, by draft model; 1: no speculation."
+        gain = (
+            "Tokens per second with speculation as configured over plain decoding, by draft model; 1: no speculation."
+        )
         is_stale = self._clock() > self._planned_at + _STALE_SECONDS
         for model, ratio in self._gains.items():
             value = 1.0 if is_stale else ratio
             yield Reading("outrider_speculation_gain_ratio", gain, value, labels={"draft": model})
-        could = "Tokens per second that drafts of this model would give at their best depth, over plain decoding."
+        could = "Tokens per second that drafts of this model would reach at their best depth, over plain decoding."
         for model, ratio in self._goodputs.items():
             yield Reading("outrider_goodput_ratio", could, ratio, labels={"draft": model})

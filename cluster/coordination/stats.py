@@ -34,22 +34,22 @@ class CoordinatorStats:
         def counter(name: str, documentation: str, value: float, **labels: str) -> Reading:
             return Reading(name, documentation, value, is_counter=True, labels=labels)
 
-        yield counter("outrider_proposal_wait_seconds", "Time steps waited for proposals.", self.wait_seconds)
-        spent = "Processor time that the engine's thread spent on rounds: what a step waits for, and the rest."
+        yield counter("outrider_proposal_wait_seconds", "Time that steps waited for proposals.", self.wait_seconds)
+        spent = "Processor time of the engine's thread in rounds: the part that a step waits for, and the rest."
         yield counter("outrider_coordination_seconds", spent, self.critical_seconds, part="critical")
         yield counter("outrider_coordination_seconds", spent, self.other_seconds, part="other")
-        dropped = "Draft tokens or proposals that were dropped, by reason."
+        dropped = "Dropped draft tokens or proposals, by reason."
         yield counter("outrider_proposals_dropped", dropped, self.num_stale_proposals, reason="stale")
         yield counter("outrider_proposals_dropped", dropped, self.num_invalid_token_ids, reason="vocabulary")
         yield counter("outrider_proposals_dropped", dropped, self.num_excess_token_ids, reason="excess")
         # `dict` makes an atomic copy: another thread counts.
         for depth, count in dict(self.depths).items():
-            yield counter("outrider_chosen_depths", "Sequences in steps, by the k chosen.", count, k=str(depth))
+            yield counter("outrider_chosen_depths", "Sequences in steps, by the chosen k.", count, k=str(depth))
         for reason, count in dict(self.plain_decodes).items():
-            plain = "Sequences in steps that were decoded plainly, by reason."
+            plain = "Sequences decoded plainly in steps, by reason."
             yield counter("outrider_plain_decodes", plain, count, reason=reason)
-        yield counter("outrider_late_rounds", "Times a step gave up waiting for a proposal.", self.num_late_rounds)
-        ended = "Sequences a draft worker would not or could not draft for, by reason."
+        yield counter("outrider_late_rounds", "Times that a step gave up waiting for a proposal.", self.num_late_rounds)
+        ended = "Sequences that a draft worker refused or lost, by reason."
         yield counter("outrider_sequences_refused", ended, self.num_refused, reason="full")
         yield counter("outrider_sequences_refused", ended, self.num_lost, reason="lost")
         yield counter("outrider_sequences_refused", ended, self.num_given_up, reason="given_up")

@@ -29,7 +29,7 @@ _FULL_SHARE = 0.9  # share of the streams in steps that counts as full; others b
 _REFUSED_SHARE = 0.05  # share of the steps with a refused sequence that makes a finding
 
 Rate = Callable[[SpeedModel], float]
-"""Tokens a second of a cluster that is so."""
+"Tokens per second of a cluster without the problem."
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list
             Finding(
                 "no drafts",
                 "requests that asked for draft tokens were decoded plainly",
-                "see that draft workers run and are linked, and that speculation is on (`outrider speculation`)",
+                "check that draft workers run and are linked, and that speculation is on (`outrider speculation`)",
                 None,
             ),
         ]
@@ -96,8 +96,8 @@ def _threads(workers: Sequence[WorkerThreads]) -> Iterator[Finding]:
         yield Finding(
             "threads oversubscribed",
             "; ".join(seen),
-            f"set {' and '.join(settings)} to null (one thread for each core), then run the doctor again: until then "
-            "the times of drafts and network cannot be judged",
+            f"set {' and '.join(settings)} to null (one thread per core), then run the doctor again: until then the "
+            "times of drafts and network are unreliable",
             None,
         )
 
@@ -148,8 +148,8 @@ def _draft_time(now: SpeedModel, rate: Rate) -> Iterator[Finding]:
             "draft the bottleneck",
             f"a draft step takes {1e3 * now.draft_seconds:.1f} ms, {100 * ratio:.0f} % of the target's "
             f"{1e3 * step:.1f}; what fits takes less than {100 * MAX_COST_RATIO:.0f} %",
-            "a smaller draft, draft.quantization int8 or int4, a faster device or more of it, or layer-skip or ngram "
-            "for draft.drafter",
+            "a smaller draft, draft.quantization int8 or int4, a faster device or more devices, or layer-skip or "
+            "ngram for draft.drafter",
             rate(now.with_draft(GOOD_COST_RATIO * step)),
         )
 

@@ -267,5 +267,5 @@ class Drafter(ABC):
 
     def readings(self) -> Iterable[Reading]:
         """The metrics of its KV cache; any thread."""
-        yield Reading("outrider_kv_blocks", "KV blocks in all.", self.num_blocks)
+        yield Reading("outrider_kv_blocks", "Total KV blocks.", self.num_blocks)
         yield Reading("outrider_kv_blocks_used", "KV blocks in use.", self.num_used_blocks)

@@ -55,10 +55,8 @@ class VllmDrafter(Drafter):
     def readings(self) -> Iterable[Reading]:
         yield from super().readings()
         num_queried, num_hits = self._engine.prefix_cache
-        yield Reading(
-            "vllm:prefix_cache_queries", "Tokens of sequences that were started.", num_queried, is_counter=True
-        )
-        hits = "Tokens of sequences that were started whose KV was in the prefix cache."
+        yield Reading("vllm:prefix_cache_queries", "Tokens of started sequences.", num_queried, is_counter=True)
+        hits = "Tokens of started sequences whose KV was in the prefix cache."
         yield Reading("vllm:prefix_cache_hits", hits, num_hits, is_counter=True)
 
     def admit(self, sequence: DraftSequence) -> bool:

@@ -20,7 +20,7 @@ _LEAST_REST_SECONDS = 1e-4
 _MAX_CHANGE = 2.0  # a round counts as at most this many times the estimate: one with a prompt does not predict the next
 
 Deliver = Callable[[SpeculateReply], None]
-"""Takes a reply towards a coordinator; never blocks."""
+"Accepts a reply to a coordinator; never blocks."
 
 
 @dataclass(slots=True)

@@ -92,7 +92,7 @@ class RunAhead:
         (self._hits if is_hit else self._misses)[kind] += 1
 
     def readings(self) -> Iterator[Reading]:
-        what = "Rounds whose next proposal was {} when their outcome came, by outcome."
+        what = "Rounds whose next proposal was {} when their outcome arrived, by outcome."
         for name, counts, state in (("hits", self._hits, "there"), ("misses", self._misses, "not there")):
             for kind, count in sorted(counts.items()):
                 yield Reading(

@@ -102,7 +102,7 @@ class DraftWorker:
 
     def readings(self) -> Iterator[Reading]:
         """All but those of the drafter's KV cache; any thread."""
-        yield Reading("outrider_draft_sequences", "Sequences that are drafted for.", self.num_sequences)
+        yield Reading("outrider_draft_sequences", "Sequences with drafts.", self.num_sequences)
         yield from self.run_ahead.readings()
         if self._tuning is not None:
             yield from self._tuning.readings()
@@ -111,7 +111,7 @@ class DraftWorker:
 
     def token_readings(self) -> Iterator[Reading]:
         """Any thread."""
-        what = "Tokens that were drafted, by whether they came true; wasted too are those of a sequence's last round."
+        what = "Drafted tokens, by whether the target chose them; those of a sequence's last round count as wasted."
         for outcome, number in (("committed", self._num_kept_drafts), ("wasted", self._num_wasted_drafts)):
             yield Reading("outrider_draft_tokens", what, number, is_counter=True, labels={"outcome": outcome})
 

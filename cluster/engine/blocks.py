@@ -144,9 +144,9 @@ class BlockManager:
 
     def readings(self) -> Iterator[Reading]:
         """The worker's metrics of its KV cache."""
-        yield Reading("outrider_kv_blocks", "KV blocks in all.", self.num_blocks)
+        yield Reading("outrider_kv_blocks", "Total KV blocks.", self.num_blocks)
         yield Reading("outrider_kv_blocks_used", "KV blocks in use.", self.num_used_blocks)
-        yield Reading("outrider_kv_blocks_cached", "KV blocks not in use that hold a prefix.", self.num_cached_blocks)
+        yield Reading("outrider_kv_blocks_cached", "Unused KV blocks that hold a prefix.", self.num_cached_blocks)
         for name, documentation, value in (
             ("queries", "Tokens of admitted sequences.", self.num_queried_tokens),
             ("hits", "Tokens of admitted sequences whose KV was in the prefix cache.", self.num_hit_tokens),

@@ -38,7 +38,7 @@ class TensorReader:
                 self._has_warned = True
                 logger.warning(
                     "%s is in float16 and runs in bfloat16, which has 3 bits less: answers may differ from those of "
-                    "engines that keep float16; dtype float32 keeps all bits",
+                    "engines that keep float16; set dtype to float32 to keep all bits",
                     self._folder,
                 )
             place.copy_(tensor)

@@ -17,7 +17,7 @@ from cluster.grammars.matcher import CompiledGrammar, Matcher
 from cluster.speculation.drafts import Drafts
 
 _MAX_STEP_SECONDS = 0.1
-"""Of a grammar in one step, during which every sequence waits: one that takes longer is given up."""
+"Time of a grammar in one step, during which every sequence waits: a slower grammar is abandoned."
 
 
 class TokenConstraint:
@@ -114,14 +114,14 @@ class TokenConstraint:
         self._walk(drafts, lambda node: self._fill(masks, node + 1))
         if self._matcher is not None and time.thread_time() - started_at > _MAX_STEP_SECONDS:
             self.error = InvalidRequestError(
-                f"the grammar is too ambiguous: a token took it more than {_MAX_STEP_SECONDS:g} s; make it simpler"
+                f"the grammar is too ambiguous: one token took more than {_MAX_STEP_SECONDS:g} s; make it simpler"
             )
         return masks
 
     def commit(self, token: int) -> bool:
         """`token` follows. False, with an `error`, where it may not: then no token may."""
         if self.error is None and not self._push(token):
-            self.error = InvalidRequestError("the constraints of the request leave no token to go on with")
+            self.error = InvalidRequestError("the constraints of the request allow no next token")
         return self.error is None
 
     def _walk(self, drafts: Drafts, visit: Callable[[int], object]) -> None:

@@ -30,7 +30,7 @@ class InstructionSet(enum.IntEnum):
     AVX512_BF16 = 1
     AMX = 2
     AMX_EMULATED = 3
-    """The kernels for tiles where there are none: the same bits, too slow for anything but tests. Never the best."""
+    "The kernels for tiles, emulated: the same bits, too slow for anything but tests. Never the best."
 
     @property
     def is_supported(self) -> bool:
@@ -54,9 +54,11 @@ def instruction_set(dtype: torch.dtype) -> InstructionSet:
     """
     name = os.environ.get(VARIABLE)
     if name and name not in _CHOICES:
-        raise ConfigurationError(f"{VARIABLE}={name}: it is none of {', '.join(_CHOICES)}")
+        raise ConfigurationError(f"{VARIABLE}={name} is unknown: set it to one of {', '.join(_CHOICES)}")
     if name and not _CHOICES[name].is_supported:
-        raise ConfigurationError(f"{VARIABLE}={name}: this processor lacks it, or the kernels were built without it")
+        raise ConfigurationError(
+            f"{VARIABLE}={name} is not available: this processor lacks it, or the kernels were built without it"
+        )
     if dtype == torch.float32:
         return InstructionSet.AVX512
     return _CHOICES[name] if name else best_instruction_set()

@@ -19,7 +19,7 @@ from cluster.engine.gpu_kernels.tiles import SPLIT, num_tiles, uses_splits
 from cluster.engine.model_config import ModelConfig
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Rows of a step; larger steps are bound by arithmetic, not by launches."""
+"Rows of a step; larger steps are bound by arithmetic, not by launches."
 
 _NUM_INPUTS = 7  # inputs per row, without its table: token, position, slot, logit row, row start, context, prefix
 

@@ -21,7 +21,7 @@ from cluster.engine.weights import LayerWeights, ModelWeights, WeightFormat
 from cluster.errors import ConfigurationError
 
 Progress = Callable[[int, int], None]
-"""Told (parts read, parts in all) while a model loads; embedding, head and every layer are a part."""
+"Called with (parts read, all parts) while a model loads; embedding, head and every layer are a part each."
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -49,7 +49,7 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("device 'cuda' was asked for, but PyTorch sees no GPU")
+        raise ConfigurationError("device is 'cuda', but PyTorch finds no GPU")
     return torch.device(device)
 
 

@@ -83,7 +83,7 @@ class PlannedModel:
         if not colon:
             name, dtype = spec, _DEFAULT_DTYPE
         if dtype not in _BYTES_OF_DTYPE:
-            raise ConfigurationError(f"{spec!r}: {dtype!r} is none of {', '.join(_BYTES_OF_DTYPE)}")
+            raise ConfigurationError(f"{spec!r}: unknown dtype {dtype!r}: write one of {', '.join(_BYTES_OF_DTYPE)}")
         size = _SIZE.fullmatch(name)
         if size is None:
             return cls._from_folder(name, dtype)
@@ -93,8 +93,8 @@ class PlannedModel:
             shape = _KNOWN_SHAPES[name]
         else:
             raise ConfigurationError(
-                f"the shape of a {name} is not known (known: {', '.join(_KNOWN_SHAPES)}): "
-                f"write {name}/LAYERSxKV_HEADSxHEAD_SIZE"
+                f"the shape of a {name} is unknown (known: {', '.join(_KNOWN_SHAPES)}): write "
+                f"{name}/LAYERSxKV_HEADSxHEAD_SIZE"
             )
         num_layers, num_kv_heads, head_dim = shape
         steps = None

@@ -154,7 +154,7 @@ class Scheduler(Generic[SequenceT]):
             num_left = len(self.waiting) + len(running) - len(gone)
             self.waiting = [sequence for sequence in self.waiting if sequence not in gone]
             if len(self.waiting) != num_left:
-                raise ValueError("a sequence to remove neither runs nor waits")
+                raise ValueError("the sequence to remove is neither running nor waiting")
 
     def schedule(self, drafts_of: Callable[[SequenceT], Drafts]) -> list[ScheduledSequence[SequenceT]]:
         """The next step: every decoding sequence's token, then drafts, then prefill, within the token budget.
@@ -199,7 +199,7 @@ class Scheduler(Generic[SequenceT]):
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
         yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", len(self.running))
-        preempted = "Sequences preempted for want of blocks."
+        preempted = "Sequences preempted because blocks were missing."
         yield Reading("vllm:num_preemptions", preempted, self.num_preemptions, is_counter=True)
 
     def _longest_chunk(self, sequence: Sequence) -> int:

@@ -18,7 +18,7 @@ from cluster.engine.batch import Batch
 logger = logging.getLogger(__name__)
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-"""Turns a call into one that does the same to the same memory."""
+"Turns a call into one that repeats it on the same memory."
 
 
 class StepGraphs:

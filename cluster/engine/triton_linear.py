@@ -27,7 +27,7 @@ class FixedOrderWeightFormat:
     def make_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Linear:
         if isinstance(weight, QuantizedWeight):
             raise ConfigurationError(
-                f"quantization int{weight.bits} with numerics 'invariant' on a GPU: products of integers have no fixed "
+                f"quantization int{weight.bits} with numerics 'invariant' on a GPU: integer products have no fixed "
                 "order there; leave quantization unset, or use numerics 'fast'"
             )
         return FixedOrderLinear(weight, bias)

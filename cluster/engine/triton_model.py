@@ -38,7 +38,7 @@ class TritonModel(TorchModel):
         super().__init__(config, weights, kv_cache)
         self._graphs: StepGraphs | None = None
         self.recorder: Recorder | None = None
-        """What recorded the steps, whose memory others may share; None before."""
+        "The recorder of the steps, whose memory others may share; None before."
 
     @property
     def block_size(self) -> int:

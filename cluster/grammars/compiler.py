@@ -123,7 +123,7 @@ class GrammarCompiler:
             if not has_answered:  # for any exception: its answer must not be taken for that of the next grammar
                 await self._end(process)
         if "error" in answer:
-            raise InvalidRequestError(f"the grammar cannot be used: {answer['error'] or 'xgrammar gives no reason'}")
+            raise InvalidRequestError(f"the grammar cannot be used: {answer['error'] or 'xgrammar reports no reason'}")
         assert self._vocabulary is not None
         # In a thread: an answer of many megabytes takes seconds, which would block the event loop.
         compiled = await asyncio.to_thread(self._matching.read_compiled, written, self._vocabulary)
@@ -168,7 +168,7 @@ class GrammarCompiler:
         except BaseException as error:
             await self._end(process)
             if isinstance(error, Exception):
-                logger.exception("the process that compiles grammars does not start")
+                logger.exception("the process that compiles grammars cannot start")
                 raise InternalError("grammars cannot be compiled here") from error
             raise
         if self._vocabulary is None:

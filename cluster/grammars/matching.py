@@ -19,7 +19,7 @@ from cluster.grammars.unique_keys import QuotingTokens, UniqueKeys
 
 _PROBE_TOKENS = 128  # tokens per text
 _PROBE_SECONDS = 0.02
-"""Of the longest step of a trial: a grammar that is so ambiguous takes longer with every token."""
+"Time limit of the longest step of a trial: a very ambiguous grammar takes longer with every token."
 
 
 class Vocabulary:
@@ -121,7 +121,7 @@ def _follow(grammar: ReadGrammar, choose: Callable[[int], int]) -> None:
         started_at = time.thread_time()
         matcher.fill_next_token_bitmask(bits, 0)
         if time.thread_time() - started_at > _PROBE_SECONDS:
-            raise InvalidRequestError("the grammar is too ambiguous: what may follow takes too long to work out")
+            raise InvalidRequestError("the grammar is too ambiguous: computing the possible next tokens takes too long")
         bytes_of_bits = np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")
         allowed = bytes_of_bits[:vocab_size].nonzero()[0].tolist()
         if not allowed:

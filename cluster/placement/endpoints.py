@@ -109,7 +109,7 @@ class _Source(ABC):
 
     def _take(self, addresses: Iterable[str], changed: asyncio.Event) -> None:
         if self._complaint is not None:
-            logger.info("%s can be read again", self._name)
+            logger.info("%s is readable again", self._name)
             self._complaint = None
         self.addresses = tuple(addresses)
         self.has_looked.set()
@@ -118,7 +118,9 @@ class _Source(ABC):
     def _keep(self, complaint: str) -> None:
         """Leaves the list as it is, and says why, once."""
         if complaint != self._complaint:
-            logger.warning("%s: %s; the last list of %d stays", self._name, complaint, len(self.addresses))
+            logger.warning(
+                "%s: %s; the last list of %d addresses stays in use", self._name, complaint, len(self.addresses)
+            )
             self._complaint = complaint
         self.has_looked.set()
 

@@ -68,7 +68,7 @@ class Endpoint:
             if key not in known or not value:
                 raise ValueError(f"{label[:60]!r} is not one of {', '.join(f'{name}=...' for name in sorted(known))}")
             if getattr(place, key) is not None:
-                raise ValueError(f"{key} is there twice")
+                raise ValueError(f"{key} is given twice")
             place = replace(place, **{key: value})
         return cls(address, place)
 

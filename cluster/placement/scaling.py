@@ -105,7 +105,7 @@ class Scaler:
         inputs = {"sequences": float(num_sequences)}
         if not demands:
             has_work = any(load.num_running for load in loads)  # without a worker nothing would ever be measured
-            return self._drafts.limit(max(current, int(has_work))), inputs, "nothing is measured yet"
+            return self._drafts.limit(max(current, int(has_work))), inputs, "nothing has been measured yet"
         if not num_sequences:
             return self._drafts.least, inputs, "no sequences to draft for"
         room = self._room(draft_loads)

@@ -102,7 +102,7 @@ def parse_gpus(spec: str, prices: Mapping[str, float] | None = None) -> GpuGroup
     if match is None:
         raise ConfigurationError(f"a GPU is missing: write one of {', '.join(GPUS)}")
     if len(match["count"] or "") > _MAX_COUNT_DIGITS:
-        raise ConfigurationError(f"{spec[:_MAX_QUOTED]!r} are more GPUs than can be: write 99,999 at most")
+        raise ConfigurationError(f"{spec[:_MAX_QUOTED]!r}: too many GPUs: write 99,999 at most")
     name, count = match["gpu"], int(match["count"] or 1)
     if name in GPUS or name in HOST_CPUS:
         gpu = GPUS.get(name) or HOST_CPUS[name]
@@ -115,11 +115,11 @@ def _free_gpu(values: str) -> Gpu:
         memory, bandwidth, tflops, dollars = (float(value) for value in values.split(":"))
     except ValueError:
         raise ConfigurationError(
-            f"{values!r} is no known GPU ({', '.join(GPUS)}): write GB:GB_PER_SECOND:TFLOPS:DOLLARS_PER_HOUR of another"
+            f"{values!r} is unknown ({', '.join(GPUS)}): write GB:GB_PER_SECOND:TFLOPS:DOLLARS_PER_HOUR for another"
         ) from None
     if not (min(memory, bandwidth, tflops) > 0 and dollars >= 0 and max(memory, bandwidth, tflops, dollars) <= _MOST):
         raise ConfigurationError(
-            f"{values[:_MAX_QUOTED]!r}: memory, bandwidth and TFLOPS of a GPU are above 0, its price not below, "
+            f"{values[:_MAX_QUOTED]!r}: a GPU's memory, bandwidth and TFLOPS must be above 0, its price not below, "
             f"and none is above {_MOST:,}"
         )
     return Gpu(values, memory, bandwidth, tflops, dollars)
@@ -134,6 +134,6 @@ def parse_price(text: str) -> tuple[str, float]:
         price = -1.0
     if name not in GPUS or not equals or not 0 <= price <= _MOST:
         raise ConfigurationError(
-            f"{text[:_MAX_QUOTED]!r} is no price: write NAME=DOLLARS an hour, NAME one of {', '.join(GPUS)}"
+            f"{text[:_MAX_QUOTED]!r} is no price: write NAME=DOLLARS per hour, NAME one of {', '.join(GPUS)}"
         )
     return name, price

@@ -67,7 +67,7 @@ class Segments:
 
 
 Step = Sequence[Segments]
-"""What is computed in one forward pass."""
+"The computation of one forward pass."
 
 
 def num_rows(step: Step) -> float:

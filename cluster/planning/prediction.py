@@ -36,8 +36,8 @@ class ExpectedLoad:
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens <= self.num_seqs:
             raise ConfigurationError(
-                f"a step of {self.max_num_batched_tokens} tokens has no room for prompts beside {self.num_seqs} "
-                "sequences: raise the former or lower the latter"
+                f"a step of {self.max_num_batched_tokens} tokens has no room for prompts in addition to "
+                f"{self.num_seqs} sequences: raise the former or lower the latter"
             )
 
     @property

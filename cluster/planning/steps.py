@@ -37,7 +37,7 @@ class Efficiency:
 
 
 BOUNDS = ("weights", "KV", "logits", "arithmetic", "all-reduces", "fixed")
-"""What the parts of a step are bound by."""
+"The bounds of a step's parts."
 
 ASSUMED = Efficiency()
 IDEAL = Efficiency(bandwidth=1.0, compute=1.0, all_reduce_seconds=0.0, step_seconds=0.0)

@@ -251,7 +251,9 @@ def check(config: Config) -> None:
     limits = config.target
     _check_times(config.simulation)
     if max(config.target.replicas, config.draft.replicas) > _MAX_WORKERS:
-        raise ConfigurationError(f"more than {_MAX_WORKERS:,} workers of a pool are not simulated: set fewer replicas")
+        raise ConfigurationError(
+            f"more than {_MAX_WORKERS:,} workers of a pool cannot be simulated: set fewer replicas"
+        )
     if limits.max_num_batched_tokens < limits.max_num_seqs:
         raise ConfigurationError(
             f"target.max_num_batched_tokens {limits.max_num_batched_tokens} is less than target.max_num_seqs "
@@ -269,6 +271,6 @@ def _check_times(simulation: SimulationConfig) -> None:
     ):
         if not least <= min(times) <= max(times) <= _MAX_MS:
             raise ConfigurationError(
-                f"simulation.{name} from {min(times):g} to {max(times):g}: what is simulated takes {least:g} to "
+                f"simulation.{name} from {min(times):g} to {max(times):g}: the simulator supports {least:g} to "
                 f"{_MAX_MS:,.0f} ms"
             )

@@ -60,7 +60,7 @@ def num_kv_blocks(config: Config, target: OnGpus | None, kv_tokens: int | None) 
             raise ConfigurationError("target.kv_cache_bytes is null: give --kv-tokens, or the target's GPUs")
         number = config.target.kv_cache_bytes // (size * model.kv_bytes_per_token)
     if number < 1:
-        raise ConfigurationError("the target has no room for a KV block: its weights leave nothing of its memory")
+        raise ConfigurationError("the target has no room for a KV block: its weights fill its memory")
     return number
 
 

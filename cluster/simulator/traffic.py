@@ -93,7 +93,7 @@ class OpenTraffic:
         # Beyond these limits floating point fails: all requests would arrive at once, or never.
         if not _MIN_BURSTINESS <= burstiness <= _MAX_BURSTINESS:
             raise ConfigurationError(
-                f"a burstiness of {burstiness:g}: write one from {_MIN_BURSTINESS:g} to {_MAX_BURSTINESS:g}"
+                f"burstiness {burstiness:g}: write one from {_MIN_BURSTINESS:g} to {_MAX_BURSTINESS:g}"
             )
         self._rate, self._seconds, self._burstiness = requests_per_second, seconds, burstiness
         self._prompts, self._answers, self._seed = prompts, answers, seed
@@ -125,7 +125,7 @@ class ClosedTraffic:
     ) -> None:
         if not (1 <= num_streams <= _MAX_STREAMS and 0 < seconds <= _MAX_SECONDS and 0 <= ramp_seconds <= seconds):
             raise ConfigurationError(
-                f"{num_streams} streams for {seconds:g} s, begun over {ramp_seconds:g} s: write 1 to {_MAX_STREAMS:,} "
+                f"{num_streams} streams for {seconds:g} s, started over {ramp_seconds:g} s: set 1 to {_MAX_STREAMS:,} "
                 f"streams, {_MAX_SECONDS:,.0f} s (a year) at most, and a beginning from 0 s to all of them"
             )
         self._num_streams, self._seconds, self._ramp_seconds = num_streams, seconds, ramp_seconds

@@ -56,7 +56,7 @@ def _by_kernel(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, nu
 
         return uniforms(low, high, position, num_tokens)
     except Exception as error:  # Triton compiles at the first call, which fails without a C compiler, for example
-        logger.warning("the noise is computed by PyTorch, some milliseconds a step: Triton's kernel failed: %s", error)
+        logger.warning("PyTorch computes the noise, at some milliseconds per step: Triton's kernel failed: %s", error)
         _has_kernel = False
         return None
 

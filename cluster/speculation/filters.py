@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 NO_TOP_P = 2.0
-"""A row without top-p keeps everything, whatever the sum of its weights."""
+"A row without top-p keeps everything, whatever the sum of its weights."
 
 WEIGHT_BITS = 40  # weight of the best token; 2**22 tokens of that weight can be summed
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 NOISE_VERSION = 1
-"""Counted up with every change of key, counter, words or arithmetic: one after which a seed gives other noise."""
+"Incremented with every change of key, counter, words or arithmetic: after it, a seed gives other noise."
 
 _TOKENS_PER_BLOCK = 8
 _WORDS_PER_BLOCK = 4  # words have 64 bits

@@ -28,7 +28,7 @@ from cluster.speculation.token_counts import TokenCounts
 _LIMITS_OF_BYTES = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
 ).astype(np.float32)
-"""For each byte of a mask what the scores of its eight tokens may be at most, [256, 8]."""
+"For each byte of a mask, the upper bounds of the scores of its eight tokens, [256, 8]."
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 MAX_NODES = 64  # nodes of a shape: the number of drafts that a round may have
 
 AcceptanceTable = npt.NDArray[np.float64]
-"""[num_depths, num_ranks]; deeper nodes are accepted as those of the last depth."""
+"[num_depths, num_ranks]; deeper nodes have the acceptance of the last depth."
 
 
 @dataclass(frozen=True, slots=True)

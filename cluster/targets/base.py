@@ -113,7 +113,7 @@ class TargetLoad:
 
 
 Publish = Callable[[Sequence[GenerationOutput]], None]
-"""Takes the outputs of one step, or the admissions before it; called from the engine's thread, never blocks."""
+"Receives the outputs of one step, or the admissions before it; called from the engine's thread, never blocks."
 
 
 def no_adapter(name: str) -> str:

@@ -125,7 +125,7 @@ def _in_process_pool(
         "%s (%s) drafts in this process, %s; its KV cache has %d blocks of %d tokens",
         name,
         draft.drafter,
-        "in turn with the target" if is_shared else "in a thread of its own",
+        "in turn with the target" if is_shared else "taking turns with the target",
         drafter.num_blocks,
         drafter.block_size,
     )
@@ -153,8 +153,8 @@ def _rejection(config: Config, target: ModelRunner) -> RejectionSampler | None:
     draft_size, target_size = draft.model.config.vocab_size, target.model.config.vocab_size
     if draft_size != target_size:
         raise ConfigurationError(
-            f"speculation.acceptance rejection needs one vocabulary: the draft's has {draft_size} tokens, the target's "
-            f"{target_size}"
+            f"speculation.acceptance rejection needs equal vocabularies: the draft's has {draft_size} tokens, the "
+            f"target's {target_size}"
         )
     max_model_len = draft.model.config.resolve_max_model_len(config.draft.max_model_len)
     return RejectionSampler(draft, StepLimits.of(config.draft, max_model_len))

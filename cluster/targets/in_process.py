@@ -150,7 +150,7 @@ class InProcessPool(LinkPool):
         # Under separate names: the page has the target's too.
         blocks, used = self._drafter.num_blocks, self._drafter.num_used_blocks
         yield Reading("outrider_draft_kv_blocks", "KV blocks of the drafter in this process.", blocks)
-        yield Reading("outrider_draft_kv_blocks_used", "KV blocks of the drafter in this process, in use.", used)
+        yield Reading("outrider_draft_kv_blocks_used", "Used KV blocks of the drafter in this process.", used)
         yield from self._worker.readings()
 
     def _begin(self) -> DraftWorker:
@@ -220,7 +220,7 @@ class InProcessPool(LinkPool):
             link.worker.release_all()
         except Exception:
             pause = math.inf
-            logger.exception("the drafter cannot begin anew: restart the target to have drafts again")
+            logger.exception("the drafter cannot be restarted: restart the target to have drafts again")
         self._retry_at = time.monotonic() + pause
 
 

@@ -59,11 +59,13 @@ class SimulatedTarget(StepLoop):
     def submit(self, request: GenerationRequest) -> None:
         is_scored = request.num_logprobs is not None or request.num_prompt_logprobs is not None
         if is_scored or request.constraints != UNCONSTRAINED:
-            raise InvalidRequestError("a simulated engine has neither log-probabilities nor constraints of its answers")
+            raise InvalidRequestError(
+                "a simulated engine supports neither log-probabilities nor constraints of its answers"
+            )
         super().submit(request)
 
     def _score(self, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
-        raise AssertionError("a request for log-probabilities was taken")
+        raise AssertionError("a simulated engine got a request for log-probabilities")
 
     def _keep(self, block_table: Sequence[int], start: int, nodes: Sequence[int]) -> None:
         """There is no KV."""

@@ -170,11 +170,11 @@ class StepLoop(Target):
         load, committed = self.load(), self._num_committed_tokens
         yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
         usage = load.num_used_blocks / load.num_blocks
-        yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
+        yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", usage)
         yield Reading("outrider_committed_tokens", "Tokens committed.", committed, is_counter=True)
-        failed = "Steps that failed, and the requests of which ended with an error."
+        failed = "Failed steps, whose requests ended with an error."
         yield Reading("outrider_failed_steps", failed, self._num_failed_steps, is_counter=True)
-        stuck = "1 while the engine has work and stands still."
+        stuck = "1 while the engine has work and makes no progress."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
         yield self._heartbeat.busy
         yield from self._queue_time.readings()

@@ -56,7 +56,7 @@ class TorchTarget(StepLoop):
     def submit(self, request: GenerationRequest) -> None:
         if self._rejection is not None and request.constraints != UNCONSTRAINED:
             raise InvalidRequestError(
-                "constraints of the answer need speculation.acceptance coupled; this target has rejection"
+                "constraints of the answer need speculation.acceptance coupled; this target uses rejection"
             )
         super().submit(request)
 

@@ -50,7 +50,7 @@ class QueueTime(TimeTally):
         super().__init__(LATENCY_BUCKETS)
 
     def readings(self) -> Iterator[Reading]:
-        what = "From a sequence's arrival at the target to its admission."
+        what = "Time from a sequence's arrival at the target to its admission."
         (*_, (_, count)) = buckets = self.buckets()
         yield Reading("vllm:request_queue_time_seconds", what, count, buckets=tuple(buckets), sum=self.seconds)
 

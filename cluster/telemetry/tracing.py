@@ -14,7 +14,7 @@ from cluster.config import TracingConfig
 from cluster.errors import ConfigurationError
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str] | None]
-"""None: the attribute is left out."""
+"None: the attribute is omitted."
 
 SpanKind = Literal["internal", "server", "client"]
 

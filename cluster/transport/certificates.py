@@ -41,9 +41,9 @@ class Certificates:
             if self._watch.has_changed():
                 try:
                     self._pems = self._read(self._pems.version + 1)
-                    logger.info("%s and its key have been read anew", self._certificate)
+                    logger.info("reloaded %s and its key", self._certificate)
                 except ConfigurationError as error:
-                    logger.warning("%s; the certificates of before stay", error)
+                    logger.warning("%s; the previous certificates stay in use", error)
             return self._pems
 
     def page_context(self) -> ssl.SSLContext:
@@ -107,4 +107,4 @@ def load_certificate(context: ssl.SSLContext, certificate: str, key: str, settin
 
 
 def _no_password() -> str:
-    raise ValueError("the key is encrypted, and there is nobody to ask for its password")
+    raise ValueError("the key is encrypted, and no password can be entered")

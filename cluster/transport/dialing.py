@@ -84,14 +84,14 @@ class Dialer:
             return None
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            return f"it refuses us: {details[:_MAX_REASON_CHARACTERS]}"
+            return f"it refuses our certificate or token: {details[:_MAX_REASON_CHARACTERS]}"
         if code is not grpc.StatusCode.UNAVAILABLE or self._certificates is None:
             return None
         for sign in ("CERTIFICATE_", "Verification Check", "handshake failed", "WRONG_VERSION_NUMBER"):
             if sign in details:
                 return f"TLS fails: {details.rpartition('SSL routines:')[2][-_MAX_REASON_CHARACTERS:]}"
         if "Socket closed" in details:
-            return "it ends the connection: if that lasts, it may not take our certificate, or not speak TLS"
+            return "it closes the connection: if that persists, it may refuse our certificate, or not support TLS"
         return None
 
     def _credentials(self, certificates: Certificates) -> grpc.ChannelCredentials:

@@ -44,9 +44,9 @@ class TokenFile:
             return
         try:
             self._tokens = _read(self._path, self._setting)
-            logger.info("%s: the tokens in %s have been read anew", self._setting, self._path)
+            logger.info("%s: reloaded the tokens in %s", self._setting, self._path)
         except ConfigurationError as error:
-            logger.warning("%s; the tokens of before stay", error)
+            logger.warning("%s; the previous tokens stay in use", error)
 
 
 def _read(path: str, setting: str) -> tuple[bytes, ...]:
@@ -60,11 +60,11 @@ def _read(path: str, setting: str) -> tuple[bytes, ...]:
     tokens = [token for line in lines if (token := line.strip()) and not token.startswith("#")]
     if not tokens:
         raise ConfigurationError(
-            f"{setting}: {path} has no token: write one into it, such as of `openssl rand -hex 32`"
+            f"{setting}: {path} has no token: write one into it, such as the output of `openssl rand -hex 32`"
         )
     for token in tokens:
         if len(token) < _MIN_CHARACTERS or not token.isprintable() or " " in token:
             raise ConfigurationError(
-                f"{setting}: a token in {path} is not {_MIN_CHARACTERS} printable characters or more without spaces"
+                f"{setting}: a token in {path} is not {_MIN_CHARACTERS} or more printable characters without spaces"
             )
     return tuple(token.encode() for token in tokens)

@@ -65,9 +65,7 @@ class AdapterFiles:
         """Raises InvalidRequestError naming what is wrong."""
         for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE):
             if not file.is_file():
-                raise InvalidRequestError(
-                    f"{folder} has no {file.name}: give a folder that PEFT has saved an adapter to"
-                )
+                raise InvalidRequestError(f"{folder} has no {file.name}: give a folder with an adapter saved by PEFT")
         ranks = _config_ranks(folder / CONFIG_FILE)
         parts: dict[str, dict[str, Shape]] = {}
         try:
@@ -94,7 +92,7 @@ class AdapterFiles:
         for module, pair in parts.items():
             if pair.keys() != {"A", "B"} or pair["A"][0] != pair["B"][1]:
                 raise InvalidRequestError(
-                    f"{folder / WEIGHTS_FILE}: lora_A and lora_B of {module!r} do not go together: "
+                    f"{folder / WEIGHTS_FILE}: lora_A and lora_B of {module!r} do not match: "
                     f"{ {name: list(shape) for name, shape in sorted(pair.items())} }"
                 )
             shapes[module] = pair["B"][0], pair["A"][1]
@@ -180,12 +178,12 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         with file.open("rb") as opened:
             (num_bytes,) = struct.unpack("<Q", opened.read(8))
             if num_bytes > _MAX_HEADER_BYTES:
-                raise ValueError("it is no .safetensors")
+                raise ValueError("not a .safetensors file")
             tensors = json.loads(opened.read(num_bytes))
         tensors.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         if file.stat().st_size != 8 + num_bytes + end:
-            raise ValueError("it is cut off, or has more than its header says")
+            raise ValueError("truncated, or longer than its header claims")
         return {name: (str(entry["dtype"]), tuple(map(int, entry["shape"]))) for name, entry in tensors.items()}
     except (OSError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError) as error:
-        raise ValueError(f"{file} is no .safetensors") from error
+        raise ValueError(f"{file} is not a .safetensors file") from error

@@ -166,4 +166,4 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
             for step in list(self._submitted):
                 if time.monotonic() > step.submitted_at + _STUCK_SECONDS and self._open(step, None):
                     self.num_without_drafts += 1
-                    logger.debug("a step of %d sequences went on without its drafts", len(step.decoding))
+                    logger.debug("a step of %d sequences ran without its drafts", len(step.decoding))

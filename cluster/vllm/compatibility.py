@@ -340,8 +340,8 @@ def check(internals: Sequence[Internal]) -> None:
     differences = [difference for internal in internals if (difference := _difference(internal)) is not None]
     if differences:
         raise ConfigurationError(
-            f"vLLM {version} is not as this version of Outrider knows it: {'; '.join(differences)}. Install the vLLM "
-            "that `make setup-vllm` does"
+            f"vLLM {version} differs from the version that Outrider was written for: {'; '.join(differences)}. "
+            "Install the vLLM that `make setup-vllm` installs"
         )
 
 
@@ -356,8 +356,8 @@ def check_installation() -> None:
             continue  # vLLM does without
         except Exception as error:
             raise ConfigurationError(
-                f"{name} is installed and cannot be imported ({error}), without which vLLM's models cannot either: it "
-                "was built for another PyTorch; run `make setup-vllm`, or uninstall it"
+                f"{name} is installed and cannot be imported ({error}), and vLLM's models need it: it was built for "
+                "another PyTorch; run `make setup-vllm`, or uninstall it"
             ) from error
 
 
@@ -365,7 +365,7 @@ def _difference(internal: Internal) -> str | None:
     try:
         found: Any = reduce(getattr, internal.attribute.split("."), importlib.import_module(internal.module))
     except (ImportError, AttributeError):
-        return f"{internal.name} is not there"
+        return f"{internal.name} does not exist"
     if internal.parameters is None and not internal.some:
         return None
     return _other_parameters(internal, tuple(inspect.signature(found).parameters))
@@ -390,7 +390,7 @@ def compare_source(folder: Path, installed: Path) -> tuple[list[str], list[str]]
     for internal in dict.fromkeys([*V2_FRONT_END, *V2_TARGET, *TARGET, *DRAFTER]):
         found = tree.find(internal.module, internal.attribute)
         if found is None:
-            differences.append(f"{internal.name} is not there")
+            differences.append(f"{internal.name} does not exist")
             continue
         if internal.parameters is not None or internal.some:
             difference = _other_parameters(internal, tree.parameters(found))
@@ -404,7 +404,8 @@ def compare_source(folder: Path, installed: Path) -> tuple[list[str], list[str]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="cluster.vllm.compatibility", description="Compares what is used of vLLM's with another version's source."
+        prog="cluster.vllm.compatibility",
+        description="Compares the vLLM internals that Outrider uses with those of another version's source.",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--source", type=Path, help="folder with that version's package `vllm`")
@@ -418,12 +419,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = fetch_newest(Path(folder)) if arguments.newest else arguments.source
         if not (source / "vllm" / "__init__.py").is_file():
             parser.error(f"--source {source}: there is no package vllm in it")
-        print(f"{source.name} beside the installed version:")
+        print(f"{source.name} compared with the installed version:")
         differences, bodies = compare_source(source, installed)
     for difference in differences:
         print(difference)
     for name in bodies:
-        print(f"{name} does something else: its body differs from the installed version's")
+        print(f"{name} has another body than the installed version's")
     print(f"{len(differences)} names or signatures differ, {len(bodies)} bodies do")
     return 1 if differences else 0
 

@@ -93,7 +93,7 @@ def couple(speculator: Any, req_states: Any) -> None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Inputs of the first draft after a step, with the names of vLLM's `InputBatch`; always in the same memory."""
+    """Inputs of the first draft of `num_reqs` sequences after a step, at fixed addresses."""
 
     num_reqs: int
     num_tokens: int

@@ -58,7 +58,7 @@ def common_engine_args(worker: WorkerConfig) -> dict[str, Any]:
     for name in worker.engine_args:
         if name in _OWNED:
             setting = _OWNED[name]
-            remedy = f"use the setting {setting}" if setting else "this project decides it"
+            remedy = f"use the setting {setting}" if setting else "this project sets it itself"
             raise ConfigurationError(f"engine_args.{name} cannot be set: {remedy}")
     is_cpu = resolve_device(worker.device).type == "cpu"
     block_size = worker.block_size
@@ -89,7 +89,7 @@ def make_args(cls: type[Any], values: Mapping[str, Any]) -> Any:
     try:
         return cls(**values)
     except TypeError as error:
-        raise ConfigurationError(f"engine_args: vLLM says: {error}") from error
+        raise ConfigurationError(f"engine_args: vLLM reports: {error}") from error
 
 
 def wants_v2_runner() -> bool:

@@ -36,7 +36,7 @@ class LoraLimits:
         rank = max((*ranks, _LATER_RANK) if has_later else ranks)
         max_rank = given.get("max_lora_rank", next((known for known in _RANKS if known >= rank), rank))
         if max_rank not in _RANKS:
-            raise ConfigurationError(f"vLLM takes max_lora_rank {', '.join(map(str, _RANKS))}, not {max_rank!r}")
+            raise ConfigurationError(f"vLLM supports max_lora_rank {', '.join(map(str, _RANKS))}, not {max_rank!r}")
         num_adapters = _number(given, "max_cpu_loras", len(ranks) + (_NUM_LATER if has_later else 0))
         num_slots = _number(given, "max_loras", min(num_adapters, _NUM_SLOTS))
         if "max_cpu_loras" not in given:
@@ -71,5 +71,5 @@ def listed_ranks(target: TargetConfig) -> Sequence[int]:
 def _number(given: dict[str, Any], name: str, default: int) -> int:
     value = given.get(name, default)
     if type(value) is not int or value < 1:
-        raise ConfigurationError(f"target.engine_args.{name} has to be a number from 1 on, not {value!r}")
+        raise ConfigurationError(f"target.engine_args.{name} has to be 1 or more, not {value!r}")
     return value

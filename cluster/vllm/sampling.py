@@ -36,7 +36,7 @@ class CoupledWorker(LoraWorker):
     def install_coupled_sampling(self) -> None:
         """Installs the sampler and the verifier. Called once, before the first request."""
         runner = self.model_runner
-        assert not runner.use_async_scheduling, "coupled sampling reads committed tokens where they are on the host"
+        assert not runner.use_async_scheduling, "coupled sampling reads committed tokens on the host"
         self._coupled_requests = requests = _Requests(runner)
         runner.sampler = CoupledSampler(runner.sampler, requests)
         if runner.speculative_config is not None:
@@ -103,7 +103,7 @@ class _Requests:
             self._counts = {known: found for known, found in self._counts.items() if known in running}
             self.constraints.keep_only(running)
             coupling = Coupling.of(self._extra_args(request_id))
-            assert coupling is not None, f"request {request_id} says nothing of its sampling"
+            assert coupling is not None, f"request {request_id} has no sampling parameters"
             self._couplings[request_id] = coupling
         return coupling
 

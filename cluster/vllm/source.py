@@ -45,7 +45,7 @@ def fetch_newest(folder: Path) -> Path:
     archive = folder / str(newest["filename"])
     urllib.request.urlretrieve(newest["url"], archive)
     if hashlib.sha256(archive.read_bytes()).hexdigest() != newest["hashes"]["sha256"]:
-        raise OSError(f"{newest['url']} is not what the index says: its SHA-256 differs")
+        raise OSError(f"{newest['url']} does not match the index: its SHA-256 differs")
     with tarfile.open(archive) as opened:
         opened.extractall(folder, filter="data")
     return folder / archive.name.removesuffix(".tar.gz")

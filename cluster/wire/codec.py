@@ -78,11 +78,11 @@ def decode_request(message: draft_pb2.SpeculateRequest) -> SpeculateRequest:
     """Raises ValueError when the columns of the message do not fit together, or a shape is one that nobody asks for."""
     columns = message.advance
     if len(message.shapes) > len(message.open) + len(columns.sequences):
-        raise ValueError(f"{len(message.shapes)} shapes are more than the sequences that could name them")
+        raise ValueError(f"the message has {len(message.shapes)} shapes, more than its sequences can refer to")
     shapes = [None, *(_decode_shape(shape) for shape in message.shapes)]
     numbers = columns.shapes or [0] * len(columns.sequences)
     if max([*numbers, *(entry.shape for entry in message.open)], default=0) >= len(shapes):
-        raise ValueError("a shape is named that the message does not have")
+        raise ValueError("a sequence refers to a shape that the message does not have")
     entries = zip(
         columns.sequences,
         columns.bases,
@@ -226,5 +226,5 @@ def _decode_parents(column: Sequence[int], lengths: Sequence[int], starts: Seque
 
 def _decode_tree(numbers: Sequence[int], start: int = 0) -> list[int]:
     if any(number > node for node, number in enumerate(numbers, start)):
-        raise ValueError("a node comes before its parent")
+        raise ValueError("a node precedes its parent")
     return [number - 1 for number in numbers]

@@ -148,7 +148,7 @@ def _decode_logprobs(scores: target_pb2.CallLogprobs) -> TokenLogprobs:
     num_tokens, num_top = len(scores.logprobs), len(scores.top_token_ids)
     width = num_top // max(1, num_tokens)
     if len(scores.ranks) != num_tokens or width * num_tokens != num_top or len(scores.top_logprobs) != num_top:
-        raise ValueError(f"the columns of the log-probabilities of call {scores.call} do not fit together")
+        raise ValueError(f"the columns of the log-probabilities of call {scores.call} do not match")
     return TokenLogprobs(width, scores.ranks[:], scores.logprobs[:], scores.top_token_ids[:], scores.top_logprobs[:])
 
 

@@ -22,27 +22,35 @@ _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "A conversation with a running cluster. Each token is shown as it came about: accepted drafts in green, the "
-        "target's corrections underlined in yellow, bonus tokens bold in cyan, plain decodes as they are. Without a "
-        "question it reads a line for each turn, until an empty one or Ctrl-D."
+        "A chat with a running cluster. Each token is marked by its origin: accepted drafts in green, the target's "
+        "corrections underlined in yellow, bonus tokens bold in cyan, plain decodes unmarked. Without a question "
+        "it reads one line per turn, until an empty one or Ctrl-D."
     )
     parser.epilog = "example: outrider chat --url http://127.0.0.1:8000 --temperature 0 'def main('"
-    parser.add_argument("words", nargs="*", help="one question, to be answered once")
+    parser.add_argument("words", nargs="*", help="a single question (default: one line per turn)")
     add_url_argument(parser)
-    parser.add_argument("--model", metavar="NAME", help="default: the first that the router has")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    parser.add_argument("--model", metavar="NAME", help="default: the router's first model")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="default 0.7")
     parser.add_argument(
-        "--max-tokens", type=above_zero(int), default=256, metavar="N", help="of an answer; default 256"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="the same words are then answered the same")
-    parser.add_argument(
-        "--num-speculative-tokens", default="auto", type=depth_or_auto, metavar="K", help="auto (default) or a number"
+        "--max-tokens", type=above_zero(int), default=256, metavar="N", help="maximum tokens of an answer; default 256"
     )
     parser.add_argument(
-        "--completion", action="store_true", help="go on with the words instead of answering them: no chat template"
+        "--seed", type=int, metavar="N", help="seed: equal seeds give equal answers to the same messages"
     )
-    parser.add_argument("--no-color", action="store_true", help="as where NO_COLOR is set, or this is no terminal")
+    parser.add_argument(
+        "--num-speculative-tokens",
+        default="auto",
+        type=depth_or_auto,
+        metavar="K",
+        help="draft tokens per round: auto (default) or a number",
+    )
+    parser.add_argument(
+        "--completion",
+        action="store_true",
+        help="continue the words instead of answering them, without a chat template",
+    )
+    parser.add_argument("--no-color", action="store_true", help="no colours, as with NO_COLOR or without a terminal")
     add_trust_arguments(parser)
 
 

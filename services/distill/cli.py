@@ -34,9 +34,9 @@ _HELD_OUT_ONE_IN = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Teaches a draft on what its target says to your prompts: the target answers them, on this machine; the draft "
-        "learns its distributions; one prompt in ten is held out, and acceptance on these is told before and after. "
-        "Needs the extra `train`."
+        "Trains a draft on its target's answers to your prompts: the target answers them, on this machine; the "
+        "draft learns its distributions; one prompt in ten is held out, and acceptance on these is reported "
+        "before and after. Needs the extra `train`."
     )
     parser.epilog = (
         "example: outrider distill --traffic traffic.jsonl --target outrider-target-12m --draft outrider-draft-2m "
@@ -47,37 +47,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="JSON lines with prompt_token_ids, as `router.traffic_log_file` has them, prompt, or messages",
+        help="JSON lines with prompt_token_ids, as in `router.traffic_log_file`, prompt, or messages",
     )
     parser.add_argument(
         "--target", required=True, metavar="MODEL", help="Hugging Face folder, hub name or bundled model"
     )
-    parser.add_argument("--draft", metavar="MODEL", help="likewise, to begin with (default: a new one)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the draft, and a report")
+    parser.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help="the draft to begin with: Hugging Face folder, hub name or bundled model (default: a new one)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for the draft and a report")
     parser.add_argument(
         "--set",
         dest="overrides",
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="of the cluster that answers, such as target.dtype=float32",
+        help="setting of the cluster that answers, such as target.dtype=float32",
     )
     answers = parser.add_argument_group("answers")
     answers.add_argument(
-        "--max-tokens", type=above_zero(int), default=128, metavar="N", help="of an answer; default 128"
+        "--max-tokens", type=above_zero(int), default=128, metavar="N", help="maximum tokens of an answer; default 128"
     )
-    answers.add_argument("--streams", type=above_zero(int), default=32, metavar="N", help="at once; default 32")
+    answers.add_argument(
+        "--streams", type=above_zero(int), default=32, metavar="N", help="concurrent answers; default 32"
+    )
     training = parser.add_argument_group("training")
     training.add_argument("--epochs", type=above_zero(float), default=3.0, metavar="N", help="default 3")
-    training.add_argument("--batch-size", type=above_zero(int), default=16, metavar="N", help="answers; default 16")
     training.add_argument(
-        "--learning-rate", type=above_zero(float), metavar="R", help="default 1e-3, and 3e-4 from a draft that is there"
+        "--batch-size", type=above_zero(int), default=16, metavar="N", help="answers per step; default 16"
+    )
+    training.add_argument(
+        "--learning-rate", type=above_zero(float), metavar="R", help="default 1e-3, or 3e-4 for an existing draft"
     )
     training.add_argument("--seed", type=seed, default=0, metavar="N")
     training.add_argument(
         "--parallel",
         action="store_true",
-        help="teach it to draft all tokens of a proposal in one step, for `draft.drafter: parallel`",
+        help="train it to draft all tokens of a proposal in one step, for `draft.drafter: parallel`",
     )
     shape = parser.add_argument_group("shape of a new draft")
     shape.add_argument("--hidden-size", type=above_zero(int), default=128, metavar="N", help="default 128")
@@ -111,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
     folder = resolve_model_folder(arguments.target)
     draft_folder = None if arguments.draft is None else resolve_model_folder(arguments.draft)
     if draft_folder is not None and Tokenizer(draft_folder).fingerprint() != Tokenizer(folder).fingerprint():
-        raise ConfigurationError(f"--draft {arguments.draft} has another tokenizer than {arguments.target}")
+        raise ConfigurationError(f"--draft {arguments.draft} and {arguments.target} have different tokenizers")
     arguments.out.mkdir(parents=True, exist_ok=True)
     answers = _answers(arguments, config, folder)
     with _progress("the target reads", len(answers)) as progress:
@@ -185,7 +193,7 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
     if not 0 < num_held_out < len(prompts):
         raise ConfigurationError(f"{len(prompts)} prompts are too few: one in {_HELD_OUT_ONE_IN} is held out")
     asked = {
-        "target": weights_fingerprint(folder),
+        "{arguments.out}: {len(known)} earlier answers are reused": weights_fingerprint(folder),
         "settings": arguments.overrides,
         "max_tokens": arguments.max_tokens,
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(),

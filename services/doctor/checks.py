@@ -21,13 +21,13 @@ Told = Iterator[tuple[str, str, str]]
 
 def _links(facts: ClusterFacts) -> Told:
     for unreachable in facts.unreachable:
-        yield "worker unreachable", unreachable, "see that it runs, and that its address can be reached from here"
+        yield "worker unreachable", unreachable, "check that it runs, and that its address can be reached from here"
     for target in facts.targets:
         if target.num_links < target.num_links_configured:
             yield (
                 "links down",
                 f"{target.name} has {target.num_links} of {target.num_links_configured} links to draft workers",
-                "its log says why each does not come up: another tokenizer, TLS, or no answer",
+                "its log has the reason for each: another tokenizer, TLS, or no answer",
             )
 
 
@@ -51,7 +51,7 @@ def _clocks(workers: Iterable[WorkerFacts]) -> Told:
             yield (
                 "clocks differ",
                 f"that of {worker.name} is {worker.clock_ahead_seconds:+.1f} s from this one's",
-                "set it by NTP: traces and certificates depend on it, tokens do not",
+                "synchronize it by NTP: traces and certificates depend on it, tokens do not",
             )
 
 

@@ -35,18 +35,25 @@ _NUM_PROMPTS = 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Puts a running cluster under a few known loads and says whether the draft suits the target, what speculation "
-        "gives, where the rest of the formula's speedup goes, what is wrong, what that costs, and what to change. Its "
-        "requests are answered together with the cluster's others, which make the measurements less certain."
+        "Runs a few known loads on a running cluster and reports whether the draft suits the target, the gain of "
+        "speculation, where the rest of the formula's speedup is lost, the problems, their costs, and the "
+        "changes that help. Its requests share the cluster with others, which make the measurements less certain."
     )
     parser.epilog = "example: outrider doctor --url http://127.0.0.1:8000 --streams 4"
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--url", type=router_url, metavar="URL", help="of the router; default http://127.0.0.1:8000")
     which.add_argument(
-        "--start", action="store_true", help="start the cluster of --config and --set on this machine, and end it again"
+        "--url", type=router_url, metavar="URL", help="address of the router; default http://127.0.0.1:8000"
+    )
+    which.add_argument(
+        "--start",
+        action="store_true",
+        help="start the cluster of --config and --set on this machine, and end it afterwards",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML configuration: of what is started, or whose `tls` is used"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML configuration of the cluster to start, or with the `tls` to use",
     )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     add_access_arguments(parser)
@@ -55,39 +62,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         type=Path,
         metavar="FILE",
-        help="an earlier --json of this cluster: how the draft has drifted since, and what it would give as it was",
+        help="an earlier --json of this cluster: reports the drift of the draft since, and its gain without drift",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> Any:
     """Adds the options of the load; returns their group."""
     load = parser.add_argument_group("loads")
     load.add_argument(
-        "--streams", type=above_zero(int), default=4, metavar="N", help="at once, on each target; default 4"
+        "--streams", type=above_zero(int), default=4, metavar="N", help="concurrent streams on each target; default 4"
     )
     load.add_argument(
         "--temperatures",
         type=temperature_list,
         default=(0.0, 0.7, 1.0),
         metavar="T,...",
-        help="the first is that of all loads, the others are compared with it; default 0,0.7,1",
+        help="all loads use the first, the others are compared with it; default 0,0.7,1",
     )
     load.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="one prompt a line, of the kind that is asked: acceptance depends on it (default: Python source)",
+        help="one prompt per line, of the kind that clients send: acceptance depends on it (default: Python source)",
     )
-    load.add_argument("--max-tokens", type=above_zero(int), default=96, metavar="N", help="of an answer; default 96")
+    load.add_argument(
+        "--max-tokens", type=above_zero(int), default=96, metavar="N", help="tokens of an answer; default 96"
+    )
     load.add_argument(
         "--seconds",
         type=above_zero(float),
         default=3.0,
         metavar="S",
-        help="of a load; default 3; that of auto is repeated three times as often",
+        help="duration of a load; default 3; the load with k = auto is repeated three times as often",
     )
-    load.add_argument("--repeats", type=above_zero(int), default=3, metavar="N", help="of all loads; default 3")
+    load.add_argument("--repeats", type=above_zero(int), default=3, metavar="N", help="repeats of all loads; default 3")
     return load
 
 
@@ -209,7 +218,7 @@ def survival_of(report: Mapping[str, Any], temperature: float) -> tuple[float, .
         raise ConfigurationError(f"it tells of temperatures {known or 'none'}, and not of {temperature:g}")
     shares = [float(share) for share in told[temperature]]
     if not all(0.0 <= share <= 1.0 for share in shares):
-        raise ValueError("a share that is not from 0 to 1")
+        raise ValueError("a share is not from 0 to 1")
     return tuple(share for depth, share in enumerate(shares) if any(shares[depth:]))
 
 
@@ -221,9 +230,7 @@ def read_baseline(file: Path | None, temperature: float) -> tuple[float, ...]:
     except ConfigurationError as error:
         raise ConfigurationError(f"--baseline {file}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigurationError(
-            f"--baseline {file} is no report that `outrider doctor --json` wrote: {error!r}"
-        ) from error
+        raise ConfigurationError(f"--baseline {file} was not written by `outrider doctor --json`: {error!r}") from error
     if not survival:
-        raise ConfigurationError(f"--baseline {file} is of a cluster whose drafts were never accepted: give another's")
+        raise ConfigurationError(f"--baseline {file} is of a cluster whose drafts were never accepted: use another one")
     return survival

@@ -59,13 +59,13 @@ class DoctorReport:
         rows = [f"{self.facts.model} at {self.facts.url} (Outrider {self.facts.version})"]
         rows += [f"  {_describe(worker)}" for worker in self.facts.workers]
         if not self.facts.drafts:
-            rows.append("  no draft workers: drafts are made in the target's process, or not at all")
+            rows.append("  no draft workers: the target's process drafts, or nothing does")
         return rows
 
     def _suitability(self) -> list[str]:
         speed, even = SpeedModel.of(self.found), SpeedModel.of(self.found).break_even_acceptance()
         ratio = speed.draft_seconds / speed.step_seconds(0)
-        rows = ["Does the draft suit? Share of the rounds in which the draft token at a place was committed:"]
+        rows = ["Does the draft suit? Share of the rounds in which the draft token at each place was committed:"]
         rows += [f"  T = {one.workload.temperature:g}: {_survival(one)}" for one in self.found.temperatures]
         rows.append(
             f"  a draft step takes {1e3 * speed.draft_seconds:.2f} ms, {100 * ratio:.1f} % of a target's "
@@ -74,13 +74,13 @@ class DoctorReport:
         rows.append(
             f"  {speed.acceptance(TOLD_DEPTH):.2f} of the draft tokens that are looked at are accepted; it should be "
             f"over {MIN_ACCEPTANCE:g}, and {GOOD_ACCEPTANCE:g} is good; "
-            + ("at no acceptance would drafts pay" if even is None else f"below {even:.2f} no k would pay")
+            + ("drafts pay at no acceptance" if even is None else f"below {even:.2f} no k pays")
         )
         return rows
 
     def _gains(self) -> list[str]:
         plain, auto = self.found.plain.counts, self.found.auto.counts
-        rows = [f"Tokens a second of each target, {self.found.auto.workload.num_streams} streams on it:"]
+        rows = [f"Tokens per second of each target, {self.found.auto.workload.num_streams} streams on it:"]
         rows.append(f"  without drafts {plain.tokens_per_second:.0f}")
         for one in sorted(self.found.fixed, key=lambda one: one.workload.num_speculative_tokens or 0):
             rows.append(f"  k = {one.workload.num_speculative_tokens}: {_gain(one, self.found.plain)}")
@@ -89,12 +89,12 @@ class DoctorReport:
 
     def _findings(self) -> list[str]:
         if not self.findings:
-            return ["Nothing is wrong."]
-        rows = ["What is wrong, in the order in which to mend it:"]
+            return ["No problem found."]
+        rows = ["Problems, in the order of repair:"]
         for number, finding in enumerate(self.findings, 1):
             cost = "its cost cannot be predicted"
             if finding.loss is not None and finding.tokens_per_second is not None:
-                cost = f"costs {100 * finding.loss:.0f} %: mended, about {finding.tokens_per_second:.0f} tokens/s"
+                cost = f"costs {100 * finding.loss:.0f} %: repaired, about {finding.tokens_per_second:.0f} tokens/s"
             rows += [f"  {number}. {finding.name} ({cost})", f"     {finding.what}", f"     remedy: {finding.remedy}"]
         return rows
 

@@ -32,8 +32,8 @@ def run(config: Config) -> int:
     """Serves until SIGTERM; returns the exit code. Raises ConfigurationError when it cannot start."""
     if config.drafts_in_process:
         raise ConfigurationError(
-            "draft.placement in-process has no draft workers: the target drafts by itself. Set draft.placement pool to "
-            "have some"
+            "draft.placement in-process has no draft workers: the target drafts by itself. To have some, set "
+            "draft.placement to pool"
         )
     check_before_loading(config, "draft")
     prepare_process(config.draft)

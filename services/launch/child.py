@@ -81,7 +81,7 @@ class Child:
     def lines(self) -> Iterator[str]:
         """Yields the lines that it writes, until it and all of its children have ended."""
         output = None if self._process is None else self._process.stdout
-        assert output is not None, f"{self.name} is not heard"
+        assert output is not None, f"{self.name} has no output"
         for line in output:
             yield line.decode("utf-8", errors="replace").rstrip()
 
@@ -97,7 +97,7 @@ class Child:
                 self._num_restarts = 0
             pause = _RESTART_SECONDS[min(self._num_restarts, len(_RESTART_SECONDS) - 1)]
             self._restart_at = now + pause
-            logger.warning("the %s ended with code %d; starting it again in %.1f s", self.name, code, pause)
+            logger.warning("the %s ended with code %d; restarting it in %.1f s", self.name, code, pause)
         elif now >= self._restart_at:
             self._restart_at = None
             self._num_restarts += 1
@@ -146,7 +146,7 @@ def end_all(
     for child in children:
         if not child.has_ended():
             if not is_hurried():
-                logger.warning("the %s does not end after %.0f s; killing it", child.name, seconds)
+                logger.warning("the %s has not ended after %.0f s; killing it", child.name, seconds)
             child.kill()
 
 

@@ -125,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--listen", required=True, metavar="HOST:PORT")
     parser.add_argument("--to", required=True, metavar="HOST:PORT")
     parser.add_argument("--round-trip-ms", type=float, default=0.0)
-    parser.add_argument("--loss", type=float, default=0.0, help="share of the chunks that come 200 ms late")
-    parser.add_argument("--seed", type=int, default=0, help="of the losses")
+    parser.add_argument("--loss", type=float, default=0.0, help="share of the chunks that arrive 200 ms late")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the losses")
     asyncio.run(_serve(parser.parse_args(argv)))
     return 0
 

@@ -64,7 +64,7 @@ def announce(
     """Prints that the routers at `urls` answer, `seconds` after the launcher's start, and where page and metrics are.
     `opens_page`: in a browser too, if there is one."""
     if config.target.engine == "simulated":
-        print("\nTarget and draft are simulated: what they generate means nothing.", flush=True)
+        print("\nTarget and draft are simulated: the generated text has no meaning.", flush=True)
     key = " \\\n    -H 'Authorization: Bearer KEY'" if config.router.api_keys_file else ""
     print(
         f"""
@@ -76,7 +76,7 @@ Outrider is ready at {", ".join(urls)} after {seconds:.1f} s. Try:
         flush=True,
     )
     if config.router.has_page:
-        print(f"See it at work: {urls[0]}/\n", flush=True)
+        print(f"Open its page: {urls[0]}/\n", flush=True)
         if opens_page:
             # A browser in the terminal returns when it is closed, and others may take seconds.
             threading.Thread(target=webbrowser.open, args=(f"{urls[0]}/",), daemon=True).start()

@@ -36,15 +36,15 @@ def share_host_cores(config: Config, cores: Sequence[Core], *, target_has_gpu: b
     target, draft = config.target, config.draft
     if target.cpus is None and not target_has_gpu:
         raise ConfigurationError(
-            "draft.placement host-cpu: the target computes on the CPU and takes all cores: set target.cpus to those "
-            "that it should have, or draft.placement to sidecar or in-process, where the draft shares its cores"
+            "draft.placement host-cpu: the target computes on the CPU and takes all cores: set target.cpus to some "
+            "of them, or draft.placement to sidecar or in-process, where the draft shares its cores"
         )
     drafts = _free_cores(config, cores) if draft.cpus is None else (draft.cpus,) * draft.replicas
     taken = {cpu for own in drafts for cpu in own}
     left = tuple(sorted(cpu for core in cores if not set(core.cpus) & taken for cpu in core.cpus))
     if not (target.cpus or left):
         raise ConfigurationError(
-            "draft.placement host-cpu: draft.cpus leaves no core to the target: leave it out, or list fewer"
+            "draft.placement host-cpu: draft.cpus leaves the target no core: leave it out, or list fewer"
         )
     return CoreShares((target.cpus or left,) * target.replicas, drafts)
 

@@ -228,7 +228,7 @@ def serve(config: Config, opens_page: bool = False) -> int:
                 seconds = time.monotonic() - started_at
                 announce(cluster.config, [cluster.url], seconds, cluster.metrics_urls, opens_page=opens_page)
             time.sleep(_POLL_SECONDS if not is_announced else 0.2)
-        logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
+        logger.info("stopping after running requests have ended; press Ctrl-C again to stop at once")
     finally:
         cluster.stop(signals.is_hurried)
     return 0

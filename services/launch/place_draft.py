@@ -25,7 +25,7 @@ def place_draft(config: Config) -> tuple[Config, str | None]:
     elif why is not None:
         placement = "pool"
         if _can_have_cores_of_its_own(config):
-            placement, why = "host-cpu", "the target has a GPU, the draft the CPU, and there are cores for it alone"
+            placement, why = "host-cpu", "the target has a GPU, the draft the CPU, and enough cores are free for it"
     placed = config.model_copy(update={"draft": config.draft.model_copy(update={"placement": placement})})
     return placed, why or "one target and its draft share the few cores of this machine"
 
@@ -73,7 +73,7 @@ def why_apart(config: Config) -> str | None:
     if draft.drafter not in _DRAFTERS:
         return f"draft.drafter is {draft.drafter}"
     if (target.replicas, draft.replicas) != (1, 1):
-        return f"there are {target.replicas} targets and {draft.replicas} draft workers"
+        return f"the cluster has {target.replicas} targets and {draft.replicas} draft workers"
     if "cuda" in (target.device, draft.device) or _has_gpu():
         return "a GPU may be used"  # not measured
     if target.cpus is not None or draft.cpus is not None or target.threads is not None or draft.threads is not None:
@@ -81,7 +81,7 @@ def why_apart(config: Config) -> str | None:
     if config.simulation.needs_proxy:
         return "the simulation has a network"
     if not divide_cores(sorted(os.sched_getaffinity(0)), 1, 1).drafts_share:
-        return "there are cores for both"
+        return "the machine has cores for both"
     return None
 
 

@@ -25,16 +25,18 @@ _MOST_SEQS = 1024  # maximum number of sequences considered for a latency limit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     own = Efficiency()
     parser.description = (
-        "What ways of placing a draft would give, by formula: throughput, latency, dollars, memory, depth. The "
-        "defaults are the published cluster of 4 A100 and A10G. A MODEL[:DTYPE] is that of `plan memory`; GPUS are "
-        f"[Nx]NAME, of {', '.join(GPUS)}, or [Nx]GB:GB_PER_SECOND:TFLOPS:DOLLARS_PER_HOUR. "
-        "The exit code is 1 when nothing fits."
+        "Predicts ways of placing a draft by formula: throughput, latency, dollars, memory, depth. The defaults are "
+        "the published cluster of 4 A100 and A10G. A MODEL[:DTYPE] is that of `plan memory`; GPUS are [Nx]NAME, "
+        f"of {', '.join(GPUS)}, or [Nx]GB:GB_PER_SECOND:TFLOPS:DOLLARS_PER_HOUR. The exit code is 1 when nothing "
+        "fits."
     )
     models = parser.add_argument_group("models and GPUs")
     models.add_argument("--target", default="70B", metavar="MODEL[:DTYPE]", help="default 70B")
-    models.add_argument("--target-gpus", default="4xA100-80", metavar="GPUS", help="of one target; default 4xA100-80")
+    models.add_argument(
+        "--target-gpus", default="4xA100-80", metavar="GPUS", help="GPUs of one target; default 4xA100-80"
+    )
     models.add_argument("--draft", default="7B", metavar="MODEL[:DTYPE]", help="default 7B")
-    models.add_argument("--draft-gpus", default="A10G", metavar="GPUS", help="of one draft; default A10G")
+    models.add_argument("--draft-gpus", default="A10G", metavar="GPUS", help="GPUs of one draft; default A10G")
     models.add_argument(
         "--host-cpu",
         default=DEFAULT_HOST_CPU.name,
@@ -43,44 +45,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"GB:GB_PER_SECOND:TFLOPS:0; default {DEFAULT_HOST_CPU.name}",
     )
     models.add_argument(
-        "--price", action="append", default=[], metavar="NAME=DOLLARS", help="an hour of a known GPU; may be repeated"
+        "--price",
+        action="append",
+        default=[],
+        metavar="NAME=DOLLARS",
+        help="price per hour of a known GPU; may be repeated",
     )
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--sequences", type=above_zero(int), default=16, metavar="N", help="at once on a target (at most, with a rate)"
+        "--sequences",
+        type=above_zero(int),
+        default=16,
+        metavar="N",
+        help="concurrent sequences on a target (the maximum, with a rate)",
     )
     load.add_argument(
         "--requests-per-second",
         type=above_zero(float),
         metavar="R",
-        help="to be answered by as many targets as it takes",
+        help="rate to serve, with the number of targets that it takes",
     )
     load.add_argument("--prompt-tokens", type=above_zero(int), default=512, metavar="N", help="default 512")
     load.add_argument("--answer-tokens", type=above_zero(int), default=256, metavar="N", help="default 256")
     load.add_argument(
-        "--context", type=above_zero(int), metavar="N", help="tokens to have memory for (default: prompt and answer)"
+        "--context",
+        type=above_zero(int),
+        metavar="N",
+        help="tokens per sequence to reserve memory for (default: prompt and answer)",
     )
     load.add_argument("--max-num-batched-tokens", type=above_zero(int), default=2048, metavar="N", help="default 2048")
-    load.add_argument("--first-token-p99-ms", type=above_zero(float), metavar="MS", help="limit, with the next option:")
     load.add_argument(
-        "--between-tokens-p99-ms", type=above_zero(float), metavar="MS", help="the most sequences within both are shown"
+        "--first-token-p99-ms", type=above_zero(float), metavar="MS", help="latency limit, with the next option:"
+    )
+    load.add_argument(
+        "--between-tokens-p99-ms",
+        type=above_zero(float),
+        metavar="MS",
+        help="shows the largest number of sequences within both",
     )
     rounds = parser.add_argument_group("speculation")
-    rounds.add_argument("--acceptance", type=share, default=0.78, metavar="RATE", help="of the draft; default .78")
-    rounds.add_argument("--int4-acceptance", type=share, metavar="RATE", help="default: .724/.78 of --acceptance")
-    rounds.add_argument("--ngram-acceptance", type=share, default=NGRAM_ACCEPTANCE, metavar="RATE", help="default .3")
     rounds.add_argument(
-        "--num-speculative-tokens", type=int, choices=range(0, 65), metavar="K", help="default: what pays best"
+        "--acceptance", type=share, default=0.78, metavar="RATE", help="acceptance rate of the draft; default 0.78"
+    )
+    rounds.add_argument("--int4-acceptance", type=share, metavar="RATE", help="default: 0.724/0.78 of --acceptance")
+    rounds.add_argument("--ngram-acceptance", type=share, default=NGRAM_ACCEPTANCE, metavar="RATE", help="default 0.3")
+    rounds.add_argument(
+        "--num-speculative-tokens", type=int, choices=range(0, 65), metavar="K", help="default: the best number"
     )
     rounds.add_argument(
-        "--round-trip-ms", default="0.2,0.5,2,10", metavar="MS,...", help="to a remote pool; default 0.2,0.5,2,10"
+        "--round-trip-ms",
+        default="0.2,0.5,2,10",
+        metavar="MS,...",
+        help="round trip to a remote pool; default 0.2,0.5,2,10",
     )
     rounds.add_argument(
         "--sidecar-round-trip-ms",
         type=not_below_zero,
         default=0.2,
         metavar="MS",
-        help="to a draft on the target's host; default 0.2",
+        help="round trip to a draft on the target's host; default 0.2",
     )
     assumed = parser.add_argument_group("assumptions")
     assumed.add_argument("--bandwidth-efficiency", type=above_zero(float, 1), default=own.bandwidth, metavar="SHARE")
@@ -89,12 +112,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     assumed.add_argument("--all-reduce-us", type=not_below_zero, default=1e6 * own.all_reduce_seconds, metavar="US")
     assumed.add_argument("--memory-utilization", type=above_zero(float, 1), default=0.9, metavar="SHARE")
     assumed.add_argument("--block-size", type=above_zero(int), default=16, metavar="TOKENS")
-    measured = parser.add_argument_group("measured steps in place of formulae")
+    measured = parser.add_argument_group("use measured steps instead of formulae")
     measured.add_argument(
         "--measure",
         action="store_true",
-        help="time the engines of --config on this machine, where draft and target share the cores; models, GPUs and "
-        "prices above are not looked at then",
+        help="time the engines of --config on this machine, where draft and target share the cores; ignores the "
+        "models, GPUs and prices above",
     )
     measured.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")
     measured.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
@@ -103,12 +126,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=not_below_zero,
         default=1e3 * LOCAL_ROUND_TRIP_SECONDS,
         metavar="MS",
-        help="between target and draft on this machine, not timed here; default 0.9, of `bench.coordination`",
+        help="coordination between target and draft on this machine, which is not measured here; default 0.9, from "
+        "`bench.coordination`",
     )
     measured.add_argument(
-        "--temperature", type=not_below_zero, default=1.0, metavar="T", help="of the requests; default 1"
+        "--temperature", type=not_below_zero, default=1.0, metavar="T", help="temperature of the requests; default 1"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON; times in seconds")
+    parser.add_argument("--json", action="store_true", help="print JSON, with times in seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -23,24 +23,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"or {' or '.join(SELF_DRAFTERS)}: made of the target, in its process",
     )
     parser.add_argument(
-        "--gpu-memory", type=above_zero(float), default=80.0, metavar="GB", help="of one GPU; default 80"
+        "--gpu-memory", type=above_zero(float), default=80.0, metavar="GB", help="memory of one GPU; default 80"
     )
-    parser.add_argument("--gpus", type=above_zero(int), default=1, metavar="N", help="that share the target; default 1")
+    parser.add_argument(
+        "--gpus", type=above_zero(int), default=1, metavar="N", help="GPUs that share the target; default 1"
+    )
     parser.add_argument(
         "--draft-gpu-memory",
         type=above_zero(float),
         metavar="GB",
-        help="of the GPU that the draft has to itself (default: it shares the target's)",
+        help="memory of the draft's own GPU (default: it shares the target's)",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
         type=above_zero(int),
         default=0,
         metavar="N",
-        help="count the memory of the PyTorch engine's recorded steps, of up to N tokens",
+        help="include the memory of the PyTorch engine's recorded steps of up to N tokens",
     )
     parser.add_argument("--context", type=above_zero(int), default=4096, metavar="TOKENS", help="default 4096")
-    parser.add_argument("--sequences", type=above_zero(int), default=1, metavar="N", help="at once; default 1")
+    parser.add_argument(
+        "--sequences", type=above_zero(int), default=1, metavar="N", help="concurrent sequences; default 1"
+    )
     parser.add_argument(
         "--num-speculative-tokens", type=int, choices=range(1, 65), default=5, metavar="K", help="default 5"
     )
@@ -50,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_zero(float, at_most=1),
         default=0.9,
         metavar="SHARE",
-        help="of what the weights leave, for the KV cache; default 0.9",
+        help="share of the memory without the weights for the KV cache; default 0.9",
     )
 
 
@@ -66,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.draft in SELF_DRAFTERS:
         if draft_gigabytes is not None:
             raise ConfigurationError(
-                f"--draft {arguments.draft} is on the target's GPU, whose tensors it has: leave --draft-gpu-memory out"
+                f"--draft {arguments.draft} is on the target's GPU, whose tensors it uses: leave --draft-gpu-memory out"
             )
         draft = target.drafting_in_process(arguments.draft)
     else:

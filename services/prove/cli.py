@@ -40,12 +40,12 @@ _SETTINGS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measures on two devices of this machine whether Outrider pays: `vllm serve` of the target, Outrider without "
-        "drafts, with the draft on the target's device, and with a draft worker on a device of its own, in turn, with "
-        "the same prompts and seeds. The planner's prediction is written to the report before the first measurement. "
-        "DIR/report.md has tables, ratios and a verdict, DIR/report.json the raw figures. At the time limit, and on "
-        "Ctrl-C, the report has what there is. The exit code is 1 when tokens differ although target.numerics promises "
-        "that none does, or when a system could not be measured."
+        "Measures on two devices of this machine whether Outrider pays: `vllm serve` of the target, Outrider "
+        "without drafts, with the draft on the target's device, and with a draft worker on a device of its own, "
+        "alternating, with the same prompts and seeds. The planner's prediction is written to the report before "
+        "the first measurement. DIR/report.md has tables, ratios and a verdict, DIR/report.json the raw figures. "
+        "At the time limit, and on Ctrl-C, the report has the results so far. The exit code is 1 when tokens "
+        "differ although target.numerics promises equal tokens, or when a system could not be measured."
     )
     parser.epilog = f"example: {EXAMPLE}"
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")
@@ -53,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pair = parser.add_argument_group("models and devices")
     for option, setting, metavar, purpose in (
         ("--target", "target.model", "MODEL", "Hugging Face folder, hub name or bundled model (default: as serve)"),
-        ("--draft", "draft.model", "MODEL", "likewise, with the target's tokenizer"),
+        (
+            "--draft",
+            "draft.model",
+            "MODEL",
+            "Hugging Face folder, hub name or bundled model, with the target's tokenizer",
+        ),
     ):
         pair.add_argument(
             option,
@@ -71,45 +76,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=("target.engine",),
         default=[],
         choices=("torch", "vllm"),
-        help="the target's (default: torch); the same as --set target.engine",
+        help="engine of the target (default: torch); the same as --set target.engine",
     )
     pair.add_argument(
         "--target-device",
         type=parse_device,
         metavar="DEVICE",
-        help="cuda:INDEX, or cpu:CORES such as cpu:0-3,8 (default: the first GPU, or else half of the cores)",
+        help="cuda:INDEX, or cpu:CORES such as cpu:0-3,8 (default: the first GPU, otherwise half of the cores)",
     )
     pair.add_argument(
         "--draft-device",
         type=parse_device,
         metavar="DEVICE",
-        help="likewise (default: the second GPU, or else the cores that the target leaves)",
+        help="the same for the draft (default: the second GPU, otherwise the cores that the target leaves)",
     )
     pair.add_argument(
-        "--peer", choices=("vllm", "none"), help="what to compare with (default: vllm if it is installed)"
+        "--peer", choices=("vllm", "none"), help="system to compare with (default: vllm if it is installed)"
     )
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--streams", type=stream_counts, default=(1, 4, 16), metavar="N,...", help="answers at once; default 1,4,16"
+        "--streams", type=stream_counts, default=(1, 4, 16), metavar="N,...", help="concurrent answers; default 1,4,16"
     )
     load.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="one prompt a line, of the kind that is asked: acceptance depends on it (default: Python source)",
+        help="one prompt per line, of the kind that clients send: acceptance depends on it (default: Python source)",
     )
-    load.add_argument("--max-tokens", type=above_zero(int), default=128, metavar="N", help="of an answer; default 128")
     load.add_argument(
-        "--answers", type=above_zero(int), default=4, metavar="N", help="of each stream in a repeat; default 4"
+        "--max-tokens", type=above_zero(int), default=128, metavar="N", help="tokens of an answer; default 128"
+    )
+    load.add_argument(
+        "--answers", type=above_zero(int), default=4, metavar="N", help="answers per stream and repeat; default 4"
     )
     load.add_argument("--temperature", type=not_below_zero, default=1.0, metavar="T", help="default 1")
-    load.add_argument("--no-stream", action="store_true", help="answers come whole, without times of tokens")
+    load.add_argument("--no-stream", action="store_true", help="request whole answers, without times of single tokens")
     load.add_argument("--repeats", type=above_zero(int), default=5, metavar="N", help="default 5")
     parser.add_argument(
-        "--acceptance", type=share, default=0.78, metavar="RATE", help="that the prediction assumes; default 0.78"
+        "--acceptance",
+        type=share,
+        default=0.78,
+        metavar="RATE",
+        help="acceptance rate assumed by the prediction; default 0.78",
     )
     parser.add_argument(
-        "--minutes", type=above_zero(float), default=30.0, metavar="M", help="limit for the whole command; default 30"
+        "--minutes",
+        type=above_zero(float),
+        default=30.0,
+        metavar="M",
+        help="time limit of the whole command; default 30",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the report")
 
@@ -181,7 +196,7 @@ def _has_peer(wanted: str | None, config: Config) -> bool:
     if wanted is None:
         return is_vllm_installed() and config.target.engine != "simulated"
     if wanted == "vllm" and not is_vllm_installed():
-        raise ConfigurationError("--peer vllm: vLLM is not installed: `make setup-vllm`, or give --peer none")
+        raise ConfigurationError("--peer vllm: vLLM is not installed: run `make setup-vllm`, or give --peer none")
     return wanted == "vllm"
 
 

@@ -59,9 +59,9 @@ def run(config: Config) -> int:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     host, port = listener.getsockname()[:2]
-    logger.info("listening at %s://%s:%d", config.router.scheme, f"[{host}]" if ":" in host else host, port)
+    logger.info("listening on %s://%s:%d", config.router.scheme, f"[{host}]" if ":" in host else host, port)
     if admin is not None:
-        logger.info("operators are answered at %s, port %d", *admin.listener.getsockname()[:2])
+        logger.info("admin endpoints at %s, port %d", *admin.listener.getsockname()[:2])
     warn_of_open_doors(config)
     keep_collections_short()
     server.run(sockets=[listener])
@@ -75,8 +75,8 @@ def warn_of_open_doors(config: Config) -> None:
         return
     if not is_loopback(router.host):
         logger.warning(
-            "listening at %s without keys: whoever reaches it can use it; set router.api_keys_file, or keep it behind "
-            "a proxy that asks for keys",
+            "listening on %s without keys: everyone who reaches it can use it; set router.api_keys_file, or keep it "
+            "behind a proxy that requires keys",
             router.host,
         )
     if (
@@ -85,8 +85,8 @@ def warn_of_open_doors(config: Config) -> None:
         and not is_loopback(router.admin_listen.rpartition(":")[0])
     ):
         logger.warning(
-            "router.admin_listen %s has no keys: whoever reaches it can switch speculation and load adapters; set "
-            "router.admin_keys_file",
+            "router.admin_listen %s has no keys: everyone who reaches it can switch speculation and load adapters; "
+            "set router.admin_keys_file",
             router.admin_listen,
         )
 

@@ -73,7 +73,7 @@ class RouterMetrics:
         ).labels(model_name, ROUTER_ENGINE)
         self.time_to_first_token = histogram(
             "vllm:time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
+            "Time from a request's arrival to its first token.",
             _FIRST_TOKEN_BUCKETS,
         )
         self.tokens = TokenTally(model_name)
@@ -82,12 +82,12 @@ class RouterMetrics:
         registry.register(self.keys)
         self.e2e_latency = histogram(
             "vllm:e2e_request_latency_seconds",
-            "From the request's arrival to its last token.",
+            "Time from a request's arrival to its last token.",
             LATENCY_BUCKETS,
         )
         self.time_per_output_token = histogram(
             "vllm:request_time_per_output_token_seconds",
-            "From the first token of a choice to its last, over the tokens after the first: decoding alone.",
+            "Time from the first token of a choice to its last, per token after the first: decoding alone.",
             _INTER_TOKEN_BUCKETS,
         )
         self.prompt_tokens_cached: Counter = Counter(
@@ -114,50 +114,50 @@ class RouterMetrics:
         )
         self._decode_seconds = Counter(
             "outrider_decode_seconds",
-            "Time that choices took from their first token to their last, by whether they might be speculated for: off "
-            "by the request's own k = 0, or by the switch.",
+            "Time of choices from their first token to their last, by whether they might speculate: off by the "
+            "request's own k = 0, or by the switch.",
             ["model_name", "speculation"],
             registry=registry,
         )
         self._decode_tokens = Counter(
             "outrider_decode_tokens",
-            "Tokens after the first of those choices.",
+            "Tokens of these choices after the first.",
             ["model_name", "speculation"],
             registry=registry,
         )
         self.speculation_percentage = Gauge(
             "outrider_speculation_percentage",
-            "Share of the requests that may be speculated for, as the switch stands.",
+            "Share of the requests that may speculate, as set by the switch.",
             registry=registry,
         )
         self.speculation_switched = Counter(
-            "outrider_speculation_switched", "How often the switch was set.", registry=registry
+            "outrider_speculation_switched", "Number of times the switch was set.", registry=registry
         )
         self._requests = Counter(
             "outrider_requests",
-            "Requests by how they ended: the HTTP status, 499 when the client left first, and the status "
-            "that a failure would have had when it came after the answer had begun.",
+            "Requests by their end: the HTTP status, 499 if the client left first, and for a failure after the "
+            "answer began the status it would have had.",
             ["model_name", "code"],
             registry=registry,
         )
         self.connections = Gauge(
-            "outrider_http_connections", "Connections of clients, operators' included.", registry=registry
+            "outrider_http_connections", "Connections of clients, including operators.", registry=registry
         )
         self._connections_closed = Counter(
             "outrider_http_connections_closed",
-            "Connections that were closed for what their clients did, by what it was.",
+            "Connections closed because of their client's behaviour, by reason.",
             ["reason"],
             registry=registry,
         )
         self._moved = Counter(
             "outrider_requests_moved",
-            "Sequences taken to another target, by what became of the one before: lost, draining, stuck or unloaded.",
+            "Sequences moved to another target, by what happened to the one before: lost, draining, stuck or unloaded.",
             ["model_name", "reason"],
             registry=registry,
         )
         self._by_adapter = Counter(
             "outrider_requests_by_adapter",
-            "Requests that were begun with a LoRA adapter.",
+            "Requests with a LoRA adapter.",
             ["model_name", "adapter"],
             registry=registry,
         )
@@ -257,7 +257,7 @@ class TokenTally(Collector):
         yield per_position
         latency = HistogramMetricFamily(
             "vllm:inter_token_latency_seconds",
-            "Between two arrivals of tokens of one choice; with speculation several come at once.",
+            "Time between two arrivals of tokens of one choice; speculation delivers several at once.",
             labels=["model_name", "engine"],
         )
         latency.add_metric([self._model_name, ROUTER_ENGINE], self._gaps.buckets(), self._gaps.seconds)

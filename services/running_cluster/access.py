@@ -54,7 +54,7 @@ class RouterAccess:
     def read_page(self, url: str) -> MetricsPage:
         """That of the router at `url`. Raises ConfigurationError."""
         token = os.environ.get(API_KEY) if self.metrics_token is None else self.metrics_token.current()
-        why = f"set {API_KEY} in the environment to a key that it knows, or router.metrics_token_file"
+        why = f"set {API_KEY} in the environment to one of its keys, or router.metrics_token_file"
         return read_page(f"{url}{_PATH}", self.context, token=token or None, without_token=why)
 
 
@@ -82,14 +82,14 @@ class PoolAccess:
             )
         setting = f"{self.pool}.metrics_token_file"
         if pages is not None:
-            why = f"give it by {setting} or tls.token_file"
+            why = f"set {setting} or tls.token_file"
             return read_page(
                 url, pages.context, server_name=pages.server_name, token=own or pages.token, without_token=why
             )
         if own is not None and url not in self.named:
-            why = f"that of {setting} is sent without TLS only where you say: --metrics-page {url}"
+            why = f"the token in {setting} is sent without TLS only to pages that you name: --metrics-page {url}"
             return read_page(url, without_token=why)
-        return read_page(url, token=own, without_token=f"give it by {setting}")
+        return read_page(url, token=own, without_token=f"set {setting}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Access:
 def add_access_arguments(parser: argparse.ArgumentParser) -> None:
     """See `access_of`."""
     group = parser.add_argument_group(
-        "certificates and tokens", "of workers and of metrics pages, by the names that they have in the configuration"
+        "certificates and tokens", "of workers and metrics pages, under their names in the configuration"
     )
     add_settings(group, _SETTINGS)
     group.add_argument(
@@ -132,8 +132,8 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="of a worker without TLS whose page asks for a token: it is sent in plaintext, and only to pages that are "
-        "named so; may be repeated",
+        help="address of a worker without TLS whose page requires a token: the token is sent in plaintext, and only "
+        "to pages named here; may be repeated",
     )
     add_trust_arguments(parser)
 
@@ -161,9 +161,9 @@ def _checked(url: str) -> SplitResult:
     except ValueError:
         is_page = False
     if not is_page or parts.path != _PATH or parts.query or parts.fragment:
-        raise ConfigurationError(f"the metrics page {url[:200]!r} is no http[s]://host:port{_PATH}")
+        raise ConfigurationError(f"the metrics page {url[:200]!r} is not http[s]://host:port{_PATH}")
     return parts
 
 
 def _other_tls(*, is_ours: bool) -> str:
-    return "is in plaintext, and with `tls` none is" if is_ours else "asks for a certificate"
+    return "requires a certificate" if is_ours else "is in plaintext, and `tls` sets certificates"

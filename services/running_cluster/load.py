@@ -79,7 +79,7 @@ class LoadMaker:
         grown: Numbers = defaultdict(float, {"seconds": elapsed, "waiting": statistics.mean(waiting) * elapsed})
         for name, value in after.counters.items():
             if value < before.counters[name]:  # counters of the router, which has no epoch
-                raise ConfigurationError(f"a program of {self.facts.url} was started anew under the load: ask again")
+                raise ConfigurationError(f"a program of {self.facts.url} restarted under the load: run this again")
             grown[name] += value - before.counters[name]
         return grown
 

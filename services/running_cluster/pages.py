@@ -32,7 +32,7 @@ class MetricsPage:
                 for sample in family.samples
             }
         except IndexError as error:  # a truncated line; all other errors are a ValueError
-            raise ValueError("a line of it cannot be understood") from error
+            raise ValueError("a line of it is invalid") from error
 
     def sum(self, name: str, **labels: str) -> float:
         """Over all samples of `name` that have these labels; 0 where there is none."""
@@ -81,7 +81,7 @@ def read_page(
         ) from error
     if status != 401:
         raise ConfigurationError(f"the metrics page {url!r} answers {status}")
-    asks = "asks for a token" if token is None else "asks for another token"
+    asks = "requires a token" if token is None else "requires another token"
     raise ConfigurationError(f"the metrics page {url!r} {asks}: {without_token}")
 
 
@@ -93,7 +93,7 @@ def _get(connection: http.client.HTTPConnection, path: str, token: str | None) -
     while answer.status == 200 and (chunk := answer.read1(65_536)):
         content += chunk
         if len(content) > _MAX_BYTES or time.monotonic() > deadline:
-            raise ValueError("too much, or too slowly")
+            raise ValueError("the answer is too long, or too slow")
     return answer.status, bytes(content)
 
 
@@ -102,7 +102,7 @@ def _connection(
 ) -> http.client.HTTPConnection:
     """Raises ValueError."""
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("it is neither http:// nor https://")
+        raise ValueError("the address is neither http:// nor https://")
     if parts.scheme == "http":
         return http.client.HTTPConnection(parts.hostname, parts.port, timeout=_SECONDS)
     return _Https(parts.hostname, parts.port, context or ssl.create_default_context(), server_name)

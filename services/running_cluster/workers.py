@@ -73,7 +73,7 @@ class ClusterFacts:
 def _pages(workers: Sequence[WorkerFacts], access: PoolAccess) -> list[MetricsPage]:
     without = [worker.name for worker in workers if not worker.machine.metrics_url]
     if without:
-        raise ConfigurationError(f"{', '.join(without)}: without a metrics page: set metrics_port")
+        raise ConfigurationError(f"{', '.join(without)}: no metrics page: set metrics_port")
     return [access.read_page(worker.machine.metrics_url, worker.address) for worker in workers]
 
 
@@ -85,7 +85,8 @@ def look_around(url: str, access: Access) -> ClusterFacts:
         raise ConfigurationError(f"{url} does not answer as a router")
     if not all(_has(entry, address=str) for entry in health["targets"]):
         raise ConfigurationError(
-            f"{url} does not say where its targets are: give the key of an operator, or ask its router.admin_listen"
+            f"{url} does not report the addresses of its targets: give an operator's key, or use its "
+            "router.admin_listen"
         )
     unreachable: list[str] = []
     addresses = [entry["address"] for entry in health["targets"]]
@@ -107,7 +108,7 @@ def check_unchanged(facts: ClusterFacts, access: Access) -> None:
     anew = {(worker.name, worker.epoch) for worker in facts.workers} - {(worker.name, worker.epoch) for worker in found}
     if anew:
         names = ", ".join(sorted(name for name, _ in anew))
-        raise ConfigurationError(f"{names} of {facts.url} ended or was started anew under the load: ask again")
+        raise ConfigurationError(f"{names} of {facts.url} ended or restarted under the load: run this again")
 
 
 def _describe_all(

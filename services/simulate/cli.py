@@ -37,71 +37,89 @@ _MAX_STREAMS = 10**6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Simulates a cluster under traffic in virtual time: its step loops, coordinators and draft workers are the\n"
-        "real ones; forward passes, the network and the programs' own time take a set time instead.\n"
-        "The cluster is that of --config and --set: replicas, limits, speculation, and `simulation` with the times of\n"
-        "steps and the acceptance; or the times are those of models on GPUs, by formula.\n"
-        "A cluster of hundreds of streams takes about as long as it would run: simulate a part of a larger one.\n"
-        "docs/PLANNING.md describes what is simulated and what is left out."
+        "Simulates a cluster under traffic in virtual time: its step loops, coordinators and draft workers are "
+        "the\nreal ones; forward passes, the network and the programs' own time take a set time instead.\nThe "
+        "cluster is that of --config and --set: replicas, limits, speculation, and `simulation` with the times "
+        "of\nsteps and the acceptance; or the times are those of models on GPUs, by formula.\nA cluster of "
+        "hundreds of streams takes about as long as in real time: simulate a part of a larger "
+        "one.\ndocs/PLANNING.md describes what is simulated and what is left out."
     )
     parser.epilog = f"example:\n  {EXAMPLE}"
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")
     cluster.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     cluster.add_argument("--target", metavar="MODEL[:DTYPE]", help="as for `plan cluster`, with --target-gpus")
-    cluster.add_argument("--target-gpus", metavar="GPUS", help=f"of one target: [Nx]NAME, of {', '.join(GPUS)}")
-    cluster.add_argument("--draft", metavar="MODEL[:DTYPE]", help="likewise, with --draft-gpus")
-    cluster.add_argument("--draft-gpus", metavar="GPUS", help=f"of one draft worker; or {', '.join(HOST_CPUS)}")
+    cluster.add_argument("--target-gpus", metavar="GPUS", help=f"GPUs of one target: [Nx]NAME, of {', '.join(GPUS)}")
+    cluster.add_argument("--draft", metavar="MODEL[:DTYPE]", help="as for `plan cluster`, with --draft-gpus")
+    cluster.add_argument("--draft-gpus", metavar="GPUS", help=f"GPU of one draft worker; or {', '.join(HOST_CPUS)}")
     cluster.add_argument(
         "--kv-tokens",
         type=above_zero(int, _MAX_KV_TOKENS),
         metavar="N",
-        help="that a target's KV cache holds (default: by its GPUs, or as a simulated target has)",
+        help="tokens in a target's KV cache (default: by its GPUs, or that of a simulated target)",
     )
     cluster.add_argument(
         "--no-overheads",
         action="store_true",
-        help="programs take no time in addition to their steps (default: times measured on one machine)",
+        help="programs take no time in addition to their steps (default: the times measured on one machine)",
     )
-    cluster.add_argument("--price", action="append", default=[], metavar="NAME=DOLLARS", help="an hour of a known GPU")
     cluster.add_argument(
-        "--target-dollars-per-hour", type=above_zero(float), metavar="D", help="of one, in place of it"
+        "--price", action="append", default=[], metavar="NAME=DOLLARS", help="price per hour of a known GPU"
     )
-    cluster.add_argument("--draft-dollars-per-hour", type=above_zero(float), metavar="D", help="of one, likewise")
+    cluster.add_argument(
+        "--target-dollars-per-hour", type=above_zero(float), metavar="D", help="price of one target instead"
+    )
+    cluster.add_argument(
+        "--draft-dollars-per-hour", type=above_zero(float), metavar="D", help="price of one draft worker instead"
+    )
     traffic = parser.add_argument_group("traffic (one of the first three)")
     kind = traffic.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--requests-per-second", type=above_zero(float), metavar="R", help="that come at random")
     kind.add_argument(
-        "--streams", type=above_zero(int, _MAX_STREAMS), metavar="N", help="clients that ask again when answered"
+        "--requests-per-second", type=above_zero(float), metavar="R", help="requests per second, at random times"
+    )
+    kind.add_argument(
+        "--streams",
+        type=above_zero(int, _MAX_STREAMS),
+        metavar="N",
+        help="clients that ask again as soon as they are answered",
     )
     kind.add_argument(
         "--trace",
         type=Path,
         metavar="FILE",
-        help="JSON lines with arrival_seconds, prompt_tokens and answer_tokens, from which --seconds follow too",
+        help="JSON lines with arrival_seconds, prompt_tokens and answer_tokens, which also give --seconds",
     )
     traffic.add_argument(
         "--seconds",
         type=above_zero(float),
         metavar="S",
-        help="for which requests come, and that are looked at; default 60",
-    )
-    traffic.add_argument("--prompt-tokens", default="512", metavar="N[:N]", help="or from the one to the other")
-    traffic.add_argument("--answer-tokens", default="256", metavar="N[:N]", help="likewise; default 256")
-    traffic.add_argument(
-        "--burstiness", type=above_zero(float), default=1.0, metavar="B", help="1: Poisson; more: in bursts (gamma)"
+        help="duration of the requests and of the figures; default 60",
     )
     traffic.add_argument(
-        "--ramp-seconds", type=not_below_zero, default=0.0, metavar="S", help="over which streams begin; default 0"
+        "--prompt-tokens", default="512", metavar="N[:N]", help="tokens of a prompt: one number or a range; default 512"
     )
-    traffic.add_argument("--seed", type=seed, default=0, metavar="N", help="of traffic and drafts; default 0")
+    traffic.add_argument(
+        "--answer-tokens", default="256", metavar="N[:N]", help="tokens of an answer, in the same form; default 256"
+    )
+    traffic.add_argument(
+        "--burstiness", type=above_zero(float), default=1.0, metavar="B", help="1: Poisson; larger: bursts (gamma)"
+    )
+    traffic.add_argument(
+        "--ramp-seconds", type=not_below_zero, default=0.0, metavar="S", help="time over which streams begin; default 0"
+    )
+    traffic.add_argument("--seed", type=seed, default=0, metavar="N", help="seed of traffic and drafts; default 0")
     results = parser.add_argument_group("results")
     results.add_argument(
-        "--warm-up", type=not_below_zero, metavar="S", help="left out of the figures; default a tenth of the seconds"
+        "--warm-up",
+        type=not_below_zero,
+        metavar="S",
+        help="start left out of the figures; default a tenth of the seconds",
     )
-    results.add_argument("--interval", type=above_zero(float), default=10.0, metavar="S", help="of the course of k")
     results.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all figures there, times in seconds; -: print"
+        "--interval", type=above_zero(float), default=10.0, metavar="S", help="intervals of the report of k"
+    )
+    results.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures to this file, times in seconds; -: print them"
     )
 
 

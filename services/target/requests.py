@@ -42,7 +42,7 @@ def to_engine(
     _check_token_ids(request.stop_token_ids, target.model.vocab_size, "stop_token_ids")
     for field in ("num_logprobs", "num_prompt_logprobs"):
         if request.HasField(field) and getattr(request, field) > MAX_LOGPROBS:
-            raise InvalidRequestError(f"logprobs {getattr(request, field)}: at most {MAX_LOGPROBS} are told")
+            raise InvalidRequestError(f"logprobs {getattr(request, field)}: at most {MAX_LOGPROBS} are reported")
     return GenerationRequest(
         request_id=request_id,
         token_ids=token_ids,
@@ -81,7 +81,7 @@ def _constraints(constraints: target_pb2.Constraints, vocab_size: int) -> Constr
     _check_token_ids(constraints.allowed_token_ids, vocab_size, "allowed_token_ids")
     _check_token_ids([token for word in bad_words for token in word], vocab_size, "bad_words")
     if not all(bad_words):
-        raise InvalidRequestError("bad_words has one without tokens", param="bad_words")
+        raise InvalidRequestError("bad_words has an entry without tokens", param="bad_words")
     form = constraints.grammar.WhichOneof("form")
     return Constraints(
         allowed_token_ids=tuple(constraints.allowed_token_ids),

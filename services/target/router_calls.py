@@ -157,7 +157,7 @@ class Calls:
         num_tokens = max(num_tokens, _MIN_WAITING_TOKENS)
         waiting = self._num_waiting_tokens
         if waiting and waiting + num_tokens > self._max_waiting_tokens and not request.num_generated_tokens:
-            raise OverloadedError(f"sequences of {waiting} tokens wait already, of {self._max_waiting_tokens}")
+            raise OverloadedError(f"sequences with {waiting} tokens are waiting already, of {self._max_waiting_tokens}")
         self._waiting[request_id] = num_tokens
         self._num_waiting_tokens += num_tokens
 
@@ -178,7 +178,7 @@ class Calls:
         assert grammar is not None
         with self._failing(request.request_id, "grammar could not be compiled"):
             if self._grammars is None:
-                raise InvalidRequestError("this target's engine takes no grammars")
+                raise InvalidRequestError("this target's engine does not support grammars")
             compiled = await self._grammars.compile(grammar)
             self._target.submit(dataclasses.replace(request, grammar=compiled))
 

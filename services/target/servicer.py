@@ -134,7 +134,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         async with errors_as_status(context):
             if not is_adapter_name(request.name):
                 raise InvalidRequestError(
-                    f"{request.name[:128]!r} is no name for an adapter: up to 128 letters, digits and ._:@/-"
+                    f"{request.name[:128]!r} is not a valid adapter name: up to 128 letters, digits and ._:@/-"
                 )
             if not self._calls.is_draining:
                 fingerprint = await self._target.load_adapter(request.name, request.path, replace=request.replace)

@@ -22,16 +22,21 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "A running cluster's numbers, updated every few seconds until Ctrl-C: requests, tokens, acceptance by place, "
-        "k, steps, waits, links and drafts. It asks the metrics pages of router and workers and sends no request."
+        "A running cluster's metrics, updated every few seconds until Ctrl-C: requests, tokens, acceptance by "
+        "place, k, steps, waits, links and drafts. It polls the metrics pages of router and workers and sends no "
+        "request."
     )
     parser.epilog = "example: outrider top --url http://127.0.0.1:8000 --once"
     add_url_argument(parser)
     parser.add_argument(
-        "--seconds", type=above_zero(float, _MAX_SECONDS), default=2.0, metavar="S", help="between looks; default 2"
+        "--seconds",
+        type=above_zero(float, _MAX_SECONDS),
+        default=2.0,
+        metavar="S",
+        help="seconds between updates; default 2",
     )
-    parser.add_argument("--once", action="store_true", help="two looks, and no more")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration whose `tls` is used")
+    parser.add_argument("--once", action="store_true", help="print one update and exit")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration with the `tls` to use")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     add_access_arguments(parser)
 
@@ -57,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             except ConfigurationError as error:  # a restarting worker has no page yet
                 if arguments.once:
                     raise
-                print(f"{as_line(str(error))}; asked again in {arguments.seconds:g} s", file=sys.stderr)
+                print(f"{as_line(str(error))}; retrying in {arguments.seconds:g} s", file=sys.stderr)
                 with contextlib.suppress(ConfigurationError):
                     now = look_around(url, access)
                     facts, before = now, _look(now, access)

@@ -18,15 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pair: target, draft and their tokenizer (the default); eagle: a one-layer head for a trained target, "
         "with which vLLM speculates (speculative_config, method eagle)",
     )
-    run.add_argument("--out", type=Path, required=True, help="folder for everything that is made")
+    run.add_argument("--out", type=Path, required=True, help="folder for all outputs")
     run.add_argument(
         "--stages",
         type=lambda text: tuple(text.split(",")),
         help="comma-separated; all of them, in their order: "
         + "; ".join(f"{what}: {','.join(stages)}" for what, stages in STAGES.items()),
     )
-    run.add_argument("--resume", action="store_true", help="skip finished stages, go on in others")
-    run.add_argument("--seed", type=int, help="decides initial weights, batches and samples")
+    run.add_argument("--resume", action="store_true", help="skip finished stages, continue others")
+    run.add_argument("--seed", type=int, help="seed of initial weights, batches and samples")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"))
     run.add_argument("--compile", action=argparse.BooleanOptionalAction, help="use torch.compile")
     run.add_argument(
@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="choose kernels that give the same bits every time (default: yes)",
     )
-    run.add_argument("--target", help="what an eagle head is for: a Llama's folder or bundled name")
+    run.add_argument("--target", help="target of an EAGLE head: a Llama's folder or bundled name")
     text = parser.add_argument_group("text")
     text.add_argument("--site-packages", action="store_true", help="also train on all installed packages")
-    text.add_argument("--package-limit-mb", type=float, help="most text of one top-level package")
-    text.add_argument("--dialogues-mb", type=float, help="most chat text made from docstrings")
+    text.add_argument("--package-limit-mb", type=float, help="maximum text of one top-level package")
+    text.add_argument("--dialogues-mb", type=float, help="maximum chat text made from docstrings")
     text.add_argument("--tokenizer-sample-mb", type=float, help="text to train the tokenizer on")
     training = parser.add_argument_group("training")
     training.add_argument("--target-tokens", type=int, help="tokens to train the target on")
@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--batch-size", type=int, help="windows per step")
     training.add_argument("--eagle-batch-size", type=int, help="windows per step of an eagle head")
     training.add_argument("--sequence-length", type=int, help="tokens per window")
-    training.add_argument("--lr", dest="target_learning_rate", type=float, help="of the target")
-    training.add_argument("--draft-lr", dest="draft_learning_rate", type=float, help="of the draft")
-    training.add_argument("--eagle-lr", dest="eagle_learning_rate", type=float, help="of an eagle head")
+    training.add_argument("--lr", dest="target_learning_rate", type=float, help="learning rate of the target")
+    training.add_argument("--draft-lr", dest="draft_learning_rate", type=float, help="learning rate of the draft")
+    training.add_argument("--eagle-lr", dest="eagle_learning_rate", type=float, help="learning rate of an EAGLE head")
     training.add_argument("--checkpoint-minutes", type=float, help="time between checkpoints")
     samples = parser.add_argument_group("samples of the target")
     samples.add_argument("--samples", type=int, help="rows of text to sample from the target")
-    samples.add_argument("--eagle-samples", type=int, help="as many for an eagle head")
+    samples.add_argument("--eagle-samples", type=int, help="the same for an EAGLE head")
     samples.add_argument("--sample-batch-size", type=int, help="rows sampled at once")
     samples.add_argument("--on-policy-fraction", type=float, help="share of the draft's later steps on samples")
     evaluation = parser.add_argument_group("evaluation")

@@ -32,7 +32,7 @@ def adopt_target(context: Context) -> None:
         raise ValueError(str(error)) from error
     tokenizer = load_tokenizer(folder)
     if len(tokenizer) > _MAX_VOCABULARY:
-        raise ValueError(f"the tokenizer of {name} has {len(tokenizer)} tokens; at most {_MAX_VOCABULARY} work here")
+        raise ValueError(f"the tokenizer of {name} has {len(tokenizer)} tokens; the maximum is {_MAX_VOCABULARY}")
     save_tokenizer(tokenizer, workspace.tokenizer)
     target = workspace.model("target")
     target.mkdir(parents=True, exist_ok=True)

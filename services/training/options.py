@@ -7,10 +7,10 @@ STAGES = {
     "pair": ("corpus", "tokenizer", "target", "samples", "draft", "evaluate", "export"),
     "eagle": ("corpus", "adopt", "samples", "eagle", "evaluate-eagle", "export-eagle"),
 }
-"""By what is trained, the stages of the work in their order."""
+"Stages of the work in their order, by what is trained."
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-"""At which drafts are trained and measured."""
+"Temperatures for training and measuring drafts."
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class TrainingOptions:
         if self.eagle_tokens < self.eagle_tokens_per_step:
             raise ValueError(f"a single step of an EAGLE head takes {self.eagle_tokens_per_step} tokens")
         if self.seed < 0:
-            raise ValueError("the seed is not negative")
+            raise ValueError("the seed must not be negative")
         if not 0 <= self.on_policy_fraction <= 1:
-            raise ValueError("the on-policy fraction lies between 0 and 1")
+            raise ValueError("the on-policy fraction must lie between 0 and 1")
 
     @property
     def chosen_stages(self) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def read_prompts(
             raise ValueError(f"{file}, line {number}: {error}") from error
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{file}, line {number}: it has no prompt_token_ids, prompt or messages that can be used ({error!r})"
+                f"{file}, line {number}: it has no usable prompt_token_ids, prompt or messages ({error!r})"
             ) from error
         if token_ids:
             prompts[tuple(token_ids)] = None

@@ -42,8 +42,8 @@ def new_draft(target: ModelConfig, target_embedding: Tensor, shape: DraftShape, 
     """`target_embedding`: [vocab_size, hidden_size]. Raises ValueError for a shape that cannot be."""
     if shape.hidden_size % shape.head_dim or shape.hidden_size > target_embedding.shape[1]:
         raise ValueError(
-            f"a draft {shape.hidden_size} wide: it has to be a multiple of {shape.head_dim}, and at most the target's "
-            f"{target_embedding.shape[1]}"
+            f"a draft {shape.hidden_size} wide: its width must be a multiple of {shape.head_dim}, and at most the "
+            f"target's {target_embedding.shape[1]}"
         )
     torch.manual_seed(seed)
     config = LlamaConfig(  # type: ignore[call-arg]

@@ -12,7 +12,7 @@ _CACHE_FACTORS = (2, 4)
 _MIN_LAYERS = 2  # minimum number of layers that layer-skip keeps
 
 SearchLayers = Callable[[Config], Sequence[int]]
-"""Finds which layers layer-skip had better keep."""
+"Finds the layers that layer-skip should keep."
 
 
 @dataclass(frozen=True, slots=True)

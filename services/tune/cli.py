@@ -53,18 +53,18 @@ class Trial:
 
     def line(self) -> str:
         if not self.ratios:
-            return f"  {self.candidate.name}: cannot be: {self.problem}"
-        kept = "kept" if self.is_better else "left as it was"
+            return f"  {self.candidate.name}: not possible: {self.problem}"
+        kept = "left unchanged" if self.is_better else "left as it was"
         spread = f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
         return f"  {self.candidate.name}: {self.gain:.2f} times ({spread}), {kept}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Starts the cluster of a configuration on this machine, has the doctor examine it, tries the settings that may "
-        "mend what it finds, each against the best so far, and writes a configuration with those that were faster. "
-        "None of them changes a token of an answer, but for threads where PyTorch's operators compute in place of the "
-        "kernels: they round by the number of threads."
+        "Starts the cluster of a configuration on this machine, lets the doctor examine it, tries the settings that "
+        "may solve its findings, each against the best so far, and writes a configuration with those that were "
+        "faster. None of them changes a token of an answer, except for threads where PyTorch's operators compute "
+        "in place of the kernels: their rounding depends on the number of threads."
     )
     parser.epilog = "example: outrider tune --set target.threads=8 --out tuned.yaml"
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML configuration (default: all defaults)")
@@ -156,7 +156,7 @@ def _write(arguments: argparse.Namespace, chosen: Sequence[str], trials: Sequenc
     tree = read_tree(arguments.config)
     parse_config(tree, [*arguments.overrides, *chosen])  # writes them into the configuration
     comments = [f"# {line}" for trial in trials for line in trial.line().strip().splitlines()]
-    head = "# Written by `outrider tune`; tokens a second compared with the best until then:\n" if trials else ""
+    head = "# Written by `outrider tune`; tokens per second relative to the best until then:\n" if trials else ""
     arguments.out.write_text(
         head + "".join(f"{comment}\n" for comment in comments) + yaml.safe_dump(tree, sort_keys=False), encoding="utf-8"
     )

@@ -212,7 +212,7 @@ def test_serve_says_where_the_page_is_and_opens_it(
     opened: queue.SimpleQueue[str] = queue.SimpleQueue()
     monkeypatch.setattr(webbrowser, "open", opened.put)
     announce(Config(), ["http://127.0.0.1:8000"], 1.0, opens_page=opens_page)
-    assert "See it at work: http://127.0.0.1:8000/\n" in capsys.readouterr().out
+    assert "Open its page: http://127.0.0.1:8000/\n" in capsys.readouterr().out
     if opens_page:  # by a thread, which a browser may keep
         assert opened.get(timeout=20) == "http://127.0.0.1:8000/"
     assert opened.empty()

@@ -48,7 +48,7 @@ def test_the_exit_code_says_that_nothing_fits() -> None:
         (["--target", "34B"], "34B/LAYERSxKV_HEADSxHEAD_SIZE"),
         (["--round-trip-ms", "1,x"], "--round-trip-ms '1,x'"),
         (["--price", "A10G"], "'A10G' is no price"),
-        (["--sequences", "4096"], "has no room for prompts beside 4096 sequences"),
+        (["--sequences", "4096"], "has no room for prompts in addition to 4096 sequences"),
         (["--measure", "--set", "target.engine=simulated"], "--measure times target.engine torch, not simulated"),
         (["--measure", "--sequences", "100"], "100 sequences are more than the target's 64"),
     ],

@@ -33,7 +33,7 @@ TILES = {
 }
 _ROWS = (16, 64)  # maximum number of rows for the first and second tiles
 BLOCKS = {2: 64, 4: 32}
-"""Inputs that are multiplied at once, by bytes of a value. It decides the order of sums: all tiles have the same."""
+"Inputs that are multiplied at once, by bytes per value. It decides the order of sums, so all tiles share it."
 
 
 def choose_tile(num_rows: int, value_bytes: int) -> Tile:

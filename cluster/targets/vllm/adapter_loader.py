@@ -39,7 +39,7 @@ class AdapterLoader:
                     return present.fingerprint
                 if present is not None and not replace:
                     raise InvalidRequestError(
-                        f"an adapter {name!r} with other contents is loaded: unload it, or ask to have it replaced"
+                        f"an adapter {name!r} with other contents is loaded: unload it, or ask to replace it"
                     )
                 self._adapters.check_room()
                 await self.add(adapter)

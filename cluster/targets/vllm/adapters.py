@@ -75,7 +75,7 @@ class Adapters:
     def read(self, name: str, path: str) -> Adapter:
         """Copies and checks the adapter that a caller wants as `name`. Raises InvalidRequestError."""
         if self._root is None:
-            raise InvalidRequestError("this target loads no adapters while it serves: set target.lora_root")
+            raise InvalidRequestError("this target does not load adapters at run time: set target.lora_root")
         return self._read(name, folder_within(path, self._root))
 
     def check_room(self) -> None:
@@ -83,8 +83,8 @@ class Adapters:
         with self._lock:
             if len(self._in_engine) >= self._limits.num_adapters:
                 raise InvalidRequestError(
-                    f"this target holds {len(self._in_engine)} adapters already: unload one, or start it with "
-                    f"target.engine_args {{max_cpu_loras: {self._limits.num_adapters + 1}}} or more"
+                    f"this target has {len(self._in_engine)} adapters, which is its limit: unload one, or start it "
+                    f"with target.engine_args {{max_cpu_loras: {self._limits.num_adapters + 1}}} or more"
                 )
 
     def publish(self, adapter: Adapter) -> Adapter | None:

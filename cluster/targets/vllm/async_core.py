@@ -62,5 +62,5 @@ class AsyncCoordinatedScheduler(CoordinatedScheduler, AsyncRoundScheduler):
 
     def _readings(self, load: TargetLoad) -> Iterator[Reading]:
         yield from super()._readings(load)
-        told = "Steps that went on without drafts, as these took too long or the device could not be waited for."
+        told = "Steps that ran without drafts, because these took too long or the device could not be waited for."
         yield Reading("outrider_steps_without_drafts", told, self.num_without_drafts, is_counter=True)

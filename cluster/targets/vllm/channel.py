@@ -92,7 +92,7 @@ class Channel:
             try:
                 self._receive(message)
             except Exception:  # an unusable message must not block the next one
-                logger.exception("a message of the engine's channel could not be taken in")
+                logger.exception("a message of the engine's channel could not be processed")
 
     def _write(self) -> None:
         try:

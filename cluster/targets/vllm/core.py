@@ -245,10 +245,10 @@ class CoordinatedScheduler(RoundScheduler):
 
         yield Reading("vllm:num_requests_running", "Sequences that hold KV blocks.", load.num_running)
         yield Reading("vllm:num_requests_waiting", "Sequences that wait for KV blocks.", load.num_waiting)
-        yield counter("vllm:num_preemptions", "Sequences preempted for want of blocks.", self.num_preemptions)
+        yield counter("vllm:num_preemptions", "Sequences preempted because blocks were missing.", self.num_preemptions)
         usage = load.num_used_blocks / load.num_blocks
-        yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use; 1 is all of them.", usage)
-        yield Reading("outrider_kv_blocks", "KV blocks in all.", load.num_blocks)
+        yield Reading("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1.", usage)
+        yield Reading("outrider_kv_blocks", "Total KV blocks.", load.num_blocks)
         yield Reading("outrider_kv_blocks_used", "KV blocks in use.", load.num_used_blocks)
         yield counter("vllm:prefix_cache_queries", "Tokens of admitted sequences.", self.num_queried_tokens)
         hits = "Tokens of admitted sequences whose KV was in the prefix cache."

@@ -92,7 +92,7 @@ class CoordinatedRounds:
             return True
         if self._clock() < self._begin_anew_at:
             return False
-        logger.info("speculation begins anew")
+        logger.info("speculation restarts")
         self._begin_anew_at = None
         self._coordinator = self._new_coordinator()
         return True
@@ -107,7 +107,7 @@ class CoordinatedRounds:
         self._begin_anew_at = now + pause
         self._sequences.clear()
         self._links.reset()  # the drafters release their sequences
-        logger.error("speculation is off for %.0f s, its coordinator failed", pause, exc_info=error)
+        logger.error("speculation is off for %.0f s: its coordinator failed", pause, exc_info=error)
 
     @_contained
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
@@ -156,7 +156,7 @@ class CoordinatedRounds:
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
         yield from self._coordinator.readings()
-        failed = "Times the coordinator failed and speculation was off for a while, by the exception."
+        failed = "Times that the coordinator failed and speculation was off for a while, by exception."
         for name, count in dict(self._failures).items():
             yield Reading("outrider_coordinator_failures", failed, count, is_counter=True, labels={"exception": name})
 

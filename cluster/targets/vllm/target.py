@@ -274,10 +274,12 @@ class VllmTarget(Target):
         if not self._is_coupled and self._drafts and (request.params.min_p or request.params.logit_bias):
             field = "min_p" if request.params.min_p else "logit_bias"
             raise InvalidRequestError(
-                f"{field} is not for speculation.acceptance engine: vLLM has none beside speculation", param=field
+                f"{field} is not available with speculation.acceptance engine: vLLM does not support it with "
+                "speculation",
+                param=field,
             )
         if not self._is_coupled and request.constraints != UNCONSTRAINED:
-            raise InvalidRequestError("constraints of the answer are not for speculation.acceptance engine")
+            raise InvalidRequestError("constraints of the answer are not available with speculation.acceptance engine")
         if request.grammar is not None and not self.model.eos_token_ids:
             raise InvalidRequestError("a grammar needs a model with an end-of-sequence token on this engine")
         adapter = self._acquire(request)
@@ -310,10 +312,10 @@ class VllmTarget(Target):
         return self._timeline if self._config.has_draft_workers else None
 
     def readings(self) -> Iterable[Reading]:
-        stuck = "1 while the engine has work and stands still."
+        stuck = "1 while the engine has work and makes no progress."
         yield Reading("outrider_engine_stuck", stuck, float(self.is_stuck))
         if self._adapters is not None:
-            loaded = "LoRA adapters that requests can name."
+            loaded = "LoRA adapters that requests can use."
             yield Reading("outrider_lora_adapters", loaded, float(len(self._adapters.fingerprints)))
         yield from self._status.readings if self._status is not None else ()
 
@@ -455,11 +457,11 @@ def _check_v2(config: Config) -> None:
         ("speculation.acceptance engine", config.speculation.acceptance == "engine"),
     ):
         if is_there:
-            raise ConfigurationError(f"{setting}: not on vLLM's V2 runner; unset VLLM_USE_V2_MODEL_RUNNER")
+            raise ConfigurationError(f"{setting} is not available on vLLM's V2 runner; unset VLLM_USE_V2_MODEL_RUNNER")
     method = config.draft.speculative_config.get("method")
     if config.draft.drafter == "engine" and method not in _COUPLED:
         raise ConfigurationError(
-            f"draft.speculative_config.method {method}: on vLLM's V2 runner one of {', '.join(_COUPLED)}"
+            f"draft.speculative_config.method {method}: vLLM's V2 runner supports {', '.join(_COUPLED)}"
         )
 
 

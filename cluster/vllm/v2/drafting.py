@@ -90,7 +90,7 @@ class RemoteDrafting:
         """Yields metrics of drafts and those of the coordinator. Thread-safe."""
         for name, documentation, value in (
             ("drafts", "Rounds that verified a draft.", self._num_rounds),
-            ("draft_tokens", "Draft tokens verified, those that only fill a step up apart.", self._num_draft_tokens),
+            ("draft_tokens", "Draft tokens verified, without those that only fill a step up.", self._num_draft_tokens),
             ("accepted_tokens", "Draft tokens accepted.", self._num_accepted_tokens),
         ):
             yield Reading(f"vllm:spec_decode_num_{name}", documentation, value, is_counter=True)

@@ -41,7 +41,7 @@ def prepare(engine_args: Any) -> None:
     speculation = carrier(settings.num_speculative_tokens)
     if engine_args.speculative_config not in (None, speculation):
         raise ConfigurationError(
-            f"--speculative-config {engine_args.speculative_config} cannot be set beside the drafts of "
+            f"--speculative-config {engine_args.speculative_config} cannot be combined with the drafts of "
             "`--additional-config` outrider.draft_addresses: leave one of them out"
         )
     engine_args.speculative_config = speculation
@@ -56,16 +56,16 @@ def check(config: Any) -> None:
     """Checks vLLM's final configuration. Raises ConfigurationError if coupled sampling would not be exact."""
     if not config.use_v2_model_runner:
         raise ConfigurationError(
-            "the outrider plugin needs vLLM's V2 model runner, which this configuration does not get: set "
+            "the outrider plugin needs vLLM's V2 model runner, which this configuration does not select: set "
             "VLLM_USE_V2_MODEL_RUNNER=1, or leave outrider out of --additional-config"
         )
     mode = config.model_config.logprobs_mode
     if mode.startswith("processed"):
         raise ConfigurationError(
-            f"--logprobs-mode {mode} would have the noise of coupled sampling in it: choose a raw one"
+            f"--logprobs-mode {mode} would include the noise of coupled sampling: choose a raw one"
         )
     if config.watermark_config is not None:
-        raise ConfigurationError("watermarking draws by its own rule: leave it or outrider.draft_addresses out")
+        raise ConfigurationError("watermarking draws tokens by its own rule: leave it or outrider.draft_addresses out")
 
 
 # Requests.

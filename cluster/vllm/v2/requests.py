@@ -75,9 +75,9 @@ class EngineRequests:
             settings = self._settings
             guard = PageGuard.of(Listener.of(settings.tls, "target"), settings.metrics_token_file)
             port = serve_metrics(registry, settings.metrics_host, port, guard)
-            logger.info("metrics page of the speculation at %s, port %d", self._settings.metrics_host, port)
+            logger.info("metrics page of speculation at %s, port %d", self._settings.metrics_host, port)
         self._links.start()
-        logger.info("drafts come from %s", ", ".join(self._settings.draft_addresses))
+        logger.info("draft workers: %s", ", ".join(self._settings.draft_addresses))
 
     def stop(self) -> None:
         self._links.stop()
@@ -150,7 +150,7 @@ class EngineRequests:
     def readings(self) -> Iterable[Reading]:
         """Yields metrics of the speculation and of the links. Thread-safe."""
         yield Reading(
-            "outrider_speculation_failed", "1 since an error has turned speculation off.", float(self.has_failed)
+            "outrider_speculation_failed", "1 after an error has turned speculation off.", float(self.has_failed)
         )
         yield from self._drafting.readings()
         yield from self._pool.readings()

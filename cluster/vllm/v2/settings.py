@@ -28,15 +28,18 @@ class PluginSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     draft_addresses: tuple[Address, ...] = Field(
-        description="where draft workers are: host:port, dns:name:port or file:path; none: coupled sampling alone"
+        description="addresses of the draft workers: host:port, dns:name:port or file:path; none: coupled sampling "
+        "alone"
     )
-    speculation: SpeculationConfig = Field(default_factory=lambda: _speculation({}), description="as in a cluster")
-    metrics_host: str = Field("127.0.0.1", description="where the page of the speculation's metrics listens")
+    speculation: SpeculationConfig = Field(
+        default_factory=lambda: _speculation({}), description="the same as in a cluster"
+    )
+    metrics_host: str = Field("127.0.0.1", description="address on which the metrics page listens")
     metrics_port: Port | None = Field(None, description="its port; 0: a free one; null: no page")
-    metrics_token_file: FilePath | None = Field(None, description="a token that opens it; null: that of `tls`, if any")
+    metrics_token_file: FilePath | None = Field(None, description="token for the page; null: that of `tls`, if set")
     tls: TlsConfig = Field(TlsConfig(), description="certificates and token for draft workers, as in a cluster")
     draft_server_name: str | None = Field(
-        None, description="what draft workers' certificates have to be for; null: the host that is dialled"
+        None, description="name in the draft workers' certificates; null: the dialled host"
     )
 
     @field_validator("speculation", mode="before")

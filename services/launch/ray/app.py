@@ -41,7 +41,7 @@ def config_of(args: Mapping[str, Any]) -> Config:
         elif isinstance(value, Mapping):
             tree = _merged(tree, {key: value})
         else:
-            raise ConfigurationError(f"cannot take {key}={value!r}: write section.key=value, or config=FILE")
+            raise ConfigurationError(f"cannot apply {key}={value!r}: write section.key=value, or config=FILE")
     return parse_config(tree, overrides)
 
 

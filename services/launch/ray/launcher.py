@@ -132,7 +132,7 @@ class RayApplication:
             deadline = time.monotonic() + max(drain) + _END_SECONDS
             while self._status() is not None and not is_hurried():
                 if time.monotonic() > deadline:
-                    logger.warning("the application does not end")
+                    logger.warning("the application has not ended")
                     break
                 time.sleep(_POLL_SECONDS)
         end_registry(self.name)
@@ -165,7 +165,7 @@ def serve(config: Config, opens_page: bool = False) -> int:
                     announce(config, shown, seconds, opens_page=opens_page and bool(urls))
                     print("Ray's own view:", *_status_commands(context), "", sep="\n  ", flush=True)
             time.sleep(_POLL_SECONDS)
-        logger.info("stopping when what runs has ended; once more (Ctrl-C) ends it at once")
+        logger.info("stopping after running requests have ended; press Ctrl-C again to stop at once")
     finally:
         if has_begun:
             application.stop(signals.is_hurried)
@@ -179,7 +179,7 @@ def down(config: Config) -> int:
     try:
         _join(config, start=False)
     except ConnectionError:
-        print("No Ray cluster runs here: no application to end.")
+        print("No Ray cluster runs here, so no application to end.")
     else:
         application = RayApplication(config)
         application.stop()

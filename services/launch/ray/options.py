@@ -164,8 +164,8 @@ def _default_gpus(worker: WorkerConfig, pool: RayPoolConfig) -> float:
 def _refuse_what_cannot_work(config: Config) -> None:
     if config.simulation.needs_proxy:
         raise ConfigurationError(
-            "simulation.round_trip_ms and simulation.loss need the launcher's proxy, which there is not under Ray: "
-            "set both to 0, or use --launcher local"
+            "simulation.round_trip_ms and simulation.loss need the launcher's proxy, which does not exist under "
+            "Ray: set both to 0, or use --launcher local"
         )
     if config.drafts_on_host_cpu:
         _refuse_host_cpu_without_cores(config)
@@ -173,9 +173,9 @@ def _refuse_what_cannot_work(config: Config) -> None:
     for name, (worker, pool) in workers.items():
         if worker.engine_args.get("distributed_executor_backend") == "ray" or worker.engine_args.get("nnodes", 1) != 1:
             raise ConfigurationError(
-                f"{name}.engine_args spread one {name} over nodes, which is not supported under Ray: a worker has all "
-                f"its GPUs on one node. Leave distributed_executor_backend and nnodes out, and set "
-                f"{name}.tensor_parallel_size to what a node has"
+                f"{name}.engine_args distribute one {name} over nodes, which is not supported under Ray: a worker "
+                "has all its GPUs on one node. Leave distributed_executor_backend and nnodes out, and set "
+                f"{name}.tensor_parallel_size to the GPUs of a node at most"
             )
         num_gpus, size = pool.num_gpus, worker.tensor_parallel_size
         if num_gpus is not None and 0 < num_gpus < size:
@@ -189,7 +189,7 @@ def _refuse_host_cpu_without_cores(config: Config) -> None:
     pool, where = config.ray.draft, "draft.placement host-cpu"
     if host_cpu_threads(config) < 1:
         raise ConfigurationError(
-            f"{where} computes on the cores that Ray sets aside for it, and ray.draft.num_cpus is {pool.num_cpus:g}: "
+            f"{where} computes on the cores that Ray reserves for it, and ray.draft.num_cpus is {pool.num_cpus:g}: "
             "set it to the number of cores that the node can spare for each draft, such as 16"
         )
     if pool.num_gpus or pool.accelerator_type is not None:

@@ -71,7 +71,11 @@ class WorkerProbe:
                 self._dial()
             refusal = self._dialer.explain(error)
             return f"it does not answer at {self._address} ({error.code().name})" + (f": {refusal}" if refusal else "")
-        return None if status == health_pb2.HealthCheckResponse.SERVING else "its engine stands still or it is ending"
+        return (
+            None
+            if status == health_pb2.HealthCheckResponse.SERVING
+            else "its engine makes no progress, or it is ending"
+        )
 
     def is_joined(self) -> bool:
         return True

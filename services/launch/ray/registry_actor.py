@@ -132,7 +132,7 @@ class RegistryClient:
 
     def _complain(self, problem: str | None) -> None:
         if problem != self._problem:
-            logger.warning("the registry %s", f"cannot be asked ({problem})" if problem else "can be asked again")
+            logger.warning("the registry %s", f"does not answer ({problem})" if problem else "answers again")
             self._problem = problem
 
 

@@ -162,8 +162,8 @@ class ProgramReplica:
                 deadline = time.monotonic() + _PORT_SECONDS
             if time.monotonic() > deadline:
                 raise ConfigurationError(
-                    f"cannot listen at {host}:{port} on this node, as somebody does: set router.port to another, or 0 "
-                    "for a free one"
+                    f"cannot listen on {host}:{port} on this node, the port is in use: set router.port to another, "
+                    "or 0 for a free one"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 

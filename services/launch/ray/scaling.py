@@ -44,10 +44,12 @@ class Autoscaler:
         self._decide_at = 0.0
         self._said: dict[str, tuple[int, int]] = {}
         self._problem: str | None = None
-        self._replicas = Gauge("outrider_scaling_replicas", "Workers that serve.", _POOL)
-        self._wanted = Gauge("outrider_scaling_wanted_replicas", "Workers that the policy would have now.", _POOL)
-        self._settled = Gauge("outrider_scaling_settled_replicas", "As wanted for as long as the delays say.", _POOL)
-        self._input = Gauge("outrider_scaling_input", "What the policy decides by.", (*_POOL, "input"))
+        self._replicas = Gauge("outrider_scaling_replicas", "Serving workers.", _POOL)
+        self._wanted = Gauge("outrider_scaling_wanted_replicas", "Workers that the policy currently wants.", _POOL)
+        self._settled = Gauge(
+            "outrider_scaling_settled_replicas", "Workers that the policy has wanted for the configured delay.", _POOL
+        )
+        self._input = Gauge("outrider_scaling_input", "Measurements on which the policy decides.", (*_POOL, "input"))
 
     def configure(self, config: Config) -> None:
         """Applies `config`; resets the scaling delays if it changed."""

@@ -56,7 +56,7 @@ class SidecarActor:
                 return
             num_ends = 0 if seconds >= _LONG_SECONDS else num_ends + 1
             pause = _PAUSE_SECONDS[min(num_ends, len(_PAUSE_SECONDS) - 1)]
-            logger.error("%s; it starts again in %.0f s", program.end(), pause)
+            logger.error("%s; restarting it in %.0f s", program.end(), pause)
             self._stopping.wait(pause)
 
     def _write(self) -> Path:
@@ -94,6 +94,6 @@ class Sidecars:
         try:
             ray.get([actor.stop.remote() for actor in self._actors], timeout=self._seconds)
         except ray.exceptions.RayError as error:
-            logger.warning("a sidecar did not end by itself (%s)", type(error).__name__)
+            logger.warning("a sidecar had to be killed (%s)", type(error).__name__)
         for actor in self._actors:
             ray.kill(actor)

@@ -68,10 +68,10 @@ class ApiKeys:
         try:
             names = _read(self._path)
         except (OSError, ValueError) as error:
-            logger.warning("%s: %s; the keys of before stay", self._setting, _explain(self._path, error))
+            logger.warning("%s: %s; the previous keys stay in use", self._setting, _explain(self._path, error))
             return
         self._names = names
-        logger.info("%s: %s has been read anew, keys of %d names", self._setting, self._path, len(self.names))
+        logger.info("%s: reloaded %s, keys of %d names", self._setting, self._path, len(self.names))
 
 
 def parse_keys(text: str) -> dict[bytes, str]:
@@ -89,19 +89,19 @@ def parse_keys(text: str) -> dict[bytes, str]:
         if key.startswith("sha256:"):
             found = _SHA256.fullmatch(key)
             if found is None:
-                raise ValueError(f"line {number}: after sha256: there have to be 64 hexadecimal digits")
+                raise ValueError(f"line {number}: after sha256: write 64 hexadecimal digits")
             digest = bytes.fromhex(found[1])
         elif _KEY.fullmatch(key):
             digest = hashlib.sha256(key.encode()).digest()
             if len(key) < _SHORT_KEY:
-                logger.warning("the key of %r has fewer than %d characters: it can be guessed", name, _SHORT_KEY)
+                logger.warning("the key of %r has fewer than %d characters and can be guessed", name, _SHORT_KEY)
         else:
             raise ValueError(f"line {number}: a key has 1 to 512 printable characters and no spaces")
         if names.get(digest, name) != name:
-            raise ValueError(f"line {number}: {name} has the key of {names[digest]}")
+            raise ValueError(f"line {number}: {name} has the same key as {names[digest]}")
         names[digest] = name
     if not names:
-        raise ValueError("there is no key in it, so that nobody could call")
+        raise ValueError("the file has no key, so that all requests would be refused")
     return names
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Role = Literal["client", "operator", "scraper", "launcher"]
-"""scraper, launcher: may read pages that say how the cluster is, and nothing else."""
+"scraper, launcher: may only read pages about the cluster's state."
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def bearer_of(scope: Scope) -> bytes | None:
     for value in bearers:
         scheme, _, key = value.partition(b" ")
         if len(bearers) > 1 or scheme.lower() != b"bearer":
-            raise InvalidApiKeyError(f"the Authorization header cannot be understood: {_SEND_ONE}")
+            raise InvalidApiKeyError(f"the Authorization header is invalid: {_SEND_ONE}")
         keys.append(key.strip())
     given = {key for key in keys if key}  # clients send a header without a value if their key is empty
     if len(others) > 1 or len(given) > 1:
@@ -236,5 +236,5 @@ def describe_call(scope: Scope, name: str) -> str:
 
 def _reason(key: bytes | None) -> str:
     if not key:
-        return f"there is no API key: {_SEND_ONE}"
-    return f"the API key is not one that may do this: {_SEND_ONE} that the operator of this server gave you"
+        return f"the API key is missing: {_SEND_ONE}"
+    return f"the API key does not allow this request: {_SEND_ONE} that the operator of this server gave you"

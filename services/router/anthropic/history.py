@@ -94,7 +94,7 @@ class _Conversation:
             raise refusal(f"{where}.type should be a string", kind)
         owner = _OWNERS.get(kind, role)
         if owner != role:
-            raise refusal(f"{where}: a block of the type {kind} belongs into a message of the role {owner}", block)
+            raise refusal(f"{where}: a block of the type {kind} belongs in a message of the role {owner}", block)
         match kind:
             case "text":
                 self._say(role, [_text_part(block, where)])

@@ -50,7 +50,9 @@ class CompletionRequest(ApiRequest):
         tuple[str | list[int], ...],
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(default=16, description="0: the prompt is only looked at")
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=16, description="0: processes the prompt without generating"
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool = True
     echo: bool = False

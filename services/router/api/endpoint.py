@@ -74,7 +74,7 @@ class Serving:
             raise self.pool.nobody()
         if adapter is None:
             raise ModelNotFoundError(
-                f"the model {excerpt(model)} does not exist; this one is {self.model_id!r}",
+                f"the model {excerpt(model)} does not exist; this router serves {self.model_id!r}",
                 param="model",
             )
         return adapter

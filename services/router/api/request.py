@@ -163,7 +163,7 @@ class ApiRequest(BaseModel, abc.ABC):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         default=None,
-        description="the last so many tokens of each prompt are kept; -1: as many as leave room for the answer",
+        description="number of tokens that are kept at the end of each prompt; -1: all that leave room for the answer",
     )
     stream: bool = False
     stream_options: StreamOptions | None = None

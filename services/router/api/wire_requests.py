@@ -112,9 +112,9 @@ def _check_version(request: target_pb2.GenerateRequest, version: int) -> None:
         return
     for field in ("constraints", "num_logprobs", "num_prompt_logprobs"):
         if request.HasField(field):
-            raise UnavailableError(f"targets of an older version do not know {field} yet; retry later")
+            raise UnavailableError(f"targets of an older version do not support {field}; retry later")
     if request.stop_token_ids or request.cache_salt:
-        raise UnavailableError("targets of an older version do not know stop_token_ids or cache_salt yet; retry later")
+        raise UnavailableError("targets of an older version do not support stop_token_ids or cache_salt; retry later")
 
 
 def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, param: str) -> None:

@@ -20,7 +20,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class TemplateVariables(BaseModel):
     """Base of requests whose prompt is written by a chat template."""
 
-    chat_template_kwargs: dict[str, Any] = Field(default={}, description="variables of the template's own")
+    chat_template_kwargs: dict[str, Any] = Field(default={}, description="variables of the template")
     reasoning_effort: ReasoningEffort | None = Field(
         default=None, description="a variable of the template; `none` turns thinking off"
     )

@@ -98,7 +98,7 @@ class _History:
             if text is not None:
                 message[field] = text
         if "tool_call_id" in message and role != "tool":
-            raise refusal(f"{where}.tool_call_id belongs into a message of the role tool", message["tool_call_id"])
+            raise refusal(f"{where}.tool_call_id belongs in a message of the role tool", message["tool_call_id"])
         reasoning = _optional_text(value, "reasoning_content", where)
         if reasoning is None:
             reasoning = _optional_text(value, "reasoning", where)
@@ -109,7 +109,7 @@ class _History:
             return message
         for field in _ANSWER_FIELDS:
             if value.get(field) not in (None, []):
-                raise refusal(f"{where}.{field} belongs into a message of the role assistant", value[field])
+                raise refusal(f"{where}.{field} belongs in a message of the role assistant", value[field])
         return message
 
     def _content(self, value: object, role: str, where: str) -> str | list[Part]:

@@ -33,7 +33,7 @@ def check_continuation(*, continues: bool, begins: bool) -> None:
     """Raises InvalidRequestError where the last message is to be gone on with and another one to be begun."""
     if continues and begins:
         raise InvalidRequestError(
-            "continue_final_message goes on with the last message: set add_generation_prompt to false",
+            "continue_final_message continues the last message: set add_generation_prompt to false",
             param="continue_final_message",
         )
 
@@ -61,7 +61,7 @@ class ChatPrompts:
             )
         if conversation.tools and not template.traits.knows_tools and not self._warned_of_tools:
             self._warned_of_tools = True
-            logger.warning("the model's chat template has no place for tools: the model is not told of any")
+            logger.warning("the model's chat template does not support tools: tools are ignored")
         (messages, tools, variables), stand_ins = self._guard.disguise(
             (conversation.messages, conversation.tools, conversation.variables), avoid=template.source
         )

@@ -45,22 +45,24 @@ class ChatMessage(TypedDict):
     content: NotRequired[
         Annotated[
             str | list[TextPart | RefusalPart] | None,
-            Field(description="null and [] in messages of the roles `assistant`, `tool` and `function` only"),
+            Field(description="null and [] only in messages of the roles `assistant`, `tool` and `function`"),
         ]
     ]
     name: NotRequired[str | None]
     tool_calls: NotRequired[
-        Annotated[list[ToolCall | CustomToolCall] | None, Field(description="of the role `assistant`")]
+        Annotated[list[ToolCall | CustomToolCall] | None, Field(description="only for the role `assistant`")]
     ]
-    function_call: NotRequired[Annotated[CalledFunction | None, Field(description="of the role `assistant`")]]
-    tool_call_id: NotRequired[Annotated[str | None, Field(description="of the role `tool`: the call it answers")]]
-    reasoning_content: NotRequired[Annotated[str | None, Field(description="of the role `assistant`")]]
-    reasoning: NotRequired[Annotated[str | None, Field(description="another name of `reasoning_content`")]]
-    refusal: NotRequired[Annotated[str | None, Field(description="of the role `assistant`: shown as its content")]]
+    function_call: NotRequired[Annotated[CalledFunction | None, Field(description="only for the role `assistant`")]]
+    tool_call_id: NotRequired[Annotated[str | None, Field(description="only for the role `tool`: the call it answers")]]
+    reasoning_content: NotRequired[Annotated[str | None, Field(description="only for the role `assistant`")]]
+    reasoning: NotRequired[Annotated[str | None, Field(description="another name for `reasoning_content`")]]
+    refusal: NotRequired[
+        Annotated[str | None, Field(description="only for the role `assistant`: shown as its content")]
+    ]
     audio: NotRequired[
         Annotated[
             dict[str, Any] | None,
-            Field(description="of the role `assistant`: its `transcript` is shown, the rest is left out"),
+            Field(description="only for the role `assistant`: its `transcript` is shown, the rest is ignored"),
         ]
     ]
 
@@ -68,7 +70,7 @@ class ChatMessage(TypedDict):
 class FunctionDefinition(TypedDict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: NotRequired[str | None]
-    parameters: NotRequired[Annotated[dict[str, Any] | None, Field(description="a JSON schema of an object")]]
+    parameters: NotRequired[Annotated[dict[str, Any] | None, Field(description="JSON schema of an object")]]
     strict: NotRequired[bool | None]
 
 

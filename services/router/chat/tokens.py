@@ -45,7 +45,7 @@ class TokenizeRequest(TemplateVariables):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("give prompt or messages, one of the two", param="prompt")
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
         check_continuation(continues=self.continue_final_message, begins=self.add_generation_prompt)
         return self
 

@@ -41,8 +41,7 @@ class BodyRoom:
         """Raises OverloadedError where there is no room for `num_bytes` more."""
         if self._num_bytes + num_bytes > self._max_bytes:
             raise OverloadedError(
-                f"the bodies of the requests in flight have all of the {self._max_bytes} bytes that they may; retry "
-                "later"
+                f"the bodies of the requests in flight take all of the {self._max_bytes} bytes allowed; retry later"
             )
         self._num_bytes += num_bytes
 
@@ -103,7 +102,7 @@ async def _read(
                     return bytes(body + chunk) if body else chunk
                 body += chunk
     except TimeoutError as error:
-        raise RequestTimeoutError(f"the body did not come within {timeout_s:g} s") from error
+        raise RequestTimeoutError(f"the body did not arrive within {timeout_s:g} s") from error
 
 
 async def read_json_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:

@@ -48,9 +48,9 @@ class HttpsCertificate:
                 _new_context(), *self._files, _SETTING
             )  # a failure must not leave half of it in the one in use
             load_certificate(self.context, *self._files, _SETTING)
-            logger.info("%s has been read anew", self._files[0])
+            logger.info("reloaded %s", self._files[0])
         except ConfigurationError as error:
-            logger.warning("%s; the certificate of before stays", error)
+            logger.warning("%s; the previous certificate stays in use", error)
 
 
 def _new_context() -> ssl.SSLContext:

@@ -104,8 +104,8 @@ def allow_open_files(num_connections: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < needed:
         logger.warning(
-            "router.max_connections=%d needs %d open files and the limit is %d: lower it, or raise the limit "
-            "(ulimit -n)",
+            "router.max_connections=%d needs %d open files and the limit is %d: lower the setting, or raise the "
+            "limit (ulimit -n)",
             num_connections,
             needed,
             allowed,

@@ -30,11 +30,11 @@ def _check_number(text: bytes) -> None:
     structure = text.replace(rb"\\", b"").replace(rb"\"", b"")
     num_strings = structure.count(b'"') // 2
     if num_strings > MAX_STRINGS:
-        raise TooManyValuesError(f"it has {num_strings} strings and names; {MAX_STRINGS} are the limit")
+        raise TooManyValuesError(f"it has {num_strings} strings and names; the limit is {MAX_STRINGS}")
     structure = b"".join(structure.split(b'"')[::2])  # without the contents of strings
     num_containers = structure.count(b"[") + structure.count(b"{")
     if num_containers > MAX_CONTAINERS:
-        raise TooManyValuesError(f"it has {num_containers} lists and objects; {MAX_CONTAINERS} are the limit")
+        raise TooManyValuesError(f"it has {num_containers} lists and objects; the limit is {MAX_CONTAINERS}")
     num_items = structure.count(b",")
     if num_items > MAX_ITEMS:
-        raise TooManyValuesError(f"it has {num_items} items; {MAX_ITEMS} are the limit")
+        raise TooManyValuesError(f"it has {num_items} items; the limit is {MAX_ITEMS}")

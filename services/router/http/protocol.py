@@ -91,7 +91,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 rest = data[upgrade.args[0] :]
                 self._go_on_with_http()
             except httptools.HttpParserError:
-                self._close_for("invalid", self._refusal or InvalidRequestError("this is no HTTP/1.1 request"))
+                self._close_for("invalid", self._refusal or InvalidRequestError("this is not an HTTP/1.1 request"))
                 return
             data = rest
         if self._num_raw_bytes > MAX_HEADER_BYTES:
@@ -217,7 +217,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _on_head_timeout(self) -> None:
         self._head_timer = None
-        error = RequestTimeoutError(f"the headers did not come within {self._timeouts.header:g} s")
+        error = RequestTimeoutError(f"the headers did not arrive within {self._timeouts.header:g} s")
         self._close_for("header_timeout", error if self._is_in_head else None)
 
     def _close_for(self, reason: str, error: OutriderError | None) -> None:

@@ -35,11 +35,11 @@ def _constant(value: str) -> Schema:
 
 
 _SPECULATION = {
-    "speculation": {"type": "object", "description": "with `return_speculation_stats`: what speculation did"},
+    "speculation": {"type": "object", "description": "with `return_speculation_stats`: statistics of speculation"},
     "rounds": items(reference("Round")) | {"description": "with `return_rounds`: the steps that added the tokens"},
     "token_ids": items(INTEGER) | {"description": "with `return_token_ids`"},
 }
-_STOP_REASON = {"stop_reason": {"description": "the stop token or string that the request named"}}
+_STOP_REASON = {"stop_reason": {"description": "the requested stop token or string that ended it"}}
 _FINISH_REASON = nullable({"enum": ["stop", "length", "tool_calls"]})
 _LOGPROBS = nullable(ANY_OBJECT)
 _FRAME: dict[str, Schema] = {

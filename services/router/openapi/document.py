@@ -37,17 +37,17 @@ _ABOUT = (
 )
 
 _REASONS = {
-    200: "as asked for",
-    400: "a field is unusable; `param` names it",
-    401: "there is no key, or it is not one that may do this",
-    404: "no such route, model or response",
-    408: "the body did not come in time",
+    200: "as requested",
+    400: "a field is invalid; `param` names it",
+    401: "the API key is missing, or does not allow this request",
+    404: "the route, model or response does not exist",
+    408: "the body did not arrive in time",
     413: "the body is over `router.max_body_bytes`",
     415: "the body is not `application/json`",
-    429: "the key is over its limit; ask again after `retry-after` seconds",
+    429: "the key is over its limit; retry after `retry-after` seconds",
     431: "the headers are too many or too long",
-    500: "we broke something",
-    503: "no target can answer, or too many requests are in flight; ask again after `retry-after` seconds",
+    500: "an internal error",
+    503: "no target can answer, or too many requests are in flight; retry after `retry-after` seconds",
 }
 _OF_BODIES = (400, 404, 408, 413, 415, 431, 500)
 _OF_ANSWERS = (*_OF_BODIES, 503)

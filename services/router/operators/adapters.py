@@ -112,7 +112,7 @@ class AdapterCalls:
     async def load(self, name: str, path: str, replace: bool, why: str) -> dict[str, Any]:
         """Returns the outcome for each target. Raises OutriderError if no target has it now."""
         if name == self._model_id:
-            raise InvalidRequestError(f"{name!r} is the name of the model itself: give another", param="name")
+            raise InvalidRequestError(f"{name!r} is the name of the model itself: choose another", param="name")
 
         async def load(replica: Replica) -> dict[str, Any]:
             return {"fingerprint": await replica.load_adapter(name, path, replace=replace)}

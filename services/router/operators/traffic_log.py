@@ -38,7 +38,7 @@ class TrafficLog:
         self._max_bytes = max_bytes
         self._is_open = True
         if self._has_room(1):
-            logger.warning("prompts are kept in %s, for whoever can read it", path)
+            logger.warning("prompts are logged in %s, readable to everyone with access to the file", path)
         else:
             self._end(_FULL)
 
@@ -75,7 +75,7 @@ class TrafficLog:
 
     def _end(self, why: str) -> None:
         self._is_open = False
-        logger.warning("no more prompts are kept in %s: %s", self._path, why)
+        logger.warning("no more prompts are logged in %s: %s", self._path, why)
 
     def close(self) -> None:
         os.close(self._file)

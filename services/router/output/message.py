@@ -68,7 +68,7 @@ class MessageReader:
             except StopIteration:
                 self._writer.end()
             else:
-                raise AssertionError("a program reads on after the end")
+                raise AssertionError("a program continues to read after the end")
         return self._writer.take()
 
 

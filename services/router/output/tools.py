@@ -19,7 +19,7 @@ MAX_SCHEMA_CHARACTERS = 65_536
 MAX_SCHEMA_DEPTH = 32
 
 INPUT_PARAMETER = "input"
-"""The only parameter, a string, of the function that represents a custom tool for the model."""
+"The only parameter, a string, of the function that represents a custom tool for the model."
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
@@ -55,7 +55,7 @@ def to_tools(value: object) -> tuple[Tool, ...]:
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
-            raise _refusal("tools should have names that differ", tool.name)
+            raise _refusal("should have tools with different names", tool.name)
         names.add(tool.name)
     return tools
 

@@ -66,7 +66,7 @@ class Feed:
         when the workers' state comes. Raises OverloadedError if there are `MAX_VIEWERS` already.
         """
         if len(self._viewers) >= MAX_VIEWERS:
-            raise OverloadedError(f"{MAX_VIEWERS} pages are fed already; close one, or retry later")
+            raise OverloadedError(f"{MAX_VIEWERS} pages are connected already; close one, or retry later")
         with self._watching() as viewer:
             yield _event("hello", hello)
             is_last = self._is_closed
@@ -112,7 +112,7 @@ class Feed:
             try:
                 self._tell("workers", await self._observe())
             except Exception:  # on any exception the page continues without workers
-                logger.exception("the page's workers could not be asked")
+                logger.exception("the page's workers could not be polled")
             await asyncio.sleep(max(0.0, asked_at + _WORKERS_INTERVAL_S - time.monotonic()))
 
     def _take_steps(self) -> dict[str, Any]:

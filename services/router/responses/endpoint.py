@@ -42,7 +42,8 @@ class Responses(ChatCompletions):
 
     async def not_stored(self, http_request: Request) -> Response:
         raise NotFoundError(
-            f"there is no response {excerpt(http_request.path_params['response_id'])}: responses are not stored here"
+            f"the response {excerpt(http_request.path_params['response_id'])} does not exist: this server stores no "
+            "responses"
         )
 
     def _parse(self, fields: dict[str, Any]) -> ChatRequest:

@@ -60,7 +60,9 @@ class _Conversation:
             case "function_call_output" | "custom_tool_call_output":
                 self._add_output(item, where)
             case "item_reference":
-                raise _refusal(f"{where} refers to an item, and nothing is stored here: send the item", item.get("id"))
+                raise _refusal(
+                    f"{where} refers to a stored item, and this server stores none: send the item", item.get("id")
+                )
             case str(kind):
                 self.left_out.add(kind)
             case kind:

@@ -19,10 +19,10 @@ PASSED_ON = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "
 
 # Fields that are refused unless they ask for nothing, and why.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "previous_response_id": ((), "nothing is stored here: send the earlier items in input"),
-    "conversation": ((), "nothing is stored here: send the earlier items in input"),
-    "prompt": ((), "no prompts are stored here: send instructions and input"),
-    "background": ((False,), "nothing is stored here: wait for the answer, or stream it"),
+    "previous_response_id": ((), "this server stores nothing: send the earlier items in input"),
+    "conversation": ((), "this server stores nothing: send the earlier items in input"),
+    "prompt": ((), "this server stores no prompts: send instructions and input"),
+    "background": ((False,), "this server stores nothing: wait for the answer, or stream it"),
     "top_logprobs": ((0,), "it is not supported yet"),
     "context_management": (([],), "it is not supported"),
 }

@@ -23,7 +23,7 @@ def array(schema: Mapping[str, Any], path: str, translate: Translate, references
     """
     for keyword in ("contains", "minContains", "maxContains"):
         if keyword in schema:
-            raise SchemaError(at(path, keyword), "cannot be enforced: say what all items are")
+            raise SchemaError(at(path, keyword), "cannot be enforced: give a schema for all items")
     least = count(schema, "minItems", path) or 0
     most = count(schema, "maxItems", path)
     prefix = schema.get("prefixItems", [])
@@ -35,7 +35,7 @@ def array(schema: Mapping[str, Any], path: str, translate: Translate, references
     if items is False:
         most = len(prefix) if most is None else min(most, len(prefix))
     if most is not None and least > most:
-        raise SchemaError(at(path, "minItems"), "is more than the items that are allowed")
+        raise SchemaError(at(path, "minItems"), "is more than the number of allowed items")
     keyword = "items" if "items" in schema else "unevaluatedItems"
     if schema.get("uniqueItems", False) is not False and (most is None or most > 1):
         return _unique(schema, path, least, most, references)
@@ -74,7 +74,7 @@ def _unique(
         raise SchemaError(where, f"can only be enforced over an enum of at most {MAX_UNIQUE_VALUES} values")
     sizes = range(least, min(len(distinct), len(distinct) if most is None else most) + 1)
     if not sizes:
-        raise SchemaError(at(path, "minItems"), f"is more than the {len(distinct)} values that there are")
+        raise SchemaError(at(path, "minItems"), f"is more than the {len(distinct)} existing values")
     arrays = [chosen for size in sizes for chosen in combinations(distinct, size)]
     options = [
         {"type": "array", "prefixItems": list(map(_constant, chosen)), "minItems": len(chosen), "items": False}

@@ -96,7 +96,7 @@ class _Translation:
             raise SchemaError(path, "should be a schema: an object, true or false")
         for keyword in _REFUSED:
             if keyword in schema:
-                raise SchemaError(at(path, keyword), "cannot be enforced: say what values are allowed instead")
+                raise SchemaError(at(path, keyword), "cannot be enforced: list the allowed values instead")
         if path and "$id" in schema:
             raise SchemaError(at(path, "$id"), "cannot be followed: leave it out, and refer to places by #/")
         self._check_types(schema, path)
@@ -123,7 +123,7 @@ class _Translation:
                 has in allowed or (has == "integer" and "number" in allowed) for has in types_of(rest, self._references)
             ):
                 raise SchemaError(
-                    at(path, "type"), f"cannot be enforced together with {keyword}: say it within {keyword}"
+                    at(path, "type"), f"cannot be enforced together with {keyword}: put it into {keyword}"
                 )
         place = at(path, keyword)
         if keyword == "$ref":
@@ -225,7 +225,7 @@ class _Translation:
                 break
             ending |= more
         if not _can_end(schema, ending):
-            raise SchemaError("", "allows no value that ends: its definitions require each other")
+            raise SchemaError("", "has no finite value: its definitions require each other")
         references = {name: reference for reference, name in self._names.items()}
         for name in definitions:
             if _stands_for(name, definitions[name], definitions, set()):

@@ -45,7 +45,7 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     asked = {name: grammar for name, grammar in _each(fields) if grammar is not None}
     if len(asked) > 1:
         names = " and ".join(asked)
-        raise InvalidRequestError(f"{names} each say what the answer has to be: give one", param=list(asked)[1])
+        raise InvalidRequestError(f"{names} each define the form of the answer: give one", param=list(asked)[1])
     return next(iter(asked.values()), None)
 
 

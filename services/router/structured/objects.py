@@ -42,9 +42,9 @@ def object_(schema: Mapping[str, Any], path: str, translate: Translate, referenc
     _apply_patterns(parts, schema, path)
     _add_required(parts, path)
     if most is not None and max(least, len(parts.required)) > most:
-        raise SchemaError(at(path, "maxProperties"), "is less than the properties that have to be there")
+        raise SchemaError(at(path, "maxProperties"), "is less than the number of required properties")
     if parts.others is False and least > len(parts.properties):
-        raise SchemaError(at(path, "minProperties"), "is more than the properties that are allowed")
+        raise SchemaError(at(path, "minProperties"), "is more than the number of allowed properties")
     return _written(parts, path, least, most, translate)
 
 

@@ -86,7 +86,7 @@ def rewrite(pattern: str) -> Pattern:
     try:
         parsed = parser.parse(pattern)
     except (re.error, OverflowError, RecursionError, ValueError) as error:
-        raise PatternError(f"is not a regular expression that can be read ({error})"[:160]) from error
+        raise PatternError(f"is not a valid regular expression ({error})"[:160]) from error
     if parsed.state.flags & ~re.UNICODE:
         raise PatternError("has flags, which cannot be enforced")
     node = simplified(_sequence(list(parsed), is_first=True, is_last=True))
@@ -195,4 +195,4 @@ def _except(assertion: Any, node: Node) -> Node:
             characters = _node(*inner[0], is_first=False, is_last=False)
             if isinstance(characters, Class):
                 return with_one_of(complement(characters.allowed), node)
-    raise PatternError("has a negative look-ahead, which cannot be enforced: say what the text is instead")
+    raise PatternError("has a negative look-ahead, which cannot be enforced: describe the text positively")

@@ -76,7 +76,7 @@ def _limited(pattern: Pattern, shortest: int, longest: int | None, schema: Mappi
         return repeated(pattern.repeated, shortest, longest)
     keyword = "minLength" if schema.get("minLength", 0) > pattern.shortest else "maxLength"
     what = "format" if "pattern" not in schema else "pattern"
-    raise SchemaError(at(path, keyword), f"cannot be enforced together with this {what}: say the length in a pattern")
+    raise SchemaError(at(path, keyword), f"cannot be enforced together with this {what}: put the length into a pattern")
 
 
 def integer(schema: Mapping[str, Any], path: str) -> dict[str, Any]:

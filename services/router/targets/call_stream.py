@@ -173,7 +173,7 @@ class CallStream:
         except _OtherWorkerError as error:
             reason = str(error)
         except Exception:  # after any exception the waiting calls have to end
-            logger.exception("a message of a target cannot be used")
+            logger.exception("a message of a target is unusable")
             reason = "unusable message"
         self.fail(self._explain(reason))
 

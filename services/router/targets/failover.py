@@ -99,10 +99,10 @@ async def run_anywhere(
             if num_deaths == _MAX_DEATHS:
                 logger.error("request %s: %d workers in a row were lost with it", request_id, num_deaths)
                 raise InternalError(
-                    f"{num_deaths} workers in a row were lost with this request before they yielded a token of it; no "
-                    "third one is tried"
+                    f"{num_deaths} workers in a row were lost with this request before they yielded a token of it; "
+                    "it is not retried"
                 ) from error
-            logger.warning("request %s is moved: its target is %s", request_id, error.reason)
+            logger.warning("request %s moves to another target: its own is %s", request_id, error.reason)
             observer.moved(error.reason)
             if error.reason == "unloaded" and adapter is not None:
                 replica.forget(adapter)
@@ -113,4 +113,4 @@ async def run_anywhere(
             like = traits if token_ids else None
             replica = await pool.wait_for(like, max_pause_seconds, adapter, request.conversation)
             traits = traits if token_ids else replica.traits
-    raise UnavailableError(f"the request was moved {_MAX_MOVES} times without an end; retry")
+    raise UnavailableError(f"the request was moved {_MAX_MOVES} times without finishing; retry")

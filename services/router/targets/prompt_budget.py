@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.errors import InvalidRequestError, OverloadedError
 
 MAX_WAITING_TOKENS_AT_TARGETS = 2**18
-"""Of one request: choices that have no token yet. Two prompts of 131k tokens, or a thousand of 256, wait at once."""
+"Limit of one request's choices without a token. Two prompts of 131k tokens, or a thousand of 256, wait at once."
 
 
 class PromptBudget:
@@ -32,7 +32,7 @@ class PromptBudget:
         back. Raises InvalidRequestError where they never fit and OverloadedError where they do not fit now."""
         if num_tokens > self._limit:
             raise InvalidRequestError(
-                f"{param} has {num_tokens} tokens in all, and this router takes {self._limit} at once", param=param
+                f"{param} has {num_tokens} tokens in all, and this router accepts {self._limit} at once", param=param
             )
         if self._num_tokens + num_tokens > self._limit:
             raise OverloadedError(

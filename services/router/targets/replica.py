@@ -53,13 +53,13 @@ _CHANNEL_OPTIONS = [
 ]
 
 ReplicaStatus = Literal["up", "down", "draining", "stuck", "refused"]
-"""refused: it answers, and is not used because of what it is."""
+"refused: it answers, but does not match the pool or the router."
 
 LossReason = Literal["lost", "draining", "stuck", "unloaded"]
 _TOLD_OF_LOSS: dict[LossReason, str] = {
     "lost": "the target worker was lost; retry",
     "draining": "the target worker is shutting down; retry",
-    "stuck": "the target worker's engine stands still; retry",
+    "stuck": "the target worker's engine makes no progress; retry",
     "unloaded": "the target worker has unloaded the adapter; retry",
 }
 _IS_DRAINING = "is draining"
@@ -172,7 +172,7 @@ class Replica:
             yield
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise UnavailableError("its version is an older one, which has no adapters") from error
+                raise UnavailableError("it runs an older version, without adapters") from error
             raise from_status(error.code().value[0], error.details() or error.code().name) from error
 
     @property
@@ -209,13 +209,13 @@ class Replica:
         self._count_silence(failure.code())
         if self.problem is None and 0 < self._num_silent_polls < _SILENT_POLLS:
             # A short delay may have caused it, and it may be the only target.
-            logger.info("target %s does not answer: others are chosen before it", self.address)
+            logger.info("target %s does not answer: other targets are preferred", self.address)
             return
         self.description = None
         refusal = self._dialer.explain(failure)
         self._become("down", f"does not answer ({failure.code().name})" + (f": {refusal}" if refusal else ""))
         if number == _PATIENT_POLLS and not self._has_answered:
-            logger.warning("target %s has never answered: is it at this address?", self.address)
+            logger.warning("target %s has never answered: check that it is at this address", self.address)
 
     async def _follow_certificates(self) -> None:
         """With new ones, a new channel, once nothing runs on the old: a connection that works goes on working."""
@@ -232,8 +232,8 @@ class Replica:
             try:
                 await self.poll()
             except Exception:  # for any exception: without polls a replica would keep its last status forever
-                logger.exception("target %s could not be asked", self.address)
-                self._become("down", "could not be asked; see the router's log")
+                logger.exception("polling target %s failed", self.address)
+                self._become("down", "polling failed; see the router's log")
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def generate(self, request: target_pb2.GenerateRequest) -> AsyncGenerator[CallReply, None]:
@@ -298,7 +298,7 @@ class Replica:
                 f"{self._tokenizer_fingerprint}: start both with the same model",
             )
         elif description.is_stuck:
-            self._become("stuck", "its engine stands still")
+            self._become("stuck", "its engine makes no progress")
         elif description.is_draining:
             self._become("draining", _IS_DRAINING)
         elif objection := self._object_to(self):
@@ -310,7 +310,7 @@ class Replica:
     def _give_up(self, reason: LossReason) -> None:
         """Ends all calls that run here, and frees their sequences if anybody is left who listens."""
         if self._calls is not None and not self._calls.has_ended:
-            logger.warning("target %s: its %d calls are given up: %s", self.address, self.num_in_flight, reason)
+            logger.warning("target %s: its %d calls are abandoned: %s", self.address, self.num_in_flight, reason)
             self._calls.fail(ReplicaLostError(reason))
 
     def _explain_end(self, why: str | None) -> ReplicaLostError:
@@ -343,7 +343,7 @@ class Replica:
         if problem is None:
             logger.info("target %s is up", self.address)
         elif status == "down" and not self._has_answered:  # it may be loading its model, so this is not reported
-            logger.info("target %s is awaited: it %s", self.address, problem)
+            logger.info("waiting for target %s: it %s", self.address, problem)
         else:
             logger.warning("target %s is not used: %s", self.address, problem)
         self.problem = problem

@@ -205,7 +205,7 @@ class ReplicaPool:
                 for replica in added:
                     self._polls[replica] = asyncio.create_task(replica.poll_forever())
         except Exception:
-            logger.exception("the targets' addresses are not followed any more")
+            logger.exception("the targets' addresses are no longer followed")
 
     def _update(self, addresses: Sequence[str]) -> list[Replica]:
         """Makes `replicas` those at `addresses`; returns the new ones."""

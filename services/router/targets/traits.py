@@ -39,7 +39,7 @@ class Reference:
 def difference(traits: Traits, reference: Traits) -> str:
     """In words, each trait in which they differ with both values."""
     if not traits:
-        return "it does not say what its answers depend on, as the pool does: its version is an older one"
+        return "it does not report what its answers depend on, unlike the pool: its version is older"
     own, others = dict(traits), dict(reference)
     differing = [name for name in sorted(own.keys() | others.keys()) if own.get(name) != others.get(name)]
     verbs = {name: "are" if name.endswith("s") else "is" for name in differing}

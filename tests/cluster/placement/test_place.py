@@ -31,7 +31,7 @@ def test_a_line_says_who_and_where(line: str, endpoint: Endpoint) -> None:
         ("a:1 rack=4", "'rack=4' is not one of host=..., region=..., zone=..."),
         ("a:1 zone", "'zone' is not one of"),
         ("a:1 zone=", "'zone=' is not one of"),
-        ("a:1 zone=b zone=c", "zone is there twice"),
+        ("a:1 zone=b zone=c", "zone is given twice"),
     ],
 )
 def test_a_line_that_is_wrong_says_why(line: str, problem: str) -> None:

@@ -155,7 +155,9 @@ def test_a_better_host_drafts_faster_and_a_full_memory_is_seen() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"between 0 and 1, not 1\.2"):
         request(acceptance_rate=1.2)
-    with pytest.raises(ConfigurationError, match="a step of 8 tokens has no room for prompts beside 8 sequences"):
+    with pytest.raises(
+        ConfigurationError, match="a step of 8 tokens has no room for prompts in addition to 8 sequences"
+    ):
         ExpectedLoad(8, 100, 64, max_num_batched_tokens=8)
 
 

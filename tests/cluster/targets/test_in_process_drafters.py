@@ -95,7 +95,7 @@ def test_a_draft_with_another_tokenizer_is_refused() -> None:
     ("settings", "why"),
     [
         ({"target": {"engine": "vllm"}}, "needs target.engine torch, not vllm"),
-        ({"draft": {"drafter": "vllm"}}, "needs a drafter of our own, not vllm"),
+        ({"draft": {"drafter": "vllm"}}, "cannot use vllm"),
         ({"draft": {"cpus": [1]}}, "set target.cpus, not draft.cpus"),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_link_to_another_than_was_meant_stays_down(
 def test_a_link_with_another_token_is_refused(certs: Certs, loop: BackgroundLoop, new_link, caplog) -> None:
     server = DraftServer(loop, listener=Listener.of(certs.tls(), "draft"))
     link = new_link(server.address, certs.tls(token="foreign"))
-    wait_until(lambda: "it refuses us: the token is not this worker's" in caplog.text)
+    wait_until(lambda: "it refuses our certificate or token: the token is not this worker's" in caplog.text)
     assert not link.is_up
     server.stop()
 

@@ -47,8 +47,8 @@ def test_what_is_the_same_passes(vllm: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("internal", "complaint"),
     [
-        (Internal("vllm.of_old", "x"), r"vllm\.of_old\.x is not there"),
-        (Internal("vllm", "generate.of_old"), r"vllm\.generate\.of_old is not there"),
+        (Internal("vllm.of_old", "x"), r"vllm\.of_old\.x does not exist"),
+        (Internal("vllm", "generate.of_old"), r"vllm\.generate\.of_old does not exist"),
         (Internal("vllm", "generate", some=("seed", "n")), r"vllm\.generate has no n"),
         (Internal("vllm", "generate", ("prompt",)), r"vllm\.generate takes \(prompt, seed\), not \(prompt\)"),
     ],

@@ -155,7 +155,7 @@ class TestUnusableMessages:
                     "num_speculative_tokens": [K],
                     "shapes": [1],
                 },
-                "a shape is named that the message does not have",
+                "refers to a shape that the message does not have",
             ),
         ],
         ids=["too few tokens", "a column too few", "a shape too few"],

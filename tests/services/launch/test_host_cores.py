@@ -85,7 +85,7 @@ def test_cores_of_a_pinned_target_are_its_own_and_all_others_are_free() -> None:
         (8, ["draft.replicas=5"], True, "4 of 8 cores are free, and each of 5 draft workers needs a core"),
         (12, ["draft.threads=9"], True, "8 of 12 cores are free, .* needs draft.threads 9 cores of one NUMA node"),
         (2, ["target.cpus=[0,1]"], False, "0 of 2 cores are free, .*target.cpus has the others"),
-        (2, ["draft.cpus=[0,1]"], True, "draft.cpus leaves no core to the target"),
+        (2, ["draft.cpus=[0,1]"], True, "draft.cpus leaves the target no core"),
         (64, [], False, "takes all cores: set target.cpus"),
     ],
 )

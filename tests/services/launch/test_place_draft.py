@@ -14,7 +14,7 @@ from services.launch.local import LocalCluster
 from services.launch.place_draft import place_draft
 
 SHARED = "one target and its draft share the few cores of this machine"
-OWN_CORES = "the target has a GPU, the draft the CPU, and there are cores for it alone"
+OWN_CORES = "the target has a GPU, the draft the CPU, and enough cores are free for it"
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (2, [], "in-process", SHARED),
         (2, ["draft.drafter=layer-skip"], "in-process", SHARED),
-        (64, [], "pool", "there are cores for both"),
+        (64, [], "pool", "the machine has cores for both"),
         (2, ["draft.replicas=2"], "pool", "there are 1 targets and 2 draft workers"),
         (2, ["target.replicas=2"], "pool", "there are 2 targets and 1 draft workers"),
         (2, ["target.engine=simulated", "draft.drafter=simulated"], "pool", "target.engine is simulated"),
@@ -38,7 +38,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (7, ["target.device=cuda", "draft.device=cpu"], "pool", "a GPU may be used"),
         (64, ["target.device=cuda"], "pool", "a GPU may be used"),
         (64, ["target.device=cuda", "draft.device=cpu", "draft.cpus=[1]"], "pool", "a GPU may be used"),
-        (64, ["draft.device=cpu"], "pool", "there are cores for both"),
+        (64, ["draft.device=cpu"], "pool", "the machine has cores for both"),
         (2, ["draft.cpus=[1]"], "pool", "cores or threads are set"),
         (2, ["simulation.round_trip_ms=5"], "pool", "the simulation has a network"),
     ],

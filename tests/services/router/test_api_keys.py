@@ -303,7 +303,7 @@ def test_the_file_is_read_anew_and_a_broken_one_is_not(keyed: Router, keys_file:
     wait_until(lambda: any(record.levelno == logging.WARNING for record in caplog.records if "keys" in record.name))
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "services.router.access.api_keys"]
     assert "line 1" in warning
-    assert "the keys of before stay" in warning
+    assert "the previous keys stay in use" in warning
     assert "sk-dave" not in warning
     assert code("sk-carol-0123456789abcdef") == 200
     keys_file.unlink()
@@ -340,7 +340,7 @@ def test_a_secret_of_kubernetes_is_followed_through_its_links(tmp_path: Path) ->
         ("a b:sk-secret\n", "line 1"),
         ("ok:sk-0123456789abcdef\nalice:sk secret\n", "line 2"),
         ("alice:sha256:sk-secret\n", "64 hexadecimal"),
-        ("alice:sk-secret-0123456789\nbob:sk-secret-0123456789\n", "bob has the key of alice"),
+        ("alice:sk-secret-0123456789\nbob:sk-secret-0123456789\n", "bob has the same key as alice"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_without_a_key(text: str, complaint: str, tmp_path: Path) -> None:
@@ -441,7 +441,7 @@ def test_a_bug_has_the_headers_of_cors_too(new_router, target, monkeypatch: pyte
 def test_a_denied_request_is_one_line(keyed: Router, caplog) -> None:
     keyed.client.get("/v1/models", headers=bearer("wrong"))
     (line,) = audit_lines(caplog)
-    assert line.startswith("audit: refused 401: GET '/v1/models' from '127.0.0.1', key 'none': the API key is not one")
+    assert line.startswith("audit: refused 401: GET '/v1/models' from '127.0.0.1', key 'none': the API key does not")
 
 
 @pytest.mark.parametrize(

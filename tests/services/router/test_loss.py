@@ -54,7 +54,7 @@ def test_the_error_can_be_copied():
     error = copy.copy(ReplicaLostError("stuck"))
     assert (type(error), error.reason, error.http_status) == (ReplicaLostError, "stuck", 503)
     assert isinstance(error, UnavailableError)
-    assert "stands still" in error.message
+    assert "makes no progress" in error.message
 
 
 def test_a_worker_that_dies_is_lost(background, target, tokenizer):
@@ -128,7 +128,7 @@ def test_a_worker_that_stands_still_is_given_up_with_all_its_calls(background, t
             calls = [await begin(replica) for _ in range(3)]
             target.description.is_stuck = True
             assert [await reason_of(call) for call in calls] == ["stuck"] * 3
-            assert replica.problem == "its engine stands still"
+            assert replica.problem == "its engine makes no progress"
             assert replica.num_in_flight == 0
             await until(lambda: target.num_cancelled == 3)
             target.description.is_stuck = False

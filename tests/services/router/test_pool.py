@@ -148,7 +148,7 @@ def test_a_removed_worker_that_is_lost_ends_its_calls(background, new_target, to
             endpoints.become(staying)
             await until(lambda: len(pool.replicas) == 1)
             leaving.description.is_stuck = True
-            with pytest.raises(UnavailableError, match="stands still"):
+            with pytest.raises(UnavailableError, match="makes no progress"):
                 await asyncio.wait_for(anext(replies), WAIT_S)
 
     background.run(run())
@@ -382,7 +382,7 @@ def test_health_tells_what_each_target_is_about(background, new_target, new_rout
     targets = router.client.get("/health").json()["targets"]
     assert [target["status"] for target in targets] == ["up", "draining", "stuck", "down"]
     assert (targets[1]["advertised_address"], targets[1]["wire_version"]) == ("gateway:7000", 2)
-    assert [target["problem"] for target in targets[:3]] == [None, "is draining", "its engine stands still"]
+    assert [target["problem"] for target in targets[:3]] == [None, "is draining", "its engine makes no progress"]
 
 
 def test_the_router_lives_where_no_target_does(new_router):

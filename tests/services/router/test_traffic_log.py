@@ -39,7 +39,7 @@ def test_a_full_one_takes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert lines(file) == [[1, 2, 3], [1, 2, 3]][: len(lines(file))]
     assert file.stat().st_size <= 60
     assert [record.message for record in caplog.records].count(
-        f"no more prompts are kept in {file}: it is full: see router.traffic_log_max_bytes"
+        f"no more prompts are logged in {file}: it is full: see router.traffic_log_max_bytes"
     ) == 1
 
 
@@ -49,7 +49,7 @@ def test_one_that_is_full_at_start_says_so(tmp_path: Path, caplog: pytest.LogCap
     log = TrafficLog(str(file), 60)
     log.add([[1]])
     assert [record.message for record in caplog.records] == [
-        f"no more prompts are kept in {file}: it is full: see router.traffic_log_max_bytes"
+        f"no more prompts are logged in {file}: it is full: see router.traffic_log_max_bytes"
     ]
     assert file.stat().st_size == 60
 

@@ -92,11 +92,11 @@ class TestWithCertificates:
         assert page.sum("things_total") == 3
 
     def test_without_a_token_it_is_said_where_one_goes(self, certs: Certs) -> None:
-        with pytest.raises(ConfigurationError, match=r"asks for a token: give it by target\.metrics_token_file"):
+        with pytest.raises(ConfigurationError, match=r"requires a token: set target\.metrics_token_file"):
             access(certs.tls("client", token_file=None)).target.read_page(secured(certs), WORKER)
 
     def test_without_a_certificate_it_is_said_what_is_missing(self, certs: Certs) -> None:
-        with pytest.raises(ConfigurationError, match=r"asks for a certificate: give tls\.ca_file"):
+        with pytest.raises(ConfigurationError, match=r"requires a certificate: set tls\.ca_file"):
             access().target.read_page(secured(certs), WORKER)
 
     @pytest.mark.parametrize("shown", ["stranger", "expired", "elsewhere"])
@@ -153,7 +153,7 @@ class TestWithoutCertificates:
         monkeypatch.setenv(API_KEY, "sk-key")
         scraper = token_file(tmp_path, "scraper")
         for router in ({}, {"metrics_token_file": scraper}):
-            with pytest.raises(ConfigurationError, match="asks for another token: set OUTRIDER_API_KEY"):
+            with pytest.raises(ConfigurationError, match="requires another token: set OUTRIDER_API_KEY"):
                 Access.of(Config.model_validate({"router": router})).router.read_page(url.removesuffix("/metrics"))
         assert seen == ["Bearer sk-key", "Bearer scraper-0123456789abcdef"]
 

@@ -52,7 +52,7 @@ def test_what_is_no_router_is_told(health: Any, version: Any, router: Callable[.
 
 def test_without_an_operators_key_it_is_said_what_is_missing(router: Callable[..., str]) -> None:
     url = router(health={"model": "m", "targets": [{"problem": None}]}, version={"version": "1"})
-    with pytest.raises(ConfigurationError, match="give the key of an operator"):
+    with pytest.raises(ConfigurationError, match="give an operator's key"):
         look_around(url, Access())
 
 

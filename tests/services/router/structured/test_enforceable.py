@@ -61,7 +61,7 @@ def test_any_value_of_a_keyword_is_taken_or_refused(keyword: str) -> None:
         ({"pattern": r"(a)\1"}, ".pattern", "reference to a group"),
         ({"pattern": 'a"'}, ".pattern", "without escapes"),
         ({"pattern": "["}, ".pattern", "not a regular expression"),
-        ({"pattern": "^ab+$", "maxLength": 5}, ".maxLength", "say the length in a pattern"),
+        ({"pattern": "^ab+$", "maxLength": 5}, ".maxLength", "put the length into a pattern"),
         ({"format": "uuid", "maxLength": 5}, ".maxLength", "together with this format"),
         ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, ".oneOf", "use anyOf"),
         ({"oneOf": [{"const": 1}, {"enum": [1.0, 2]}]}, ".oneOf", "use anyOf"),
