@@ -1,4 +1,4 @@
-// Bars, with their numbers above them.
+// Bar charts with numbers above the bars.
 
 import { element, svg } from "./dom.js";
 
@@ -6,7 +6,7 @@ const HEIGHT = 150;
 const MAX_BAR = 34;
 const GAP = 4;
 
-// Draws `bars`, of {label, value, text, kind}, into `figure`; `empty` says so where there are none.
+// Draws `bars`, of {label, value, text, kind}, into `figure`; shows the text `empty` if there are none.
 export function drawBars(figure, bars, empty) {
   const width = figure.clientWidth;
   if (!bars.length || width < 100) {

@@ -1,4 +1,4 @@
-// Calls of this page's own router. A key that was typed in is kept for as long as its tab is open.
+// Calls of this page's own router. A typed-in key is kept until the tab is closed.
 
 const KEY = "outrider-key";
 
@@ -11,7 +11,7 @@ export class Refused extends Error {
   }
 }
 
-// The answer to one call, or Refused.
+// Returns the response to one call. Throws Refused on an error status.
 export async function call(path, body = undefined, signal = undefined) {
   const headers = {};
   const key = sessionStorage.getItem(KEY);
@@ -26,7 +26,7 @@ export async function call(path, body = undefined, signal = undefined) {
   return response;
 }
 
-// The server-sent events of a response: {name, data}, as they come. (EventSource cannot send a key, nor a body.)
+// Yields the server-sent events of a response: {name, data}. (EventSource can send neither a key nor a body.)
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

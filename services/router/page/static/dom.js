@@ -1,4 +1,4 @@
-// Elements, and numbers as people read them.
+// Creates elements, and formats numbers.
 
 const SVG = "http://www.w3.org/2000/svg";
 

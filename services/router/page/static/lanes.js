@@ -1,11 +1,11 @@
-// The streams that run now, a lane each: a mark for each token.
+// The running streams: one lane each, one mark per token.
 
 import { element, formatShare } from "./dom.js";
 import { kindsOf } from "./rounds.js";
 
 const MAX_LANES = 12;
 const MAX_MARKS = 160;
-const QUIET_S = 8; // then a lane goes; one that has ended goes sooner
+const QUIET_S = 8; // a silent lane is removed after this time, an ended one sooner
 const ENDED_S = 2;
 
 export class Lanes {
@@ -13,7 +13,7 @@ export class Lanes {
     this.list = list;
     this.more = more;
     this.lanes = new Map();
-    this.unseen = new Map(); // choices without a lane: when they were last heard of
+    this.unseen = new Map(); // choices without a lane: time of their last step
   }
 
   add(choice, steps, hasEnded, now) {
@@ -58,7 +58,7 @@ export class Lanes {
     return lane;
   }
 
-  // Of the lanes that have ended, the one that did so first.
+  // Removes the lane that ended first.
   removeEnded() {
     const ended = [...this.lanes].find(([, lane]) => lane.hasEnded);
     if (ended) this.remove(...ended);

@@ -1,4 +1,4 @@
-// Puts the page together and keeps it fed.
+// Builds the page and feeds it with events.
 
 import { drawBars } from "./charts.js";
 import { call, events, saveKey } from "./client.js";
@@ -12,7 +12,7 @@ import { Costs, drawWorkers } from "./workers.js";
 
 const RETRY_MS = 2000;
 const MAX_BARS = 16;
-const LEAST_SHARE = 0.01; // of the steps that have a depth which is worth a bar
+const LEAST_SHARE = 0.01; // minimum share of the steps for a bar
 
 const recent = new Recent();
 const lanes = new Lanes(byId("lanes"), byId("lanes-more"));
@@ -77,7 +77,7 @@ function drawSummary({ tokensPerSecond, acceptance, tokensPerRound, byPosition, 
     text: String(Math.round(100 * value)),
     kind: "accepted-bar",
   }));
-  drawBars(byId("positions"), positions, "No draft was seen in the last half minute.");
+  drawBars(byId("positions"), positions, "No drafts in the last 30 seconds.");
   const all = depths.reduce((sum, count) => sum + count, 0);
   const deepest = depths.findLastIndex((count) => count >= LEAST_SHARE * all);
   const bars = depths.slice(0, Math.min(deepest, MAX_BARS) + 1).map((count, k) => ({
@@ -86,7 +86,7 @@ function drawSummary({ tokensPerSecond, acceptance, tokensPerRound, byPosition, 
     text: count >= LEAST_SHARE * all ? String(Math.round((100 * count) / all)) : "",
     kind: k ? "accepted-bar" : "plain-bar",
   }));
-  drawBars(byId("depths"), bars, "No step was seen in the last half minute.");
+  drawBars(byId("depths"), bars, "No steps in the last 30 seconds.");
 }
 
 async function feed() {
@@ -96,7 +96,7 @@ async function feed() {
       showError("");
       byId("key-form").hidden = true;
       for await (const { name, data } of events(response)) handlers[name]?.(JSON.parse(data));
-      showState("is-down", "the router has ended the feed");
+      showState("is-down", "the router closed the feed");
     } catch (error) {
       showState("is-down", error.status ? "refused" : "the router does not answer");
       if (error.status) showError(error.message, error.status);

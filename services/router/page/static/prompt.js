@@ -1,11 +1,11 @@
-// The page's own prompt, and its answer with every token marked for what it was.
+// The page's own prompt, and its answer with every token marked by its kind.
 
 import { call, events } from "./client.js";
 import { byId, element, formatNumber, formatShare } from "./dom.js";
 import { KINDS, kindsOf } from "./rounds.js";
 
 export class Prompt {
-  // `failed` is told of errors.
+  // `failed` is called with each error's message and status.
   constructor(failed) {
     this.failed = failed;
     this.form = byId("prompt-form");
@@ -26,7 +26,7 @@ export class Prompt {
     const kind = byId("prompt-kind");
     kind.querySelector("[value=chat]").disabled = !hasChat;
     const text = byId("prompt-text");
-    // Only what nobody has written in yet, and only on the first welcome of a connection that may come again.
+    // Only replaces an unedited text, and only at the first of several connections.
     if (question && hasChat && !this.model && text.value === text.defaultValue) {
       text.value = question;
       kind.value = "chat";
@@ -82,7 +82,7 @@ export class Prompt {
       if (this.asking === asking) {
         this.stop.disabled = true;
         this.told.setAttribute("aria-live", "polite");
-        this.told.textContent = String(this.told.textContent); // a change, which is read out
+        this.told.textContent = String(this.told.textContent); // a change, so that screen readers read it
         this.output.setAttribute("aria-busy", "false");
       }
     }
@@ -93,7 +93,7 @@ export class Prompt {
     for (const { num_draft_tokens: drafted, num_accepted_tokens: accepted, tokens } of rounds) {
       const kinds = kindsOf(drafted, accepted, tokens.length);
       tokens.forEach((text, index) => {
-        // Blanks before a word have a fainter line, so that the words stand apart.
+        // Blanks before a word have a fainter line, which separates the words.
         const blanks = text.length - text.trimStart().length;
         for (const [part, more] of [[text.slice(0, blanks), " blank"], [text.slice(blanks), ""]]) {
           const attributes = { class: kinds[index] + more, title: KINDS[kinds[index]] };
@@ -109,12 +109,12 @@ export class Prompt {
     if (isAtEnd) this.output.scrollTop = this.output.scrollHeight;
   }
 
-  // `numSince` tokens came in so many seconds after the first chunk.
+  // `numSince` tokens arrived in `seconds` after the first chunk.
   tell({ tokens, drafted, accepted, rounds, steps, seed, reason }, numSince, seconds) {
     const parts = [`${tokens} tokens in ${steps} steps`];
     if (seconds > 0.05) parts.push(`${formatNumber(numSince / seconds, 0)} tokens/s`);
     if (rounds) parts.push(`${formatShare(accepted / drafted)} of the drafts accepted`);
-    if (rounds) parts.push(`${formatNumber(1 + accepted / rounds)} tokens a round`);
+    if (rounds) parts.push(`${formatNumber(1 + accepted / rounds)} tokens per round`);
     parts.push(`seed ${seed}`);
     if (reason) parts.push(`ended: ${reason}`);
     this.told.textContent = parts.join(" · ");

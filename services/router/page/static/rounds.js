@@ -1,7 +1,7 @@
-// What rounds say: of each token what it was, and of the last half minute how much was drafted and accepted.
+// Reads rounds: the kind of each token, and the drafted and accepted tokens of the last 30 seconds.
 
 const WINDOW_S = 30;
-const LEAST_SHARE = 0.01; // of the rounds that have a position which is worth telling of
+const LEAST_SHARE = 0.01; // minimum share of the rounds for a position to be shown
 
 export const KINDS = {
   accepted: "accepted draft",
@@ -10,14 +10,14 @@ export const KINDS = {
   plain: "plain decode",
 };
 
-// The kinds of the `numTokens` tokens of a step; a choice may have ended before the target's own.
+// The kinds of the `numTokens` tokens of a step; a choice may end before the target's own token.
 export function kindsOf(numDrafted, numAccepted, numTokens = numAccepted + 1) {
   if (numDrafted === 0) return Array(numTokens).fill("plain");
   const own = numAccepted < numDrafted ? "correction" : "bonus";
   return [...Array(numAccepted).fill("accepted"), own].slice(0, numTokens);
 }
 
-// The steps of one entry of the feed: [drafted, accepted, tokens], a plain decode each by itself.
+// The steps of one entry of the feed: [drafted, accepted, tokens], with one entry per plain decode.
 export function stepsOf(flat, numTokens) {
   const steps = [];
   let left = numTokens;
@@ -34,10 +34,10 @@ export function stepsOf(flat, numTokens) {
   return steps;
 }
 
-// The last half minute of all choices.
+// The last 30 seconds of all choices.
 export class Recent {
   constructor() {
-    this.parts = []; // a second each
+    this.parts = []; // one per second
   }
 
   add(steps, numTokens, now) {
@@ -57,7 +57,7 @@ export class Recent {
     }
   }
 
-  // Sums over the window; rates are null where there is nothing to divide by.
+  // Sums over the window; rates are null if the divisor is 0.
   summary(now) {
     const parts = this.parts.filter((part) => now - part.at <= WINDOW_S);
     const drafted = columns(parts.map((part) => part.drafted));

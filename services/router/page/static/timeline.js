@@ -1,4 +1,4 @@
-// Who waits for whom: the last steps of a target, and beside them the answers of its drafters.
+// The last steps of a target, and next to them the answers of its drafters.
 
 import { element, formatMs, formatShare, svg } from "./dom.js";
 
@@ -12,8 +12,8 @@ const LEFT = 64;
 export class Timeline {
   constructor(figure, sentence, chooser, hold) {
     Object.assign(this, { figure, sentence, chooser, hold });
-    this.targets = new Map(); // by name: its steps and answers
-    this.held = null; // as they were when they were held
+    this.targets = new Map(); // steps and answers by the target's name
+    this.held = null; // a copy from when the display was held
     chooser.addEventListener("change", () => this.draw());
     hold.addEventListener("click", () => {
       this.held = this.held ? null : new Map([...this.targets].map(([name, kept]) => [name, { ...kept }]));
@@ -28,7 +28,7 @@ export class Timeline {
       const kept = this.targets.get(target.name) ?? { steps: [], answers: [] };
       const isNewer = (span, last, time) => !last || span[time] > last[time];
       if (target.steps?.length && !isNewer(target.steps.at(-1), kept.steps.at(-1), 0)) {
-        Object.assign(kept, { steps: [], answers: [] }); // it was started anew, and its clock with it
+        Object.assign(kept, { steps: [], answers: [] }); // it was restarted, and its clock too
       }
       kept.steps = [...kept.steps, ...(target.steps ?? [])].slice(-NUM_KEPT);
       kept.answers = [...kept.answers, ...(target.answers ?? [])].slice(-NUM_KEPT);
@@ -51,7 +51,7 @@ export class Timeline {
     const steps = inOneGo(kept?.steps.slice(-NUM_STEPS) ?? []);
     const width = this.figure.clientWidth;
     if (!steps.length || width < 100) {
-      const why = kept?.tellsSteps ? "No step yet: ask for something." : "Nothing tells of single steps here.";
+      const why = kept?.tellsSteps ? "No steps yet: send a prompt." : "This engine does not report single steps.";
       this.figure.replaceChildren(element("p", { class: "empty" }, kept ? why : ""));
       this.sentence.textContent = "";
       return;
@@ -90,15 +90,15 @@ export class Timeline {
       const y = lane(index + 1, draft);
       for (const [own, cameAt, seconds, held, , batch] of answers) {
         if (own !== draft) continue;
-        const onTheWay = Math.max(0, seconds - held) / 2; // there and back are taken to be equal
-        const title = `answer after ${formatMs(seconds)}, the drafter had it for ${formatMs(held)}, ${batch} sequences`;
+        const onTheWay = Math.max(0, seconds - held) / 2; // both directions count as equal
+        const title = `answer after ${formatMs(seconds)}, ${formatMs(held)} of it in the drafter, ${batch} sequences`;
         bar(y, cameAt - seconds, cameAt, "network", title, 7);
         bar(y, cameAt - onTheWay - held, cameAt - onTheWay, "draft", title);
       }
     });
     if (!drafts.length) {
       const y = lane(1, "drafts");
-      chart.append(svg("text", { x: LEFT + 4, y: y + 13, class: "label" }, "nothing was asked of a drafter"));
+      chart.append(svg("text", { x: LEFT + 4, y: y + 13, class: "label" }, "no drafts were requested"));
     }
     const ms = 1e3 * (end - start);
     const numTicks = width < 600 ? 2 : 4;
@@ -115,13 +115,13 @@ export class Timeline {
       `In the last ${steps.length === 1 ? "step" : `${steps.length} steps`} the target computed ${share(computed)} of the time` +
       (prompts ? `, another ${share(prompts)} in steps with prompts,` : "") +
       ` and waited ${share(waited)} for drafts.` +
-      (answered === null ? "" : ` Drafts came ${formatMs(answered)} after they were asked for, ${formatMs(held)} of that in the drafter.`);
+      (answered === null ? "" : ` Drafts arrived ${formatMs(answered)} after their request, ${formatMs(held)} of that in the drafter.`);
     chart.setAttribute("aria-label", this.sentence.textContent);
     this.figure.replaceChildren(chart);
   }
 }
 
-// Those after the last time that the target had nothing to do.
+// The steps after the target was last idle.
 function inOneGo(steps) {
   for (let i = steps.length - 1; i > 0; i -= 1) {
     const [endedAt, waited, seconds] = steps[i];

@@ -1,4 +1,4 @@
-// What another depth, draft or network would do: sliders that follow what is measured until one is moved.
+// Effect of another depth, draft or network: sliders that follow the measurements until one is moved.
 
 import { byId, formatMs, formatNumber, formatShare, svg } from "./dom.js";
 import { bestK, expectedTokens, overlappedRoundTime, roundTime, speedup } from "./theory.js";
@@ -7,7 +7,7 @@ const NUM_ROUNDS = 4;
 const LEFT = 64;
 const LANE = 30;
 const BAR = 18;
-// Times are on sliders of their logarithms: 10 us to 1 s.
+// Sliders of times are logarithmic: 10 us to 1 s.
 const toMs = (position) => 10 ** Number(position);
 const toPosition = (seconds) => Math.log10(Math.min(Math.max(1e3 * seconds, 0.01), 1000));
 
@@ -29,7 +29,7 @@ export class WhatIf {
     new ResizeObserver(() => this.draw()).observe(this.figure);
   }
 
-  // `live`: k, acceptance, and seconds; null where nothing was measured.
+  // `live`: k, acceptance, and seconds; null if not measured.
   fill(live) {
     this.live = live;
     if (!this.follow.checked) return;
@@ -99,7 +99,7 @@ export class WhatIf {
     for (let step = 0; step < numPlain; step += 1) bar(2, step * costs.decode, (step + 1) * costs.decode, "decode");
     const told =
       `${formatMs(span)}: ${formatNumber(NUM_ROUNDS * perRound, 1)} tokens in ${NUM_ROUNDS} rounds, ` +
-      `${formatNumber(span / costs.decode, 1)} plainly`;
+      `${formatNumber(span / costs.decode, 1)} without drafts`;
     chart.append(svg("text", { x: LEFT, y: height - 8, class: "label" }, told));
     this.figure.replaceChildren(chart);
   }

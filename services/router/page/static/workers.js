@@ -1,15 +1,15 @@
-// Pools and links as a table, and what steps, drafts and round trips take.
+// Pools and links as a table, and the times of steps, drafts and round trips.
 
 import { element, formatMs, formatShare } from "./dom.js";
 
 const NUM_STEPS = 64;
 
-// What steps, drafts and round trips take: medians of single steps; of an engine that tells of none, means of what its
-// metrics count since the last time.
+// Times of steps, drafts and round trips: medians of single steps; for an engine without these, means of its
+// metrics since the last update.
 export class Costs {
   constructor() {
     this.before = new Map();
-    this.steps = { verify: [], decode: [] }; // the last ones
+    this.steps = { verify: [], decode: [] }; // the latest
     this.values = { verify: null, decode: null, draft: null, roundTrip: null };
   }
 
@@ -38,7 +38,7 @@ export class Costs {
       if (count > 0 && !this.steps[kind].length) this.values[kind] = seconds / count;
     }
     if (this.steps.verify.length) {
-      // A step takes longer for more sequences: like is compared with like, or else taken to cost the same.
+      // A step takes longer for more sequences: only equal batches are compared, and otherwise the times count as equal.
       const usual = median(this.steps.verify.map(([, sequences]) => sequences));
       const like = (steps) => steps.filter(([, sequences]) => sequences === usual).map(([seconds]) => seconds);
       this.values.verify = median(like(this.steps.verify));
@@ -58,7 +58,7 @@ export class Costs {
 
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
 
-const STATES = { up: "up", down: "down", draining: "draining", stuck: "stands still", refused: "refused" };
+const STATES = { up: "up", down: "down", draining: "draining", stuck: "stuck", refused: "refused" };
 
 export function drawWorkers(body, targets, numTargets) {
   const rows = [];
@@ -78,8 +78,8 @@ export function drawWorkers(body, targets, numTargets) {
     }
     for (const [draft, { trip, step, batch }] of [...drafts].sort()) {
       const parts = [];
-      if (trip !== undefined) parts.push(`quickest answer ${formatMs(trip)}`);
-      if (step !== undefined) parts.push(`${formatMs(step)} a token of ${batch} ${batch === 1 ? "sequence" : "sequences"}`);
+      if (trip !== undefined) parts.push(`shortest round trip ${formatMs(trip)}`);
+      if (step !== undefined) parts.push(`${formatMs(step)} per token of ${batch} ${batch === 1 ? "sequence" : "sequences"}`);
       const linked = element("span", { class: "state is-up" }, trip === undefined ? "in process" : "linked");
       rows.push(row(`↳ ${draft}`, linked, parts.join("; ")));
     }
