@@ -36,7 +36,7 @@ class OutriderError(Exception):
 
 
 class ConfigurationError(OutriderError):
-    """A setting that cannot work; the message says which and what to do."""
+    """A setting that cannot work; the message names it and the remedy."""
 
     grpc_code = grpc.StatusCode.FAILED_PRECONDITION
 
@@ -46,7 +46,7 @@ class AddressInUseError(ConfigurationError):
 
 
 def cannot_listen(where: str, error: Exception, remedy: str) -> ConfigurationError:
-    """Why nobody can listen at `where`; the message ends with `remedy`."""
+    """Returns the error for a failed listen at `where`; the message ends with `remedy`."""
     kind = AddressInUseError if getattr(error, "errno", None) == errno.EADDRINUSE else ConfigurationError
     return kind(f"cannot listen at {where}: {getattr(error, 'strerror', None) or error}; {remedy}")
 

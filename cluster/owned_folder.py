@@ -47,7 +47,7 @@ def _remove(path: Path, lock: int) -> None:
 
 
 def sweep(prefix: str) -> bool:
-    """Removes the folders of `prefix` on this machine that nobody owns any more; returns whether there are others."""
+    """Removes the folders of `prefix` on this machine without an owner; returns whether any remain."""
     are_owned = False
     for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):  # another process was faster, or owns it

@@ -50,7 +50,7 @@ class Tokenizer:
         return self._special_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token IDs of `text`, with whatever the model's tokenizer puts around a prompt if `add_special_tokens`.
+        """Returns the token IDs of `text`, with the model's affixes of a prompt if `add_special_tokens`.
 
         Special tokens that `text` spells out are themselves either way. It must be free of lone surrogates.
         """
@@ -95,7 +95,7 @@ class Tokenizer:
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, which may end inside a character; b"" where there is no such token."""
+        """Returns the bytes of a token, which may end inside a character; b"" if there is no such token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)
@@ -108,7 +108,7 @@ class Tokenizer:
         return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def fingerprint(self) -> str:
-        """SHA-256, in hexadecimal, over what token IDs mean: (ID, token), merges and special IDs.
+        """Returns the hexadecimal SHA-256 of the vocabulary: (ID, token), merges and special IDs.
 
         A draft and a target may be paired exactly when theirs are equal. The chat template is not part of it.
         """
@@ -128,7 +128,7 @@ class Tokenizer:
 
 
 class _DisguisedTokenizer:
-    """The same tokenizer, but that its special tokens are spelled in a way that nobody knows.
+    """Returns the same tokenizer with unguessable spellings of its special tokens.
 
     So what a text spells of the real ones is text, with the tokens it would have if they did not exist.
     """

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what came of it, a target a line; 1 where one of them failed. Raises ConfigurationError when all did."""
+    """Prints the results, one target per line; returns 1 if one failed. Raises ConfigurationError if all did."""
     context = trusted_context(arguments)
     if arguments.action == "list":
         return _list(arguments.admin, context)

@@ -103,7 +103,7 @@ class Authority:
 
     @classmethod
     def in_folder(cls, folder: Path) -> Authority:
-        """The one that is there, or a new one. Raises ConfigurationError when the one that is there is broken."""
+        """Returns the existing authority, or a new one. Raises ConfigurationError if the existing one is broken."""
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec

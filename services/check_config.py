@@ -1,4 +1,4 @@
-"""`outrider check-config`: what file, environment and options come to, and what is wrong with it. It loads no model."""
+"""`outrider check-config`: the resulting configuration and its errors. It loads no model."""
 
 from __future__ import annotations
 

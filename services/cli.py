@@ -104,7 +104,7 @@ SERVE_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command with options of its own, which takes no settings."""
+    """A command with its own options, without settings."""
 
     name: str
     purpose: str
@@ -248,7 +248,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_log_options(parser: argparse.ArgumentParser) -> None:
-    """To a command that has no configuration of its own."""
+    """Adds the options to a command without a configuration."""
     parser.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="default: info")
     parser.add_argument("--log-format", choices=_LOG_FORMATS, default="text", help="default: text")
 
@@ -307,7 +307,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> Config:
-    """The configuration, with the log as it says from here on. Raises ConfigurationError."""
+    """Returns the configuration and sets up the log accordingly. Raises ConfigurationError."""
     config = load_config(arguments.config, arguments.overrides, os.environ)
     arguments.log_format = config.logging.format
     setup_logging(arguments.command, config.logging.level, config.logging.format)

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigurationError when what is at the address does not answer, or says that it does not serve."""
+    """Raises ConfigurationError if the address does not answer, or reports that it does not serve."""
     address: str = arguments.address
     if address.startswith(_SCHEMES):
         call(address, "GET", "/health/live", seconds=_TIMEOUT_SECONDS, context=trusted_context(arguments))

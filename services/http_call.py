@@ -73,7 +73,7 @@ def call(
 
 
 def router_url(text: str) -> str:
-    """A parser for argparse: without a scheme it is taken for http."""
+    """A parser for argparse: an address without a scheme is http."""
     return (text if "://" in text else f"http://{text}").rstrip("/")
 
 
@@ -88,7 +88,7 @@ def add_url_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which certificates of a router are trusted: see `trusted_context`."""
+    """Adds the options for trusted certificates of a router: see `trusted_context`."""
     trust = parser.add_mutually_exclusive_group()
     trust.add_argument(
         "--ca-file",

@@ -1,4 +1,4 @@
-"""Every setting by its name, with what it can be, for pages and for `--help`."""
+"""Every setting by its name, with its possible values, for pages and for `--help`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AppendOverride(argparse.Action):
 
 
 def settings_parser() -> argparse.ArgumentParser:
-    """A parent of the parsers of programs: every setting as an option of its own."""
+    """Returns a parent for the parsers of programs: every setting as an option."""
     schema = _schema()
     parser = argparse.ArgumentParser(add_help=False)
     for section, described in schema["properties"].items():

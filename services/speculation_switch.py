@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what each router answers. Raises ConfigurationError when one does not; those before it have changed."""
+    """Prints each router's answer. Raises ConfigurationError if one fails; those before it have changed."""
     context = trusted_context(arguments)
     for address in arguments.admin:
         print(f"{address}: speculation for {_ask(address, arguments, context):g} % of requests")

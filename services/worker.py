@@ -69,7 +69,7 @@ def prepare_process(config: WorkerConfig) -> None:
 
 
 def check_before_loading(config: Config, pool: str) -> None:
-    """Checks what can be checked before a model is loaded, which may take minutes. Raises ConfigurationError."""
+    """Runs the checks that need no model, as loading it may take minutes. Raises ConfigurationError."""
     Listener.of(config.tls, pool)
     check_worker(config.target if pool == "target" else config.draft, pool)
     if pool == "target":
@@ -167,7 +167,7 @@ class Worker(Protocol):
         """True if its loop has work and makes no step."""
 
     async def drain(self, seconds: float) -> None:
-        """Takes no new work. Returns when what runs has ended or been given up, after `seconds` at most."""
+        """Accepts no new work. Returns when the running work has ended or been given up, after at most `seconds`."""
 
 
 async def serve(
@@ -177,7 +177,7 @@ async def serve(
     add_servicer: Callable[[grpc.aio.Server], None],
     worker: Worker,
 ) -> int:
-    """Serves `service` as `config` says until SIGTERM or SIGINT (returns 0) or until `worker` has failed (returns 1).
+    """Serves `service` with `config` until SIGTERM or SIGINT (returns 0) or until `worker` fails (returns 1).
 
     It then drains, for the `drain_seconds` of `config` at most; a second signal ends that at once.
 
@@ -229,7 +229,7 @@ def _open_port(listener: Listener, server: grpc.aio.Server, address: str) -> Non
 
 
 def _new_health_server(address: str, servicer: Any) -> grpc.aio.Server:
-    """For those who can show neither certificate nor token, and learn nothing but whether all is well."""
+    """A health service for callers without certificate and token, which reports nothing else."""
     plain = Listener()
     server = plain.new_server(SERVER_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

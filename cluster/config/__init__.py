@@ -191,7 +191,7 @@ class Config(Section):
 
     @property
     def draft_model(self) -> str:
-        """The model whose tokens the drafter knows: the target's own unless the drafter is a model of its own."""
+        """The model whose tokenizer the drafter uses: the target's own unless the drafter has a model of its own."""
         return self.draft.model if self.draft.drafter in ("model", "vllm") else self.target.model
 
     @property
@@ -203,7 +203,7 @@ class Config(Section):
 
     @property
     def has_drafter(self) -> bool:
-        """True if a drafter of ours proposes, wherever it is."""
+        """True if one of our drafters proposes, in any process."""
         return self.speculation.num_speculative_tokens > 0 and self.draft.drafter != "engine"
 
     @property

@@ -45,5 +45,5 @@ def is_setting(name: str) -> bool:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a program whose configuration has them already: there they would go before what was decided since."""
+    """For a program whose configuration includes them already: there they would override later decisions."""
     return {name: value for name, value in environment.items() if not is_setting(name)}

@@ -1,4 +1,4 @@
-"""The sections `ray` and `placement` of the configuration: where programs run, and how they hear of each other."""
+"""The sections `ray` and `placement` of the configuration: location of programs, and their registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `simulation`: what simulated engines do."""
+"""The section `simulation`: behaviour of simulated engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the configuration that says how programs of a cluster know each other."""
+"""The section `tls`: how the programs of a cluster authenticate each other."""
 
 from __future__ import annotations
 

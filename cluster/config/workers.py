@@ -120,7 +120,7 @@ class WorkerConfig(Section):
 
     @property
     def listen_address(self) -> str:
-        """Raises ConfigurationError when no setting says it."""
+        """Raises ConfigurationError if no setting defines it."""
         if self.listen is not None:
             return self.listen
         if not self.addresses:

@@ -1,4 +1,4 @@
-"""How long to wait before trying again what failed: longer each time, and never in step with others."""
+"""Pauses between retries: they grow, and a random part keeps callers out of step."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class LinkBalancer:
         return [*ejected, *self.to_move(now)]
 
     def to_eject(self, now: float) -> list[ActiveLink]:
-        """Links whose workers owe proposals and say nothing; from now on they are ejected."""
+        """Returns the links whose workers owe proposals and are silent; they are ejected."""
         ejected = []
         for link in self.active.values():
             if link.late_since is None and (self._owes_first_answers(link, now) or self._owes_answers(link, now)):

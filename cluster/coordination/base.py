@@ -1,4 +1,4 @@
-"""Interfaces of a coordinator's links to its draft workers, wherever these are."""
+"""Interfaces of a coordinator's links to its draft workers, in any process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LinkPool(ABC):
         """
 
     def lend_turn(self) -> None:  # noqa: B027  # drafters with threads of their own need none
-        """Lets drafters that compute in turn do what they owe and no step waits for; of prompts, one step."""
+        """Lets drafters in the engine's thread make owed proposals without a waiting step; one step for prompts."""
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""

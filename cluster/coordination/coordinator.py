@@ -171,7 +171,7 @@ class Coordinator:
         timing: StepTiming | None = None,
         joining: Sequence[SpeculativeSequence] = (),
     ) -> None:
-        """The step committed `rounds`, without the sequences that have ended; one message a link says so.
+        """The step committed `rounds`, without the sequences that have ended; sends one message per link.
 
         It also opens those of `joining` that will take part from the next step on, as far as they are known by now.
         """
@@ -318,7 +318,7 @@ class Coordinator:
 
 
 def _of_drafter(ended: Round, collected: Mapping[SpeculativeSequence, Drafts]) -> Round:
-    """Returns `ended` without the drafts that a grammar added: they say nothing about the drafter."""
+    """Returns `ended` without the drafts that a grammar added, which do not measure the drafter."""
     proposed, verified = collected.get(ended.sequence), ended.drafts
     if proposed is None or verified is proposed or proposed.parents is not None:
         return ended  # a grammar adds no nodes to a tree

@@ -162,7 +162,7 @@ class DepthPlanner:
     # Probes.
 
     def _begin_probe(self, decoding: Sequence[SpeculativeSequence]) -> None:
-        """Begins a probe if one is due, and goes on with one whose round is not over."""
+        """Begins a probe if one is due, and continues one whose round is not over."""
         if self.probe is not None and self.probe.link is None:
             self.probe = None  # no draft worker had room since the last plan: try another one
         if self.probe is None and self.measures and self._steps_to_probe <= 0:
@@ -193,7 +193,7 @@ class DepthPlanner:
     # Rounds.
 
     def wanted(self, sequence: SpeculativeSequence) -> tuple[int, Shape | None]:
-        """Draft tokens to ask for now, 0 to ask for none, and the shape of their tree; None: a chain."""
+        """Returns the number of draft tokens to request now, 0 for none, and the shape of their tree; None: a chain."""
         depth = sequence.depth
         if depth >= sequence.max_len - len(sequence.token_ids):
             depth = sequence.useful_depth
@@ -203,7 +203,7 @@ class DepthPlanner:
         return depth, self.shape(sequence, depth) if self.trees.may_branch else None
 
     def shape(self, sequence: SpeculativeSequence, num_drafts: int) -> Shape | None:
-        """The shape of the tree to ask for with `num_drafts` tokens; None: a chain."""
+        """Returns the shape of the tree to request with `num_drafts` tokens; None: a chain."""
         if sequence.num_speculative_tokens is None and self.measures:
             shape = () if sequence.template is None else sequence.template.parents[:num_drafts]
             return None if is_chain(shape) else shape

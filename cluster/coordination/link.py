@@ -167,7 +167,7 @@ class DraftLink:
         return up_seconds
 
     def _report(self, error: grpc.aio.AioRpcError) -> None:
-        """A refusal for who the two are is for an operator to mend, and said once; others pass."""
+        """Logs a refusal. Only an authentication error needs an operator, and is logged once."""
         refusal = self._dialer.explain(error)
         if refusal is None or refusal == self._refusal:
             logger.debug("draft worker %s: %s", self.address, error.details())
@@ -176,7 +176,7 @@ class DraftLink:
         self._refusal = refusal or self._refusal
 
     async def _check_pair(self, stub: draft_pb2_grpc.DraftStub) -> None:
-        """Notes what the worker drafts with. Raises ConfigurationError if its tokenizer is not the target's."""
+        """Stores the worker's model. Raises ConfigurationError if its tokenizer is not the target's."""
         description = await stub.Describe(types_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_SECONDS)
         fingerprint = description.model.tokenizer_fingerprint
         if fingerprint != self._tokenizer_fingerprint:
@@ -236,5 +236,5 @@ class DraftLink:
 
 
 def _label(model: types_pb2.ModelDescription) -> str:
-    """Two models never share one, if their workers say what they are; a worker of before says only its model's name."""
+    """Returns the model's label; unique if the worker reports a fingerprint, otherwise the model's name."""
     return f"{model.name}@{model.fingerprint[:_LABEL_DIGITS]}" if model.fingerprint else model.name

@@ -1,4 +1,4 @@
-"""Predicts what a draft worker would give a sequence: tokens per second with its drafts, at the best depth."""
+"""Predicts the value of a draft worker for a sequence: tokens per second with its drafts, at the best depth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.coordination.sequence import ActiveLink
 
 
 class LinkValue:
-    """Predicts with the controller's own measurements: what proposals take, and the model's acceptance."""
+    """Predicts from the controller's own measurements: proposal times, and the model's acceptance."""
 
     def __init__(self, planner: DepthPlanner) -> None:
         self._planner = planner

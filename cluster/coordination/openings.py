@@ -43,7 +43,7 @@ class Openings:
         self._wire_ids = itertools.count(1)
 
     def add(self, sequence: SpeculativeSequence) -> None:
-        """`sequence` may be drafted for from now on, unless its request asked for k = 0."""
+        """`sequence` may be drafted from now on, unless its request set k = 0."""
         if sequence.acceptance is None and sequence.num_speculative_tokens != 0:
             self._planner.join(sequence)
             self._waiting[sequence] = None
@@ -98,7 +98,7 @@ class Openings:
             self.detach(sequence)
 
     def lose(self, link: ActiveLink) -> None:
-        """`link` is down: its sequences wait for another, but for those whose openings may be what ends workers."""
+        """`link` is down: its sequences wait for another, except those whose openings may have ended the worker."""
         sequences = list(link.sequences.values())
         num_given_up = 0
         for sequence in sequences:
@@ -125,7 +125,7 @@ class Openings:
         self._waiting[sequence] = None
 
     def _leave_link(self, sequence: SpeculativeSequence) -> None:
-        """Its drafter forgets `sequence`, which waits for another."""
+        """Releases `sequence` at its drafter; it waits for another."""
         link = sequence.link
         if link is not None:
             link.credit = None  # it has room again, but only the worker can report how much

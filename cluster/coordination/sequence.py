@@ -116,7 +116,7 @@ class SpeculativeSequence:
         self.is_late = False
 
     def lost_its_link(self) -> None:
-        """The link went down, and with it whatever its worker knew."""
+        """The link went down, and its worker lost the sequence."""
         self.num_deaths += not self.has_answered
         self.detached()
 
@@ -149,7 +149,7 @@ class SpeculativeSequence:
             self.awaited_since = now
 
     def advance(self, num_drafts: int, shape: Shape | None, now: float) -> None:
-        """Its drafter, which it must have, is told every token it may not know, and asked for the next proposal."""
+        """Sends its drafter the tokens it lacks, and requests the next proposal. The sequence must have a drafter."""
         self.went_on()
         self.asked(num_drafts, shape, now)
         if num_drafts:
@@ -204,7 +204,7 @@ class SpeculativeSequence:
         self.is_late = True
 
     def went_on(self) -> None:
-        """Keeps what of its proposal follows the tokens committed since."""
+        """Keeps the part of its proposal that follows the tokens committed since."""
         if self.proposal is not None:
             fits = self.what_fits(self.proposal) or NO_DRAFTS
             left = Proposal(self.wire_id, len(self.token_ids), fits.token_ids, fits.parents)
@@ -239,7 +239,7 @@ class SpeculativeSequence:
         return drafts
 
     def _main_path(self, proposal: Proposal, depth: int) -> Drafts | None:
-        """The main path of what fits, `depth` tokens at most."""
+        """Returns the main path of the valid part, at most `depth` tokens."""
         return proposal.drafts.main_path(depth, self.token_ids[proposal.base :])
 
     def what_fits(self, proposal: Proposal) -> Drafts | None:
@@ -251,7 +251,7 @@ class SpeculativeSequence:
 
 @dataclass(eq=False, slots=True)
 class ActiveLink:
-    """A link that is up: its sequences by wire ID, what is to be sent on it, and what its proposals take."""
+    """A connected link: its sequences by wire ID, its pending messages, and its proposal times."""
 
     link: Link
     costs: LinkCosts
@@ -276,7 +276,7 @@ class ActiveLink:
         return self.expected_round_trip is not None and not self.costs.is_known and not self.sequences
 
     def send(self) -> None:
-        """Hands over what is waiting, if anything is."""
+        """Sends the pending messages, if any."""
         if self.request:
             self.link.send(self.request)
             self.request = SpeculateRequest()
@@ -300,7 +300,7 @@ class ActiveLink:
                 self.learn()
 
     def learn(self) -> None:
-        """Learns what proposals take from the replies since the last call."""
+        """Learns proposal times from the replies since the last call."""
         for overhead_seconds, step in self.observed:
             self.costs.observe_reply(overhead_seconds, step)
         if self.num_asked:

@@ -1,4 +1,4 @@
-"""Reports what each draft model would give and what speculation gains now, for scaling and for dashboards."""
+"""Reports the possible gain of each draft model and the current gain of speculation."""
 
 from __future__ import annotations
 

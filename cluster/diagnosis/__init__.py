@@ -1,1 +1,1 @@
-"""Computes from measurements what keeps a cluster's speculation from paying more. No I/O."""
+"""Computes from measurements what limits the gain of a cluster's speculation. No I/O."""

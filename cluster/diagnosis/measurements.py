@@ -113,7 +113,7 @@ class Counts:
 
 
 class TimeCurve:
-    """Seconds over a number, as a step's rows: linear between what was measured, and on as between the last two."""
+    """Seconds over a number, such as a step's rows: linear between measurements, extrapolated from the last two."""
 
     def __init__(self, steps: Iterable[tuple[float, StepTotals]]) -> None:
         """`steps`: with their mean rows; at least some. Those of about as many rows are taken together."""
@@ -149,7 +149,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A load, and what came of it."""
+    """A load and its measurements."""
 
     workload: Workload
     counts: Counts
@@ -192,7 +192,7 @@ class Examination:
 
     @property
     def has_drafts(self) -> bool:
-        """True if anything was drafted under the loads that asked for drafts."""
+        """True if any draft was made under the loads that requested drafts."""
         return any(one.counts.num_rounds and one.counts.verify.count for one in self.fixed)
 
     @property
@@ -213,7 +213,7 @@ class Examination:
 
     @property
     def network_seconds(self) -> float:
-        """Between asking for drafts and having them, what is not drafting, with one stream.
+        """Time between a request for drafts and their arrival without the drafting, with one stream.
 
         Not the links' own round trip: what was drafted ahead is answered at once, and the shortest says nothing.
         """

@@ -41,7 +41,7 @@ class SpeedModel:
 
     @classmethod
     def of(cls, found: Examination) -> SpeedModel:
-        """Steps, drafting and acceptance over all depths; what else rounds take, as at the fastest."""
+        """Steps, drafting and acceptance over all depths; the rest of a round as at the fastest depth."""
         plain, told = found.plain.counts, found.told.counts
         drafted = [one.counts for one in (*found.fixed, found.auto)]
         steps = TimeCurve([(plain.rows, plain.decode), *((counts.rows, counts.verify) for counts in drafted)])
@@ -112,7 +112,7 @@ class SpeedModel:
         return self.rate(self.best_depth())
 
     def break_even_acceptance(self) -> float | None:
-        """How often a draft has to be accepted, at whatever depth, for some k to pay; None: no draft would pay."""
+        """Lowest acceptance rate at which some k pays; None: no draft pays."""
         plain = self.rate(0)
         low, high = 0.0, 1.0
         if self.accepting(high).best_rate() <= plain:

@@ -103,7 +103,7 @@ class DraftSequence:
         self.extend(self.tip, [token_id], [0.0])
 
     def missing(self, max_model_len: int, root: int = -1) -> list[int]:
-        """The nodes to extend before the proposal that is owed is complete; none beyond `max_model_len` tokens.
+        """Returns the nodes to extend before the owed proposal is complete; none beyond `max_model_len` tokens.
 
         With `root`: the proposal that will be owed when `root` is the last committed token.
         """
@@ -131,7 +131,7 @@ class DraftSequence:
 
     @property
     def proposal_depth(self) -> int:
-        """How far the proposal that is owed goes along the main path."""
+        """Returns how far the owed proposal follows the main path."""
         if self.shape is None:
             return self.num_speculative_tokens
         depth, last = 0, -1
@@ -172,7 +172,7 @@ class DraftSequence:
         return found
 
     def commit(self, base: int, token_ids: Sequence[int]) -> list[int] | None:
-        """Takes in every token committed since `base`, keeping the part of the drafts that came true and goes on.
+        """Adds every token committed since `base`, and keeps the part of the drafts that the target chose.
 
         Returns the nodes that are kept, in their order: those that were committed, then those that become the new
         tree. None when the news is older than what is known, which changes nothing. `base` must not be behind
@@ -197,7 +197,7 @@ class DraftSequence:
         return came_true + rest
 
     def _replant(self, news: Sequence[int], root: int, nodes: Sequence[int]) -> None:
-        """Commits `news`; the tree is `nodes` from now on, which are under `root`."""
+        """Commits `news`; the tree becomes `nodes`, which are below `root`."""
         drafts = [self.token_of(node) for node in nodes]
         gaps = [self.gaps[node] for node in nodes]
         parents = renumbered(nodes, self.parents, root)
@@ -239,7 +239,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def admit(self, sequence: DraftSequence) -> bool:
-        """Makes room for `sequence`; False, changing nothing, when there is none or it cannot be drafted for."""
+        """Allocates memory for `sequence`. Returns False, unchanged, if there is none or it cannot be drafted."""
 
     @abstractmethod
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
@@ -263,7 +263,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def release(self, sequence: DraftSequence) -> None:
-        """Forgets `sequence` and frees what it held."""
+        """Releases `sequence` and frees its memory."""
 
     def readings(self) -> Iterable[Reading]:
         """The metrics of its KV cache; any thread."""

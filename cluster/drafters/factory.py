@@ -43,7 +43,7 @@ def is_model(drafter: DrafterName) -> bool:
 def load_draft_weights(
     config: Config, progress: Progress | None = None, target: LoadedModel | None = None
 ) -> LoadedModel:
-    """The model of a drafter that is one. With the `target` in the same process, what both have is not loaded twice.
+    """Returns the model of a drafter with a model. Shares tensors with a `target` in the same process.
 
     Raises ConfigurationError.
     """

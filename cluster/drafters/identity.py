@@ -11,7 +11,7 @@ from cluster.model_folder import resolve_model_folder
 
 
 def draft_fingerprint(config: Config) -> str:
-    """Hexadecimal SHA-256 over what proposals depend on, the processor's last bits apart. Raises ConfigurationError."""
+    """Returns the hexadecimal SHA-256 of the proposals' inputs except the CPU. Raises ConfigurationError."""
     draft = config.draft
     settings = draft.model_dump(mode="json", include={"drafter", "dtype", "quantization", "layers", "ngram_max"})
     if draft.drafter == "simulated":

@@ -1,4 +1,4 @@
-"""A small model as the drafter: it proposes what it would choose itself under the target's noise."""
+"""A small model as the drafter: it proposes its own choices under the target's noise."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ModelDrafter(Drafter):
     """
 
     def __init__(self, runner: ModelRunner, limits: StepLimits, burst: Burst | None = None) -> None:
-        """`burst`: draws the tokens of chains that are owed without the host between them."""
+        """`burst`: draws the tokens of owed chains without the host between them."""
         self.max_model_len = limits.max_model_len
         self.vocab_size = runner.model.config.vocab_size
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
@@ -158,7 +158,7 @@ class ModelDrafter(Drafter):
         return sequence.window + 1
 
     def _num_prompt_rows(self, sequence: DraftSequence) -> int:
-        """Rows until the first draft of a prompt is there."""
+        """Returns the number of rows until the first draft of a prompt."""
         return self._num_uncomputed(sequence)
 
     def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
@@ -197,7 +197,7 @@ class ModelDrafter(Drafter):
         return max(1, min(sequence.num_speculative_tokens - sequence.num_drafted, room))
 
     def _extend_by(self, burst: Burst, sequences: Sequence[DraftSequence], logits: torch.Tensor) -> None:
-        """Gives every chain the tokens that it is owed, as far as there are blocks."""
+        """Gives every chain its owed tokens, as far as there are blocks."""
         owed = []
         for sequence in sequences:
             count = self._num_owed(sequence)
@@ -230,7 +230,7 @@ class ModelDrafter(Drafter):
 
 
 def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int) -> tuple[Segment, list[int]]:
-    """The rows of `sequence` in this step, at most `budget`, and the nodes whose children come of them."""
+    """Returns the rows of `sequence` in this step, at most `budget`, and the nodes whose children they yield."""
     start, end = cache.num_computed_tokens, sequence.num_committed
     if start < end:
         end = min(end, start + budget)

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens where they stood before is proposed again (Saxena, 2023)."""
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the last ones (Saxena, 2023)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.engine.limits import StepLimits
 
 
 class NgramDrafter(Drafter):
-    """Needs no model, only the tokens so far: good for code, quotations and other text that repeats itself.
+    """Needs no model, only the text so far: good for code, quotations and other repetitive text.
 
     Where the last tokens stood before, the longest match goes first and among equals the latest.
     """
@@ -82,7 +82,7 @@ class _Index:
         self.num_tokens = max(self.num_tokens, num_tokens)
 
     def find(self, token_ids: Sequence[int]) -> int | None:
-        """The index of what followed the longest known run that `token_ids` end with."""
+        """Returns the index after the earlier occurrence of the longest known run that ends `token_ids`."""
         for length in self._lengths:
             start = self._next.get(tuple(token_ids[-length:])) if length <= len(token_ids) else None
             if start is not None:

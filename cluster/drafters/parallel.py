@@ -102,7 +102,7 @@ class ParallelDrafter(ModelDrafter):
                 self._complete(sequence, levels)
 
     def _complete(self, sequence: DraftSequence, levels: Sequence[tuple[list[int], list[float]]]) -> None:
-        """Gives the other nodes of the tree that is owed the best tokens of their depths."""
+        """Gives the other nodes of the owed tree the best tokens of their depths."""
         while nodes := [n for n in sequence.missing(self.max_model_len) if sequence.depth(n) < len(levels)]:
             for node in nodes:
                 token_ids, gaps = levels[sequence.depth(node)]

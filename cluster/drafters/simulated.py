@@ -18,7 +18,7 @@ _NEXT_BEST = 0.5
 
 
 class SimulatedDrafter(Drafter):
-    """Knows what the simulated target will choose, and proposes something else with a set probability.
+    """Computes the simulated target's choice, and proposes something else with a set probability.
 
     Whether it is right depends on the noise key and the position, and where the configured acceptance is not one number
     on the place in the proposal or the time as well; so runs agree. A step takes a time by the rows in it: one a

@@ -100,7 +100,7 @@ class VllmDrafter(Drafter):
             request.num_drafts += 1
 
     def _request_of(self, sequence: DraftSequence) -> _Request:
-        """The engine's request for `sequence`, begun now if there is none."""
+        """Returns the engine's request for `sequence`; starts one if there is none."""
         request = self._requests.get(sequence)
         if request is not None and request.params != sequence.params:
             self._remove_request(sequence)  # the sequence is now drafted at another temperature

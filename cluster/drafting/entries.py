@@ -25,7 +25,7 @@ Deliver = Callable[[SpeculateReply], None]
 
 @dataclass(slots=True)
 class CoordinatorLink:
-    """Where replies go, and what its coordinator is told of the time they took."""
+    """The reply channel of a link, and the times that are reported to its coordinator."""
 
     deliver: Deliver
     answered_at: float  # when it last answered
@@ -66,7 +66,7 @@ class CoordinatorLink:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A sequence and what is owed for it."""
+    """A sequence and its owed proposal."""
 
     wire_id: int  # the sequence's number on its link
     link: int
@@ -120,7 +120,7 @@ class Entry:
                 yield chances[node], self, node
 
     def proposal(self) -> Proposal:
-        """The one that is owed; with all that was drafted ahead, if it comes in parts."""
+        """Returns the owed proposal; includes all early drafts if it is sent in parts."""
         if self._comes_in_parts:
             return self.news()
         drafts = self.sequence.proposal()
@@ -136,7 +136,7 @@ class Entry:
 
 
 class Sent:
-    """The nodes of a sequence's tree that its coordinator was told of: those that may be verified next."""
+    """The nodes of a sequence's tree that were sent to its coordinator and may be verified next."""
 
     def __init__(self) -> None:
         self.num_seen = 0  # nodes that were examined

@@ -1,4 +1,4 @@
-"""Run-ahead: what a draft worker drafts before it is asked, while the targets verify.
+"""Run-ahead: the drafts that a worker makes before they are requested, while the targets verify.
 
 The main path goes on past the proposal: under the shared noise its next token is the best guess of the bonus token.
 Branches start where the target may choose otherwise, at the draft's next best, and go on as far as a proposal needs.
@@ -58,7 +58,7 @@ class RunAhead:
         return 1.0 - self._left[position] / self._reached[position]
 
     def chances(self, sequence: DraftSequence, parent: int) -> list[float]:
-        """The chance of each child of `parent`, likewise."""
+        """Returns the chance of each child of `parent`."""
         position = min(sequence.depth(parent), sequence.proposal_depth, _NUM_POSITIONS - 1)
         left = self._left[position] / self._reached[position]
         found = [1.0 - left]
@@ -68,7 +68,7 @@ class RunAhead:
         return found
 
     def observe(self, sequence: DraftSequence, news: Sequence[int]) -> str:
-        """The target committed `news`, which `sequence` does not know yet. Returns the kind of outcome."""
+        """The target committed `news`, which `sequence` lacks. Returns the kind of outcome."""
         node = -1
         for position, token in enumerate(news[:_NUM_POSITIONS]):
             children = sequence.children(node)
@@ -101,7 +101,7 @@ class RunAhead:
 
 
 class Frontier:
-    """The nodes of one chain that may be extended before they are asked for, and the chance that each is needed.
+    """The nodes of one chain that may be extended early, and the chance that each is needed.
 
     It follows its sequence as that grows; when tokens are committed another is made.
     """
@@ -116,7 +116,7 @@ class Frontier:
         self._max_depths = {-1: sequence.window}  # maximum depths below the nodes in `chances`
 
     def follow(self) -> None:
-        """Takes in what the sequence was extended by."""
+        """Adds the nodes by which the sequence was extended."""
         sequence, parents = self._sequence, self._sequence.parents
         if self._num_seen == len(parents):
             return
@@ -168,7 +168,7 @@ def num_nodes_ahead(
     curve: LearnedCurve,
     max_seconds: float = math.inf,
 ) -> int:
-    """Returns how many of the nodes with these `chances`, the largest first, a step adds to those owed.
+    """Returns the number of nodes, by falling `chances`, that a step adds to the owed ones.
 
     It adds the number that drafts the most needed tokens per second, without noticeably delaying owed proposals. Each
     node takes its number of `rows`; the `num_owed` owed nodes together take `num_owed_rows`. If none is owed, the step

@@ -1,4 +1,4 @@
-"""Finds, by targets' temperatures, the temperature at which drafts are accepted most, from what became of proposals."""
+"""Finds the draft temperature with the highest acceptance for each target temperature, from outcomes."""
 
 from __future__ import annotations
 

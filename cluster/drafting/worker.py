@@ -32,7 +32,7 @@ _BRANCHING_SHARE = 0.8  # share of the KV blocks in use above which no new branc
 
 
 class DraftWorker:
-    """Drafts in a thread of its own or, if it is never started, in the thread of the caller of `step`.
+    """Drafts in a thread of its own or, if not started, in the thread of the caller of `step`.
 
     A turn of the loop takes in the requests and answers those that run-ahead has completed. It runs one step of the
     drafter, for due proposals and for run-ahead. Then it sends the complete proposals, one message for each link.
@@ -48,7 +48,7 @@ class DraftWorker:
         clock: Callable[[], float] = time.perf_counter,
         prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prepare_thread` is what its thread does first."""
+        """`prepare_thread` is the first call of its thread."""
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
         self._clock = clock
@@ -92,7 +92,7 @@ class DraftWorker:
 
     @property
     def has_work(self) -> bool:
-        """True if a request was not taken in yet, or a proposal is due."""
+        """True if there is an unread request, or a proposal is due."""
         return bool(self._inbox) or any(entry.owes_proposal for entry in self._entries.values())
 
     @property
@@ -125,7 +125,7 @@ class DraftWorker:
             return self._num_links_ever
 
     def receive(self, link: int, request: SpeculateRequest, num_bytes: int = 0) -> None:
-        """`num_bytes`: what it took on the wire."""
+        """`num_bytes`: its size on the wire."""
         with self._wake:
             now = self._clock()
             if link in self._links:
@@ -186,7 +186,7 @@ class DraftWorker:
         self._send(replies)
 
     def _draft(self) -> None:
-        """One step of the drafter, for those who are owed a proposal and ahead; sends what became complete."""
+        """One step of the drafter, for owed proposals and ahead; sends the completed ones."""
         batch = self._next_batch()
         replies: dict[int, SpeculateReply] = {}
         if not batch:
@@ -274,7 +274,7 @@ class DraftWorker:
         return list(batch)
 
     def _nodes_ahead(self, owed: Mapping[Entry, Sequence[int]], num_rows: int) -> list[tuple[Entry, int]]:
-        """The likeliest nodes to draft ahead in a step that has `num_rows` rows for owed proposals."""
+        """Returns the most likely nodes to draft ahead in a step with `num_rows` rows for owed proposals."""
         self._rest_seconds = None
         if not self._runs_ahead:
             return []
@@ -318,7 +318,7 @@ class DraftWorker:
                 replies.setdefault(entry.link, SpeculateReply()).add(entry.proposal())
 
     def _collect_news(self, replies: dict[int, SpeculateReply]) -> None:
-        """Adds what was drafted ahead, for links that have heard nothing for a while; for all when nothing is to do."""
+        """Adds early drafts to the replies of links without a recent message; of all links if the worker is idle."""
         latest = self._clock() - (_NEWS_SECONDS if self.idle_seconds == 0.0 else 0.0)
         for entry in self._entries.values():
             link = self._links.get(entry.link) if entry.has_news else None
@@ -339,7 +339,7 @@ class DraftWorker:
                 reply.lost.add(advance.wire_id)
 
     def _open(self, link: int, opening: Open) -> bool:
-        """False when there is no room, no token, or one the draft lacks. Opening again replaces what was there."""
+        """Returns False if there is no room, no token, or one that the draft lacks. Reopening replaces a sequence."""
         known = self._entries.get((link, opening.wire_id))
         if known is not None:
             self._release(known)
@@ -418,7 +418,7 @@ class DraftWorker:
         self._drafter.release(entry.sequence)
 
     def release_all(self) -> None:
-        """Frees what its sequences hold; for when its loop has ended. Raises what the drafter raises."""
+        """Frees its sequences' memory after its loop has ended. Raises the drafter's exceptions."""
         for entry in tuple(self._entries.values()):
             self._release(entry)
 

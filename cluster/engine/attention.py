@@ -1,4 +1,4 @@
-"""How the queries of a packed step attend over the paged KV cache: what a plan is, and the plan for any step."""
+"""Attention of a packed step over the paged KV cache: the plan's interface, and the general plan."""
 
 from __future__ import annotations
 

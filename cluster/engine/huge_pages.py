@@ -1,4 +1,4 @@
-"""Memory for what a step reads from end to end, in pages of 2 MiB where the system gives them.
+"""Memory for data that a step reads sequentially, in pages of 2 MiB if the system has them.
 
 A processor looks up a page of 4 KiB for every 64 lines that it reads, and its prefetching ends where a page does.
 """

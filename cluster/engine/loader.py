@@ -28,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that has its weights, and no KV cache yet: how large that may be depends on what the weights leave."""
+    """A model with weights and without a KV cache, whose size depends on the remaining memory."""
 
     config: ModelConfig
     weights: ModelWeights  # in the format of `form`

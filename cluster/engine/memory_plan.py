@@ -233,7 +233,7 @@ def plan_pair(
     memory: Memory,
     draft_memory: Memory | None = None,
 ) -> tuple[Budget, ...]:
-    """One budget when target and draft share `memory`, two when the draft has a memory of its own."""
+    """Returns one budget if target and draft share `memory`, two if the draft has its own."""
     speculation = SpeculationConfig(
         num_speculative_tokens=num_speculative_tokens, max_speculative_tokens=num_speculative_tokens
     )

@@ -62,7 +62,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Raises ConfigurationError when the architecture, or something it asks for, is not supported."""
+        """Raises ConfigurationError if the architecture, or a feature it needs, is not supported."""
         values = _read_json(folder / "config.json")
         architecture = (values.get("architectures") or ["none"])[0]
         family = FAMILIES.get(architecture)

@@ -24,10 +24,10 @@ class PromptPart:
 
 
 class PromptPace:
-    """Learns what prompt tokens add to a step, and so how many of them add a set time to it."""
+    """Learns how much time prompt tokens add to a step, and thus how many fit a set time."""
 
     def __init__(self, max_seconds: float | None, max_rows: int) -> None:
-        """`max_seconds`: what prompts may add to a step; None: whatever they take. `max_rows`: of a step."""
+        """`max_seconds`: time that prompts may add to a step; None: unlimited. `max_rows`: of a step."""
         self._max_seconds = max_seconds
         self._plain = LearnedCurve(max_rows)  # times of steps without prompts
         self._cost = _TokenCost()

@@ -61,7 +61,7 @@ class RopeConfig:
 
     @classmethod
     def from_values(cls, values: Values) -> RopeConfig:
-        """Raises ValueError for what is not supported, KeyError for what is missing."""
+        """Raises ValueError for unsupported settings, KeyError for missing ones."""
         # transformers 5 writes rope_parameters; earlier releases wrote rope_theta and rope_scaling.
         rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
         if any(isinstance(value, dict) for value in rope.values()):
@@ -77,7 +77,7 @@ class RopeConfig:
 
 
 def _none(values: Values, rope: Values) -> None:
-    """'dynamic' stretches only what is longer than max_position_embeddings, and the engine takes nothing longer."""
+    """'dynamic' only stretches positions beyond max_position_embeddings, and the engine accepts none."""
 
 
 def _linear(values: Values, rope: Values) -> LinearScaling:

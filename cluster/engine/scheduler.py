@@ -1,4 +1,4 @@
-"""Decides what the next step of the target computes: continuous batching with chunked prefill and preemption."""
+"""Schedules the target's next step: continuous batching with chunked prefill and preemption."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Scheduler(Generic[SequenceT]):
         return admitted
 
     def remove(self, *sequences: SequenceT) -> None:
-        """`sequences` finished or were aborted, wherever they were. All at once: thousands may wait, and leave."""
+        """`sequences` finished or were aborted, running or waiting. Takes all at once: there may be thousands."""
         gone = set(sequences)
         running = [sequence for sequence in self.running if sequence in gone]
         for sequence in running:
@@ -207,7 +207,7 @@ class Scheduler(Generic[SequenceT]):
         return min(num_left, self._max_scored_tokens) if sequence.is_scoring else num_left
 
     def _make_room(self) -> bool:
-        """Gives every running sequence, the oldest first, the blocks of its committed tokens, whatever that takes.
+        """Allocates the blocks of every running sequence's committed tokens, oldest first, preempting if needed.
 
         Returns whether that was possible without taking any back. If not, drafts have only what is left of the
         blocks that their sequences hold.

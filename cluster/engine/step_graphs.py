@@ -82,7 +82,7 @@ class StepGraphs:
         return step
 
     def _take(self, batch: Batch, size: int) -> None:
-        """Copies `batch` into the inputs, and makes rows past its own that write where nobody reads."""
+        """Copies `batch` into the inputs; padding rows write to memory that is never read."""
         inputs, num_rows, num_segments = self._inputs, len(batch.token_ids), len(batch.context_lens)
         inputs.token_ids[:num_rows].copy_(batch.token_ids)
         inputs.positions[:num_rows].copy_(batch.positions)
@@ -99,7 +99,7 @@ class StepGraphs:
 
 
 def first_rows(inputs: Batch, size: int) -> Batch:
-    """The first `size` rows of `inputs`, in as many segments: views, which see what is copied into these."""
+    """Returns views of the first `size` rows of `inputs`, in that number of segments."""
     return Batch(
         token_ids=inputs.token_ids[:size],
         positions=inputs.positions[:size],

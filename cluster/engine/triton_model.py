@@ -91,7 +91,7 @@ class TritonModel(TorchModel):
         return self.compute(batch) if logits is None else logits
 
     def compute(self, batch: Batch) -> torch.Tensor:
-        """`forward` without records, which is what records are made of."""
+        """Runs `forward` without recorded steps; records are made of it."""
         max_context = batch.block_tables.shape[1] * self.block_size
         return self._logits(batch, PagedAttention(batch, self.block_size, max_context))
 

@@ -54,6 +54,6 @@ class ModelWeights:
 
     @property
     def num_bytes_read(self) -> int:
-        """Bytes of the weights that a step reads, whatever its number of rows."""
+        """Bytes of the weights that a step reads, for any number of rows."""
         linears = [linear for layer in self.layers for linear in layer.linears]
         return sum(linear.num_bytes for linear in (*linears, self.head))

@@ -44,7 +44,7 @@ class _Work:
 
 
 class GrammarCompiler:
-    """Compiles in a process of its own, one grammar after the other; it belongs to one event loop.
+    """Compiles in a separate process, one grammar at a time; belongs to one event loop.
 
     The process starts with the first grammar. One that takes too long, or too much memory, ends it.
     """

@@ -1,4 +1,4 @@
-"""How far a text has come in its grammar: what an engine sees of it. Imports nothing that takes long."""
+"""The state of a text in its grammar, as engines see it. Its imports are fast."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Matcher(Protocol):
-    """xgrammar's, as far as it is used, and a guess of what comes next."""
+    """xgrammar's matcher as far as it is used, and a guess of the next tokens."""
 
     def accept_token(self, token_id: int, /) -> bool: ...
 

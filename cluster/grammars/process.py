@@ -1,4 +1,4 @@
-"""The process in which grammars are compiled: what a grammar does to it, it does to nobody else.
+"""The process in which grammars are compiled, so that a bad grammar harms no other process.
 
     python -m cluster.grammars.process FOLDER VOCAB_SIZE [END_TOKEN_ID ...]
 

@@ -116,7 +116,7 @@ class _Source(ABC):
         changed.set()
 
     def _keep(self, complaint: str) -> None:
-        """Leaves the list as it is, and says why, once."""
+        """Keeps the list, and logs the reason once."""
         if complaint != self._complaint:
             logger.warning(
                 "%s: %s; the last list of %d addresses stays in use", self._name, complaint, len(self.addresses)

@@ -24,12 +24,12 @@ class Place:
 
     @classmethod
     def own(cls, placement: PlacementConfig, environment: Mapping[str, str]) -> Place:
-        """This program's, by its configuration, and by its environment where that says nothing."""
+        """This program's place, from its configuration, then from its environment."""
         names = [field.name for field in fields(cls)]
         return cls(*[getattr(placement, name) or environment.get(_ENVIRONMENT.format(name.upper())) for name in names])
 
     def round_trip_to(self, other: Place) -> float | None:
-        """Seconds, as one would guess; None when the labels say nothing of it."""
+        """Estimated seconds; None if the labels do not suffice."""
         is_same = {
             field.name: getattr(self, field.name) == getattr(other, field.name)
             for field in fields(self)
@@ -58,7 +58,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, line: str) -> Endpoint:
-        """Raises ValueError, saying what is wrong with it."""
+        """Raises ValueError with the problem."""
         address, *labels = line.split()
         if not re.fullmatch(HOST_PORT, address):
             raise ValueError(f"{line[:60]!r} is not host:port")

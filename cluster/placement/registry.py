@@ -22,7 +22,7 @@ _FENCE_SECONDS = 120.0  # a delayed announcement arrives within this time
 
 @dataclass(frozen=True, slots=True)
 class NodeLabels(Place):
-    """Where a worker is, and on what; None: the node does not say."""
+    """Location of a worker and its hardware; None: the node does not report it."""
 
     accelerator: str | None = None
 
@@ -54,7 +54,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A pool as a registry knows it. Versions belong to one registry (`incarnation`); another one starts over."""
+    """A pool in a registry. Versions belong to one registry (`incarnation`); another one starts over."""
 
     incarnation: int
     version: int
@@ -116,7 +116,7 @@ class Registry:
         return True
 
     def withdraw(self, address: str, epoch: int, now: float) -> None:
-        """The program is going: what it announced earlier, and is still on its way, does not bring it back."""
+        """The program is ending: earlier announcements that arrive later do not list it again."""
         self._fences[address] = (max(epoch, self._fences.get(address, (-1, 0.0))[0]), now)
         if address in self._members and self._members[address].epoch <= epoch:
             self._forget(address)

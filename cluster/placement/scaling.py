@@ -70,7 +70,7 @@ class Scaler:
         self._asked[pool] = number
 
     def decide(self, targets: Sequence[Announcement], drafts: Sequence[Announcement], now: float) -> Sequence[Decision]:
-        """Returns the decisions for the workers' loads; none while there is no target."""
+        """Returns the decisions for the workers' loads; none without a target."""
         loads = [member.load for member in targets if member.load is not None]
         if not loads:
             return ()
@@ -136,7 +136,7 @@ class Scaler:
         return wanted, inputs, reason
 
     def _most_drafts(self, current: int, num_sequences: int) -> int:
-        """More than a worker for each sequence bring nothing."""
+        """More than one worker per sequence gains nothing."""
         most = max(num_sequences, current, self._drafts.least)
         return most if self._drafts.most is None else min(most, self._drafts.most)
 

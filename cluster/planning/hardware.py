@@ -1,4 +1,4 @@
-"""GPUs and host CPUs: what their data sheets say, and what they cost.
+"""GPUs and host CPUs: the figures of their data sheets, and their prices.
 
 Bandwidth and peak are of NVIDIA's data sheets: of the SXM forms where there are several; FP16 or bfloat16 on tensor
 cores without sparsity, summed in float32 (both have the same figure). What is had of them is `steps.Efficiency`'s.

@@ -67,7 +67,7 @@ def token_moments(acceptance_rate: float, num_speculative_tokens: int) -> tuple[
 
 
 def mean_rounds(acceptance_rate: float, num_speculative_tokens: int, num_tokens: float) -> float:
-    """Rounds until `num_tokens` are committed; what the last of them has beyond is lost."""
+    """Rounds until `num_tokens` are committed; surplus tokens of the last round are lost."""
     mean, variance = token_moments(acceptance_rate, num_speculative_tokens)
     overshoot = ((variance + mean**2) / mean - 1) / 2
     return (num_tokens + overshoot) / mean

@@ -82,7 +82,7 @@ def _beside(request: ClusterRequest, alone: Option) -> Option:
 
 
 def _apart(request: ClusterRequest, alone: Option, name: str, draft: PlannedModel, round_trip: float) -> Option:
-    """On GPUs of its own."""
+    """On its own GPUs."""
     rate = request.acceptance_rate
     if draft.dtype != request.draft.dtype:
         told = request.int4_acceptance_rate

@@ -200,7 +200,7 @@ def _steady_at(option: Option, num_seqs: int, load: ExpectedLoad, depth: int) ->
 
 
 def _sized(option: Option, load: ExpectedLoad, most: int) -> tuple[int, int, float]:
-    """Targets for the requests, the sequences on each, and the share of what these could do that is asked for."""
+    """Number of targets for the requests, sequences on each, and the requested share of their capacity."""
     assert load.requests_per_second is not None
     num_targets = math.ceil(load.requests_per_second / _steady(option, most, load).answers_per_second)
     own = load.requests_per_second / num_targets

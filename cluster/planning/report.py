@@ -15,7 +15,7 @@ _BELOW, _ABOVE = "*", "+"
 
 
 def plans_table(plans: Sequence[Plan], limits: Sequence[int] | None = None) -> str:
-    """`limits`: the most sequences of each within the latencies that were asked for."""
+    """`limits`: the maximum number of sequences of each within the requested latencies."""
     header = ["", "K", "tokens a round", "draft + net + verify ms", "tokens/s", "first token ms, p99"]
     header += ["between tokens ms, p99", "pause p99", "$/M tokens", "sequences, fit", "draft GPUs a target"]
     rows = [[*header, *(["within limits"] if limits is not None else [])]]

@@ -80,7 +80,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Linear between what was measured; the KV that is read is in it, as much as there was."""
+    """Linear between measurements; includes the KV that was read in them."""
 
     points: tuple[tuple[int, float], ...]  # rows, seconds
 

@@ -1,4 +1,4 @@
-"""Tokens that are a hash, and chances that are another: what simulated engines have for a model."""
+"""Hashes for tokens and chances: the model of simulated engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MASK = 2**64 - 1
 
 
 def token_at(key: NoiseKey, position: int, vocab_size: int) -> int:
-    """The token that the simulated target chooses at `position`, whatever comes before it."""
+    """The token that the simulated target chooses at `position`, after any prefix."""
     return _hash(key.low ^ position) % vocab_size
 
 

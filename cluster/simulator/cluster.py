@@ -213,7 +213,7 @@ class SimulatedCluster:
                 on_progress(now)
 
     def _take(self, target: _Target, now: float, outputs: Sequence[GenerationOutput]) -> None:
-        """Records a step and what it committed."""
+        """Records a step and its committed tokens."""
         step, target.engine.last_step = target.engine.last_step, None
         assert step is not None
         self.recorder.stepped(target.index, now, step, outputs)
@@ -247,7 +247,7 @@ def _num_drafts(config: Config) -> int:
 
 
 def check(config: Config) -> None:
-    """Raises ConfigurationError for what cannot be simulated."""
+    """Raises ConfigurationError if it cannot be simulated."""
     limits = config.target
     _check_times(config.simulation)
     if max(config.target.replicas, config.draft.replicas) > _MAX_WORKERS:

@@ -1,4 +1,4 @@
-"""Time that programs take in addition to the configured steps.
+"""Time that programs need in addition to the configured steps.
 
 Measured by `python -m bench.simulate --parts overheads` on two cores of a Sapphire Rapids Xeon, with all programs on
 that machine and 8 to 16 sequences. The time of hundreds of sequences is an extrapolation.

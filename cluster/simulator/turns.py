@@ -83,7 +83,7 @@ class Turns:
         heapq.heappush(self._events, (seconds, next(self._numbers), event))
 
     def run(self, loops: Sequence[Callable[[], None]]) -> None:
-        """Runs `loops[i]` with clock i until nothing is due or an event ends the run. Raises what they raise."""
+        """Runs `loops[i]` with clock i until nothing is due or an event ends the run. Raises their exceptions."""
         threads = [
             threading.Thread(target=self._run, args=(clock, loop), name="virtual target", daemon=True)
             for clock, loop in zip(self.clocks, loops, strict=True)

@@ -39,7 +39,7 @@ def simulated_request(
 
 @dataclass(slots=True)
 class VirtualCluster:
-    """One target and its `drafts`; without any, the draft workers that `config` asks for, all alike."""
+    """One target and its `drafts`; without any, the draft workers of `config`, all alike."""
 
     config: Config
     drafts: Sequence[SimulatedDraft] = ()

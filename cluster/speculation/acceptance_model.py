@@ -1,4 +1,4 @@
-"""Predicts which share of the drafts a target will accept, from what it accepted before.
+"""Predicts the share of drafts that a target will accept, from its earlier choices.
 
 A sequence's own history is short, so it only scales the rates of all sequences of its kind: acceptance by position
 (deeper drafts are accepted less often), over a sliding window of rounds.
@@ -120,7 +120,7 @@ class SequenceAcceptance:
 
 
 def own_rates(sequences: Sequence[SequenceAcceptance]) -> FloatArray:
-    """Each sequence's acceptance by position, [sequences, depths]; takes in the rounds observed so far."""
+    """Returns each sequence's acceptance by position, [sequences, depths], including all observed rounds."""
     shared = list({id(sequence.shared): sequence.shared for sequence in sequences}.values())
     row_of = {id(kind): row for row, kind in enumerate(shared)}
     rates = np.array([kind.rates for kind in shared])[[row_of[id(sequence.shared)] for sequence in sequences]]

@@ -1,4 +1,4 @@
-"""Learns what the parts of a round take, from measured rounds: nothing here is configured.
+"""Learns the times of a round's parts from measured rounds: none is configured.
 
 Two kinds of curves are learned: seconds of the target's step over its rows, and of the draft's step over its own. The
 rest of a link's time (the network, and the queue behind other targets' work) is one number.
@@ -241,7 +241,7 @@ class LinkCosts:
 
     @property
     def ready_shares(self) -> FloatArray:
-        """For each level from 1 on, the share of steps in which a draft is there when the step could begin."""
+        """For each level from 1 on, the share of steps in which a draft was ready when the step could begin."""
         # A level without recent requests counts as ready as often as the previous one, so that it is tried again.
         shares, before = np.empty(len(self._asked)), self._ready[0] / self._asked[0]
         for level, (asked, ready) in enumerate(zip(self._asked.tolist(), self._ready.tolist(), strict=True)):

@@ -176,7 +176,7 @@ class GoodputController:
 
 
 class _Search:
-    """The best numbers of drafts of candidates that did not ask for one."""
+    """Returns the best numbers of drafts for candidates without a number of their own."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class _Search:
         return float(rates[limit, last]), num_drafts, float(tokens[limit, last]) / seconds
 
     def _ready_shares(self, levels: IntArray) -> FloatArray:
-        """How often a draft of each candidate is there when a step could begin, [candidates, drafts]."""
+        """How often a draft of each candidate is ready when a step could begin, [candidates, drafts]."""
         by_link = np.array([[0.0] * len(levels), *(costs.ready_at(levels) for costs in self._costs)])
         return by_link[self._links + 1]
 

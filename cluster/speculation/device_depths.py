@@ -51,7 +51,7 @@ class DeviceDepths:
         return SequenceAcceptance(self._rates[kind])
 
     def tried(self) -> None:
-        """The steps observed so far were tried before the first request, of every depth."""
+        """The steps observed so far were trials of every depth, before the first request."""
         self._sums.weigh(_TRIED_STEPS)
         self._tried, self._sums = self._sums, _Sums()
 

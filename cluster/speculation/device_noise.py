@@ -38,7 +38,7 @@ def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]],
 
 
 def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """As `gumbel_noise_on`, from tensors that are there: int64 [num_draws] each, keys as the bits of their words."""
+    """As `gumbel_noise_on`, from existing tensors: int64 [num_draws] each, keys as the bits of their words."""
     v = None if position.device.type == "cpu" else _by_kernel(low, high, position, num_tokens)
     if v is None:
         words = _words(low[:, None], high[:, None], position[:, None], num_tokens)

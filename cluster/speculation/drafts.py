@@ -63,7 +63,7 @@ class Drafts:
         return self._where(lambda node: self.token_ids[node] < vocab_size)
 
     def among(self, nodes: Collection[int]) -> Drafts:
-        """Those of `nodes`, without what comes after the others."""
+        """Returns `nodes` without those that follow a missing one."""
         return self._where(lambda node: node in nodes)
 
     def after(self, token_ids: Sequence[int]) -> Drafts | None:
@@ -115,7 +115,7 @@ class Drafts:
         return self._chosen(descendants_of(root, self.parents), root)
 
     def _where(self, is_kept: Callable[[int], bool]) -> Drafts:
-        """Those that `is_kept` says, without what comes after the others."""
+        """Returns the kept drafts, without those that follow a removed one."""
         parents = chain(len(self)) if self.parents is None else self.parents
         kept: set[int] = {-1}
         kept.update(node for node, parent in enumerate(parents) if parent in kept and is_kept(node))

@@ -207,7 +207,7 @@ def _shape(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
 
 
 def _bias_and_penalise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
-    """Takes out what is not allowed, adds logit bias and applies the penalties, in place."""
+    """Excludes forbidden tokens, adds logit bias and applies the penalties, in place."""
     _mask(scores, requests)
     start = 0
     for request in requests:
@@ -228,7 +228,7 @@ def _biases(logit_bias: tuple[tuple[int, float], ...], device: torch.device) -> 
 
 
 def _mask(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
-    """Tokens that are not allowed become -inf, in place: at once for all rows, as each call takes as long as a row."""
+    """Sets forbidden tokens to -inf, in place, for all rows at once: a call takes as long as a row."""
     masks = [request.allowed for request in requests if request.allowed is not None]
     if not masks:
         return
@@ -293,7 +293,7 @@ def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
 
 
 def _filter(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """`filter_rows` of what `params`, one for each row, ask for."""
+    """Applies `filter_rows` with `params`, one for each row."""
     device, vocab_size = scores.device, scores.shape[-1]
 
     def column(values: Sequence[float]) -> torch.Tensor:

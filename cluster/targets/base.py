@@ -155,7 +155,7 @@ class Target(ABC):
 
     @abstractmethod
     def start(self, publish: Publish) -> None:
-        """Starts the step loop in a thread of its own."""
+        """Starts the step loop in its own thread."""
 
     @abstractmethod
     def stop(self) -> None:

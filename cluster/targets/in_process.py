@@ -72,7 +72,7 @@ class InProcessLink:
 
 
 def without_run_ahead(speculation: SpeculationConfig) -> SpeculationConfig:
-    """Returns `speculation` for drafts that are made in turn with the target: when they are wanted, not ahead."""
+    """Returns `speculation` for a drafter in the target's thread: drafts are made on demand, not ahead."""
     return speculation.model_copy(update={"max_run_ahead": 0, "run_ahead_branches": 0})
 
 
@@ -116,7 +116,7 @@ class InProcessPool(LinkPool):
         return int(self._link is not None)
 
     async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
-        """`endpoints` are not followed: there is nobody else to draft."""
+        """`endpoints` are ignored: there is no other drafter."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -192,7 +192,7 @@ class InProcessPool(LinkPool):
             self._do(self._link.worker.step)
 
     def _take_in(self) -> None:
-        """Sequences have ended: what they held is not kept until the next step, which may be long in coming."""
+        """Sequences have ended: releases them now, as the next step may be far away."""
         if self.drafts_in_turn and self._link is not None:
             self._do(self._link.worker.take_in)
 

@@ -1,4 +1,4 @@
-"""`acceptance: rejection`, for comparison: the target runs a copy of the draft to learn what it sampled from."""
+"""`acceptance: rejection`, for comparison: the target runs a copy of the draft to get its distribution."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class RejectionSampler:
         return probabilities(logits, [verified.sample_request(len(verified.draft_token_ids)) for verified in chains])
 
     def _catch_up(self, verified: _VerifiedChain) -> None:
-        """Computes a prompt in chunks, until what is left fits into one step."""
+        """Computes a prompt in chunks, until the rest fits into one step."""
         cache, token_ids = verified.cache, verified.generation.token_ids
         while len(token_ids) - cache.num_computed_tokens > self._limits.max_num_batched_tokens:
             start = cache.num_computed_tokens

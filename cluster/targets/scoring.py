@@ -1,4 +1,4 @@
-"""Log-probabilities that a step owes its requests, collected while it is committed and computed all at once."""
+"""Log-probabilities of a step's requests, collected during the commit and computed at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.targets.token_generator import Scheduled
 
 
 class Scoring:
-    """Collects the log-probabilities that a step owes. `finish` fills in those that `add` and `add_prompt` return."""
+    """Collects a step's log-probabilities. `finish` fills in those returned by `add` and `add_prompt`."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -27,7 +27,7 @@ class Scoring:
         return owed
 
     def add_prompt(self, scheduled: Scheduled, first_row: int) -> TokenLogprobs | None:
-        """Those of the prompt tokens that `scheduled`, whose logits begin at `first_row`, tells of; each once."""
+        """Returns those of the prompt tokens that `scheduled`, whose logits begin at `first_row`, yields; each once."""
         sequence, num_scored = scheduled.sequence, scheduled.num_scored
         if not num_scored:
             return None

@@ -109,7 +109,7 @@ class StepLoop(Target):
         return True
 
     def _forget(self, generation: Generation) -> None:
-        """`generation` has ended: lets go of what the engine itself keeps of it."""
+        """`generation` has ended: releases the engine's own state of it."""
 
     @property
     def is_stuck(self) -> bool:
@@ -355,7 +355,7 @@ class StepLoop(Target):
             self._wake.wait_for(lambda: self._submitted or self._aborted or self._stopping)
 
     def _take_commands(self, publish: Publish) -> None:
-        """Requests and aborts that have come meanwhile; admits what there is room for."""
+        """Processes new requests and aborts; admits the requests that fit."""
         with self._wake:
             submitted, self._submitted = self._submitted, []
             aborted, self._aborted = self._aborted, set()

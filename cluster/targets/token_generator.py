@@ -18,7 +18,7 @@ from cluster.targets.base import GenerationRequest, TargetModel
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Generation(engine.Sequence):
-    """One generation: its state in the engine, what was asked for, and what the coordinator keeps of it.
+    """One generation: its request, its state in the engine, and the coordinator's state.
 
     All three share one list of tokens.
     """
@@ -30,7 +30,7 @@ class Generation(engine.Sequence):
 
     @classmethod
     def of(cls, request: GenerationRequest, model: TargetModel, max_drafts: int) -> Generation:
-        """Before its first step; `max_drafts` in a round where `request` does not say."""
+        """Before its first step; `max_drafts` in a round if `request` has no number."""
         token_ids, asked = list(request.token_ids), request.num_speculative_tokens
         end_token_ids = request.end_token_ids(model)
         max_len = request.num_prompt_tokens + request.max_tokens

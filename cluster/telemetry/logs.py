@@ -41,7 +41,7 @@ def setup_logging(program: str, level: LogLevel = "info", form: LogFormat = "tex
 
 
 class LoggedLine(NamedTuple):
-    """A line of a program's log, read by who started the program."""
+    """A line of a program's log, read by the program that started it."""
 
     level: int
     message: str  # includes the program's name

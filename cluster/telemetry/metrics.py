@@ -57,7 +57,7 @@ class QueueTime(TimeTally):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One number of a worker at the moment its page is asked for."""
+    """One number of a worker when its page is read."""
 
     name: str
     documentation: str
@@ -88,7 +88,7 @@ class StepTime:
 
 
 class WorkerMetrics(Collector):
-    """The page of a worker: numbers its engine keeps anyway, read when the page is asked for.
+    """The page of a worker: numbers that its engine keeps anyway, read on request.
 
     Bytes on the wire per committed token, opens apart:
         sum(rate(outrider_link_bytes_total{kind="round"}[1m])) / rate(outrider_committed_tokens_total[1m])

@@ -26,7 +26,7 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class PageGuard:
-    """Who may read a page. `context`: what each connection is made with; None: plaintext.
+    """Access to a page. `context`: TLS of its connections; None: plaintext.
 
     `accepts`: whether a caller may read who comes with that token; None: everybody may.
     """
@@ -86,7 +86,7 @@ def _server_class(host: str, port: int, context: Callable[[], ssl.SSLContext] | 
         daemon_threads = True
 
         def finish_request(self, request: Any, client_address: Any) -> None:
-            """In a thread of its own, where a caller who is slow to shake hands holds up nobody."""
+            """Shakes hands in its own thread, so that a slow caller does not block others."""
             if context is None:
                 super().finish_request(request, client_address)
                 return

@@ -1,4 +1,4 @@
-"""Spans of requests: what programs know of tracing, and what it is where it is off.
+"""Spans of requests: the interface that programs use, and its implementation without tracing.
 
 OpenTelemetry is in `cluster.telemetry.otlp`, which is imported only where it is on.
 """
@@ -23,7 +23,7 @@ _REQUIRED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span as others are told of it, in the form of W3C's headers. Without a `traceparent` there is none."""
+    """A span in W3C's headers, for other programs. Without a `traceparent` there is none."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -62,7 +62,7 @@ class Tracer:
         return NO_SPAN
 
     def close(self) -> None:
-        """Exports what has ended; blocks for some seconds at most."""
+        """Exports ended spans; blocks for some seconds at most."""
 
 
 def check_tracing(config: TracingConfig) -> None:

@@ -36,7 +36,7 @@ class Dialer:
         token: TokenFile | None = None,
         server_name: str | None = None,
     ) -> None:
-        """`server_name`: what the workers' certificates have to be for; None: the host that is dialled."""
+        """`server_name`: name in the workers' certificates; None: the dialled host."""
         self._certificates = certificates
         self._token = token
         self._server_name = server_name
@@ -79,7 +79,7 @@ class Dialer:
         return PageDialing(self._reading[1], self._server_name, token)
 
     def explain(self, error: grpc.RpcError) -> str | None:
-        """Why a call was refused, in words for the log, where it is for who the two are; else None."""
+        """Returns the reason for a refused call if it is authentication or TLS, for the log; otherwise None."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return None
         code, details = error.code(), error.details() or ""
@@ -111,7 +111,7 @@ PLAIN = Dialer()
 
 
 class _Sender(grpc.AuthMetadataPlugin):
-    """Puts the token of now into each call. gRPC asks for it only where the connection is encrypted."""
+    """Adds the current token to each call. gRPC calls it only on encrypted connections."""
 
     def __init__(self, token: TokenFile) -> None:
         self._token = token

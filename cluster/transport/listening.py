@@ -1,4 +1,4 @@
-"""Servers of workers: who may call them, and the certificate that they show."""
+"""Servers of workers: authentication of callers, and the certificate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Listener:
         return grpc.aio.server(interceptors=[*token_checks, _MessageCheck()], options=options)
 
     def open_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Raises RuntimeError when nobody can listen there."""
+        """Raises RuntimeError if the address cannot be listened on."""
         if self._certificates is None:
             return server.add_insecure_port(address)
         certificates, pems = self._certificates, self._certificates.current()

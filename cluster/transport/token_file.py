@@ -1,4 +1,4 @@
-"""A shared token in a file: what programs say to each other, or a scraper to a metrics page.
+"""A shared token in a file, between programs or for a metrics scraper.
 
 The first line is the token that is sent; each of the others is accepted too, so that a new token can be given to one
 program after the other. Blank lines and those that begin with # are ignored.
@@ -35,7 +35,7 @@ class TokenFile:
         return self._tokens[0].decode()
 
     def accepts(self, token: bytes) -> bool:
-        """In a time that does not tell how much of it is right."""
+        """Compares in constant time."""
         self._follow()
         return sum(hmac.compare_digest(token, known) for known in self._tokens) > 0  # compared with all, always
 

@@ -50,7 +50,7 @@ class BoundSteps:
             self._step = _executing = None
 
     def fill(self) -> None:
-        """Has the drafts of the step, if it is bound, in the runner's table before what is queued from now on."""
+        """Puts the drafts of the step, if it is bound, into the runner's table before later work in the stream."""
         step, self._step = self._step, None
         if step is None:
             return

@@ -1,4 +1,4 @@
-"""Constraints of requests inside vLLM: they travel in `extra_args` and are applied wherever tokens are chosen.
+"""Constraints of requests inside vLLM: they are sent in `extra_args` and applied at sampling.
 
 vLLM's own constraints (grammars, allowed tokens, bad words, least lengths) stay off. Its log-probabilities would cover
 only the tokens that a grammar allows, and it refuses some of the constraints together with speculation.

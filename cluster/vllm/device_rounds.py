@@ -38,7 +38,7 @@ class DeviceRounds:
     """`cluster.vllm.scheduler.Rounds` for a runner that drafts. A depth of 0 drafts nothing in that step."""
 
     def __init__(self, max_depth: int, opening_depth: int, *, is_fixed: bool) -> None:
-        """`is_fixed`: the depth stays at `opening_depth` where a request does not ask for another."""
+        """`is_fixed`: the depth stays at `opening_depth` unless a request sets another."""
         self._depths = DeviceDepths(max_depth, opening_depth)
         self._max_depth = max_depth
         self._is_fixed = is_fixed

@@ -73,7 +73,7 @@ class DraftGate:
         return BoundStep(self._path, self._num_bound, tuple(request_ids), self._max_requests, self._max_drafts)
 
     def open(self, step: BoundStep, drafts: Sequence[Sequence[int]] | None) -> bool:
-        """Lets `step` go on with `drafts`, one sequence for each of its requests; None: with whatever is there.
+        """Opens the gate of `step` with `drafts`, one sequence per request; None: with the present ones.
 
         Any thread. False when it was let go on before, as then ranks have perhaps read what is there.
         """

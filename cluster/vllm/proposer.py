@@ -9,7 +9,7 @@ class NoProposer:
     """vLLM's `custom_class`: its scheduler sets the drafts (`cluster.vllm.scheduler`)."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """`vllm_config` says nothing that matters here."""
+        """`vllm_config` is ignored."""
 
     def load_model(self, target_model: Any) -> None:
         """There is none; the CPU runner calls this all the same."""

@@ -1,4 +1,4 @@
-"""Coupled sampling inside vLLM's V1 runner: our sampler and verifier take the place of its own, on every rank.
+"""Coupled sampling in vLLM's V1 runner: our sampler and verifier replace its own, on every rank.
 
 A worker is made with `worker_extension_cls=EXTENSION`; `install_coupled_sampling` is called once it is constructed. The
 request's `Coupling` determines a row's distribution and its noise; vLLM's own parameters are neutral. Logits come raw,

@@ -92,7 +92,7 @@ class EngineLoad:
 
 
 class RoundScheduler(Scheduler):
-    """A class of ours sets `rounds`; with None vLLM drafts by itself, or not at all."""
+    """One of our classes sets `rounds`; with None vLLM drafts by itself, or not at all."""
 
     rounds: Rounds | None = None
     running: list[Request]

@@ -75,7 +75,7 @@ def encode_request(request: SpeculateRequest) -> draft_pb2.SpeculateRequest:
 
 
 def decode_request(message: draft_pb2.SpeculateRequest) -> SpeculateRequest:
-    """Raises ValueError when the columns of the message do not fit together, or a shape is one that nobody asks for."""
+    """Raises ValueError if the columns of the message do not match, or a shape is invalid."""
     columns = message.advance
     if len(message.shapes) > len(message.open) + len(columns.sequences):
         raise ValueError(f"the message has {len(message.shapes)} shapes, more than its sequences can refer to")

@@ -33,7 +33,7 @@ class Open:
 
 @dataclass(slots=True)  # not frozen, like Proposal: one is made per sequence and step, and freezing doubles the time
 class Advance:
-    """Every token committed since `base`, a length the drafter is known to have been told."""
+    """Every token committed since `base`, a length that the drafter is known to have."""
 
     wire_id: int
     base: int
@@ -62,7 +62,7 @@ class Proposal:
         return Drafts(self.token_ids, self.parents)
 
     def grown(self, later: Proposal) -> Proposal | None:
-        """Returns it together with a `later` part of its tree; None if that is not what comes next."""
+        """Returns it together with a `later` part of its tree; None if that is not the next part."""
         if later.base != self.base or later.start != self.start + len(self.token_ids):
             return None
         parents = None

@@ -39,7 +39,7 @@ class Outbox(Generic[MessageT]):
         self._loop.add_reader(self._wake_receiver, self._wake)
 
     def close(self) -> None:
-        """Nobody takes any more; what is put is lost."""
+        """There is no reader any more; later messages are lost."""
         self._loop.remove_reader(self._wake_receiver)
         with self._lock:  # otherwise a thread may be about to write, and the number may soon belong to another file
             self._is_closed = True

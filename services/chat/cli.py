@@ -90,7 +90,7 @@ def _served_model(url: str, context: ssl.SSLContext | None) -> str:
 
 
 def _answer(url: str, path: str, body: dict[str, Any], painter: Painter, context: ssl.SSLContext | None) -> str:
-    """Prints it as it comes, and what it was made of; returns its text."""
+    """Prints the answer as it arrives, and its statistics; returns its text."""
     started_at, text = time.perf_counter(), []
     try:
         for event in stream_events(url, path, body, context):

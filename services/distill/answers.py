@@ -1,4 +1,4 @@
-"""The target's answers to prompts, from a cluster of its own on this machine."""
+"""The target's answers to prompts, from a separate cluster on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_BYTES_OF_AN_ANSWER, _MOST_BYTES_OF_A_TOKEN = 65_536, 1_024  # a token's nu
 def ask(
     config: Config, prompts: Mapping[int, tuple[int, ...]], *, max_tokens: int, num_streams: int
 ) -> Generator[RecordedAnswer, None, None]:
-    """One answer to each prompt, as they come; a prompt's number is its seed, temperatures are in turn.
+    """Yields one answer per prompt, as they finish; the prompt's number is its seed, temperatures alternate.
 
     To be closed by who stops early, else all that is left is asked at the exit. Raises ConfigurationError at the first
     request that fails.

@@ -1,4 +1,4 @@
-"""The model card of a distilled draft, from what is known of its training and from nothing else."""
+"""The model card of a distilled draft, from recorded facts of its training only."""
 
 from __future__ import annotations
 

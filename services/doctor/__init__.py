@@ -1,1 +1,1 @@
-"""`outrider doctor`: what a running cluster's speculation gives, what keeps it from giving more, and the remedy."""
+"""`outrider doctor`: the gain of a running cluster's speculation, its limits, and the remedies."""

@@ -1,4 +1,4 @@
-"""The loads that tell what speculation gives and why not more."""
+"""The loads that measure the gain of speculation and its limits."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def check_models(config: Config) -> None:
 
 
 def _fingerprint(model: str, *, is_ours: bool) -> str:
-    """`is_ours`: the model runs on the PyTorch engine, which knows some architectures only."""
+    """`is_ours`: the model runs on the PyTorch engine, which supports some architectures only."""
     folder = resolve_model_folder(model)
     if is_ours:
         ModelConfig.from_folder(folder)

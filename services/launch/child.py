@@ -32,7 +32,7 @@ _LIBC = ctypes.CDLL(None)  # loaded here, not in a forked child: another thread 
 
 
 class Child:
-    """A program in a process of its own. It ends when the thread that started it does, however that happens."""
+    """A program in a separate process. It always ends when the thread that started it ends."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class DelayProxy:
 
 
 async def _deliver(on_the_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
-    """Ends with the empty chunk, which says that the sender has closed."""
+    """Ends with the empty chunk, which means that the sender has closed."""
     loop = asyncio.get_running_loop()
     while True:
         leaves_at, chunk = await on_the_way.get()

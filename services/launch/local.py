@@ -80,7 +80,7 @@ class WorkerProcess(Child):
 
 
 class Proxy(Child):
-    """Delays what goes to and from the draft worker at `draft_address`."""
+    """Delays the traffic of the draft worker at `draft_address`."""
 
     def __init__(self, address: str, draft_address: str, simulation: SimulationConfig) -> None:
         self.address = address
@@ -102,7 +102,7 @@ class LocalCluster:
     """
 
     def __init__(self, config: Config, environments: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        """`environments`: what is added to the environment of the workers of a pool, target or draft."""
+        """`environments`: additions to the environment of a pool's workers, target or draft."""
         of_pool = environments or {}
         placed, why = place_draft(config)
         self.config = _resolve(placed)
@@ -250,7 +250,7 @@ def _core_shares(config: Config) -> CoreShares:
 
 
 def _own_drafts(config: Config, index: int) -> list[str]:
-    """The setting that gives a target its own draft workers, if each has some of its own."""
+    """Returns the setting that gives a target its own draft workers, if each has some of its own."""
     if not config.has_sidecars:
         return []
     number = config.draft.replicas // config.target.replicas
@@ -327,7 +327,7 @@ def _check_pages(config: Config) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports at which nobody listens at `host`; none was given in this process before, until all have been.
+    """Returns free ports of `host`; repeats none in this process before all have been used.
 
     None of those that the system gives to who calls somebody: a program listens only when it has loaded its model, and
     until then such a port may become another connection's, or that of the very caller who tries to reach the program.

@@ -1,4 +1,4 @@
-"""Where the local launcher has drafts made when nobody says: by what is faster on the machine at hand."""
+"""The local launcher's default placement of drafts: the faster one on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIN_CORES = 4  # for the draft alone; with fewer it gains hardly anything over 
 
 
 def place_draft(config: Config) -> tuple[Config, str | None]:
-    """`config` with `draft.placement` decided, and why it is what it is; None: there was nothing to decide."""
+    """Returns `config` with `draft.placement` decided, and the reason; None: nothing to decide."""
     if config.draft.placement != "auto" or not config.has_drafter or config.draft.replicas == 0:
         return config, None
     placement, why = "in-process", why_apart(config)
@@ -45,7 +45,7 @@ def _num_gpus() -> int:
 
 
 def target_has_gpu(config: Config) -> bool:
-    """Returns True if the target computes on a GPU, as far as the launcher knows."""
+    """Returns True if the target computes on a GPU, as far as the launcher can determine."""
     device = config.target.device
     return device == "cuda" or (device == "auto" and _has_gpu())
 

@@ -1,1 +1,1 @@
-"""`outrider plan cluster`: what is asked, what is measured for it."""
+"""`outrider plan cluster`: its options and its measurements."""

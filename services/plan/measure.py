@@ -112,7 +112,7 @@ def _apart(
     loads: Sequence[ExpectedLoad],
     temperature: float,
 ) -> list[MeasuredSteps]:
-    """In a process of its own, which takes its cores, threads and memory with it."""
+    """In a separate process, whose end frees its cores, threads and memory."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return [MeasuredSteps(points) for points in pool.submit(measure, config, loads, temperature).result()]

@@ -58,7 +58,7 @@ def parse_device(text: str) -> Device:
 
 
 def choose_devices(target: Device | None, draft: Device | None) -> tuple[Device, Device]:
-    """Decides what is not given: the first two GPUs, or else half of the cores each.
+    """Chooses missing devices: the first two GPUs, otherwise half of the cores each.
 
     A draft without a GPU gets the cores that the target leaves. Raises ConfigurationError when a device is not here.
     """

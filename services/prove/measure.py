@@ -1,4 +1,4 @@
-"""Sends all systems the same requests, in turn, and compares their answers."""
+"""Sends all systems the same requests, alternating, and compares their answers."""
 
 from __future__ import annotations
 

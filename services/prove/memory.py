@@ -87,7 +87,7 @@ def _clamped(num_tokens: int, model: str) -> int:
 
 
 def _num_bytes(worker: WorkerConfig, model: str, device: Device, *, is_vllm: bool) -> float | None:
-    """Estimates the memory of a worker on `device`; None if it is not known, or a share of what is there."""
+    """Estimates the memory of a worker on `device`; None if unknown, or a share of the total."""
     planned = _planned(model, worker.dtype)
     if planned is None or worker.kv_cache_bytes is None:
         return None
@@ -96,7 +96,7 @@ def _num_bytes(worker: WorkerConfig, model: str, device: Device, *, is_vllm: boo
 
 
 def _planned(model: str, dtype: str) -> PlannedModel | None:
-    """Returns the sizes of the model; None if only vLLM knows it."""
+    """Returns the sizes of the model; None if only vLLM supports it."""
     try:
         return PlannedModel.parse(f"{resolve_model_folder(model)}:{'fp32' if dtype == 'float32' else 'bf16'}")
     except ConfigurationError:

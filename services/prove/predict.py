@@ -39,7 +39,7 @@ class Forecast:
         return None if self.option is None else plan(self.option, self.load)
 
     def with_acceptance(self, rate: float) -> Plan | None:
-        """The plan for another acceptance rate; None where there is no draft or no plan."""
+        """The plan for another acceptance rate; None without a draft or a plan."""
         if self.option is None or self.option.drafting is None:
             return None
         return plan(replace(self.option, drafting=replace(self.option.drafting, acceptance_rate=rate)), self.load)

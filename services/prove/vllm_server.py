@@ -1,4 +1,4 @@
-"""`vllm serve` as it comes, without anything of this project: what Outrider is compared with."""
+"""`vllm serve` with its defaults, without any code of this project: the system to compare with."""
 
 from __future__ import annotations
 

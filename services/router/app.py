@@ -174,7 +174,7 @@ def create_app(config: Config) -> Starlette:
 
 
 def _hello(serving: Serving, template: ChatTemplate | None, question: str | None) -> dict[str, Any]:
-    """Returns the first event of the page: the model, and what the page can show."""
+    """Returns the first event of the page: the model, and the page's features."""
     limits = serving.pool.limits() if serving.pool.usable else None
     return {
         "model": serving.model_id,

@@ -60,7 +60,7 @@ class InvalidApiKeyError(InvalidRequestError):
 
 
 class RateLimitError(OutriderError):
-    """A key asks for more than it may have."""
+    """A key exceeds its limit."""
 
     http_status = 429
     error_type = "rate_limit_error"
@@ -103,12 +103,12 @@ def excerpt(value: object) -> str:
 
 
 def warn_of_unknown(names: Collection[str], what: str) -> None:
-    """One line for all unknown fields of a request, or of a part of it (`what`)."""
+    """Logs one line for all unknown fields of a request, or of a part of it (`what`)."""
     warn_of(sorted(names), f"ignored the unknown {what}")
 
 
 def warn_of(names: Sequence[str], what: str) -> None:
-    """Logs one warning of `what` happened to `names`, parts of a request, if there are any."""
+    """Logs one warning with `what` happened to `names`, parts of a request, if there are any."""
     if names:
         named = ", ".join(excerpt(name) for name in names[:_NAMED_FIELDS])
         more = f" and {len(names) - _NAMED_FIELDS} more" if len(names) > _NAMED_FIELDS else ""
@@ -165,7 +165,7 @@ class _ErrorResponse(Response):
 
 
 def note_error(scope: Scope, error: OutriderError) -> None:
-    """Has the line of the log for this request say what kind of `error` it ended with: messages quote what was sent."""
+    """Adds the kind of `error` to this request's log line, since messages quote the client's text."""
     scope.setdefault("state", {})["error"] = {"error": error.error_type, "param": error.param}
 
 
@@ -206,7 +206,7 @@ def _from_framework(request: Request, error: HTTPException) -> OutriderError:
 
 
 def _hint(path: str) -> str:
-    """Returns what is likely to be wrong with the base URL of a client that asked for `path`."""
+    """Returns the likely error in the base URL of a client that requested `path`."""
     if path.startswith("/v1/v1"):
         return ": the client's base URL ends with /v1, and the client adds another"
     if path.startswith("//"):

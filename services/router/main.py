@@ -69,7 +69,7 @@ def run(config: Config) -> int:
 
 
 def warn_of_open_doors(config: Config) -> None:
-    """Logs a warning for addresses that other machines reach and that ask for no key."""
+    """Logs a warning for addresses that other machines reach and that require no key."""
     router = config.router
     if router.api_keys_file is not None:
         return
@@ -92,7 +92,7 @@ def warn_of_open_doors(config: Config) -> None:
 
 
 class _AdminServer(HttpServer):
-    """Runs in the event loop of the router's own server until it is told to stop."""
+    """Runs in the event loop of the router's own server until it is stopped."""
 
     def __init__(
         self, app: Starlette, connections: Connections, https: HttpsCertificate | None, listener: socket.socket

@@ -181,7 +181,7 @@ class RouterMetrics:
             self.running_adapters.pop(name, None)
 
     def count_closed_connection(self, reason: str) -> None:
-        """Counts one connection that was closed for what its client did."""
+        """Counts one connection that was closed because of its client's behaviour."""
         self._connections_closed.labels(reason).inc()
 
     def count_adapter(self, name: str) -> None:

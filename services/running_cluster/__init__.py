@@ -1,1 +1,1 @@
-"""A cluster that runs, from outside: who is in it, what its metrics pages say, and what it does under a load."""
+"""A running cluster from outside: its programs, their metrics pages, and its behaviour under a load."""

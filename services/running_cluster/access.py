@@ -1,4 +1,4 @@
-"""How an operator's command reaches the programs of a running cluster, and which of them is told a secret.
+"""Access of an operator's command to the programs of a running cluster, and to which it sends secrets.
 
 The operator says where the router is. Where a worker is the router says, and where its metrics page is the worker says:
 neither address is anything to go by.
@@ -46,7 +46,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class RouterAccess:
-    """`context`: what is taken for its certificate; None: what this machine trusts."""
+    """`context`: trusted certificates; None: those that this machine trusts."""
 
     context: ssl.SSLContext | None = None
     metrics_token: TokenFile | None = None
@@ -68,7 +68,7 @@ class PoolAccess:
     named: Collection[str] = ()
 
     def read_page(self, url: str, address: str) -> MetricsPage:
-        """That of the worker at `address` (host:port), which says that it is at `url`. Raises ConfigurationError."""
+        """Returns the page of the worker at `address` (host:port), advertised as `url`. Raises ConfigurationError."""
         parts = _checked(url)
         if parts.hostname in _ANY_HOST:  # it listens at all addresses of its host
             host, port = address.rpartition(":")[0], parts.port
@@ -116,7 +116,7 @@ class Access:
 
     @classmethod
     def to_own(cls, cluster: LocalCluster) -> Access:
-        """Returns the access to a cluster that this process started, whose pages it knows."""
+        """Returns the access to a cluster that this process started, whose pages are known."""
         context = pinned_context(cluster.config.router.tls_certificate_file)
         return cls.of(cluster.config, context, frozenset(cluster.metrics_urls.values()))
 
@@ -154,7 +154,7 @@ def _token(path: str | None, section: str) -> TokenFile | None:
 
 
 def _checked(url: str) -> SplitResult:
-    """A worker may name a metrics page, and nothing else that could be asked for. Raises ConfigurationError."""
+    """Accepts only the URL of a metrics page from a worker. Raises ConfigurationError."""
     try:
         parts = urlsplit(url)
         is_page = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.username is None

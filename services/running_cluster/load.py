@@ -1,4 +1,4 @@
-"""Requests of known kind, sent to a cluster for some seconds, and what its programs counted meanwhile."""
+"""Sends a cluster requests of a known kind for some seconds, and reads its counters."""
 
 from __future__ import annotations
 

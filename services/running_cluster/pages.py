@@ -35,12 +35,12 @@ class MetricsPage:
             raise ValueError("a line of it is invalid") from error
 
     def sum(self, name: str, **labels: str) -> float:
-        """Over all samples of `name` that have these labels; 0 where there is none."""
+        """Sums all samples of `name` with these labels; 0 if there are none."""
         wanted = labels.items()
         return sum(value for (of, has), value in self._values.items() if of == name and wanted <= set(has))
 
     def by_label(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The values of `name` with these labels by what `label` is."""
+        """Returns the values of `name` with these labels, by the value of `label`."""
         found: defaultdict[str, float] = defaultdict(float)
         wanted = labels.items()
         for (of, has), value in self._values.items():
@@ -109,7 +109,7 @@ def _connection(
 
 
 class _Https(http.client.HTTPSConnection):
-    """Takes a certificate for `server_name`, whatever host was dialled."""
+    """Accepts a certificate for `server_name`, for any dialled host."""
 
     def __init__(self, host: str, port: int | None, context: ssl.SSLContext, server_name: str | None) -> None:
         super().__init__(host, port, timeout=_SECONDS, context=context)

@@ -1,4 +1,4 @@
-"""Who is in a cluster, by what its programs say of themselves."""
+"""The programs of a cluster, as they describe themselves."""
 
 from __future__ import annotations
 

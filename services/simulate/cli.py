@@ -185,7 +185,7 @@ def _on_gpus(arguments: argparse.Namespace, role: str, prices: dict[str, float])
 
 
 def _traffic(arguments: argparse.Namespace) -> tuple[Traffic, MeasuredSpan, float]:
-    """With what is looked at, and the mean tokens of a sequence while it decodes."""
+    """Returns the traffic, the measured interval, and the mean tokens of a sequence while it decodes."""
     from cluster.simulator.cluster import MeasuredSpan
     from cluster.simulator.traffic import ClosedTraffic, Lengths, OpenTraffic, RecordedTraffic
 

@@ -15,7 +15,7 @@ _READINGS = frozenset(
 
 
 def observe(target: Target, request: target_pb2.ObserveRequest, epoch: int) -> target_pb2.Observation:
-    """Returns the observation that `request` asks for, from the worker with that `epoch`."""
+    """Returns the observation for `request`, from the worker with that `epoch`."""
     observation = target_pb2.Observation(
         epoch=epoch,
         readings=[

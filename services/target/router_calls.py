@@ -1,4 +1,4 @@
-"""The calls in progress: their requests go to the engine, and what it commits goes to the streams they came on."""
+"""The calls in progress: their requests go to the engine, and its commits go to the calls' streams."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FINISH_REASONS = {
 
 
 class RouterStream:
-    """One stream of a router: the calls that run on it, and what it has yet to be told of each.
+    """One stream of a router: its running calls, and their unsent replies.
 
     At most one reply a call waits; later ones are merged into it.
     """
@@ -56,7 +56,7 @@ class RouterStream:
         self._has_news.set()
 
     def drop(self, call: int) -> None:
-        """Forgets what is waiting for `call`."""
+        """Drops the unsent replies of `call`."""
         self._waiting.pop(call, None)
 
     def close(self, error: OutriderError | None = None) -> None:
@@ -165,7 +165,7 @@ class Calls:
         self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
 
     def cancel(self, stream: RouterStream, call: int) -> None:
-        """Frees the sequence of `call`; nothing more is said of it. Ignored when it has ended."""
+        """Frees the sequence of `call`, without further replies. Ignored if it has ended."""
         stream.drop(call)
         request_id = stream.running.get(call)
         if request_id is not None:

@@ -73,7 +73,7 @@ class CallTrace:
         self._span.end(now)
 
     def _add_parts(self, now: int) -> None:
-        """The last one lasts to the end, whatever that was."""
+        """The last one lasts to the end, for any reason."""
         self._add("queue", self._arrived_at, self._admitted_at or now)
         if self._admitted_at is None:
             return

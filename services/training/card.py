@@ -1,4 +1,4 @@
-"""Model cards, written from what the stages recorded and from nothing else."""
+"""Model cards, written only from facts that the stages recorded."""
 
 from collections.abc import Sequence
 from typing import Any

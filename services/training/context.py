@@ -44,7 +44,7 @@ def fit(
     batches: BatchSource,
     save: Callable[[ModelT, Path], None],
 ) -> None:
-    """Train the model called ``name``, save it, and write down what it took."""
+    """Train the model called ``name``, save it, and record its cost."""
     options, workspace = context.options, context.workspace
     trainer = Trainer(
         name,

@@ -51,7 +51,7 @@ class EagleHead(nn.Module):
         hidden_states: Tensor,  # [rows, positions, hidden_size]
         earlier: Sequence[KeysValues] = (),
     ) -> tuple[Tensor, KeysValues]:
-        """Return the hidden states of the next tokens, and what later steps attend to.
+        """Return the hidden states of the next tokens, and the keys and values for later steps.
 
         In the first step a position attends to those before it; in a later one, to these and to the steps that it
         made itself (`earlier`, the first step's included).

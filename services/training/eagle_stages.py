@@ -1,4 +1,4 @@
-"""The stages that make an EAGLE head for a target that is there already."""
+"""The stages that make an EAGLE head for an existing target."""
 
 import shutil
 from dataclasses import asdict

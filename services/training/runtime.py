@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Runtime:
-    """How tensors are computed. Nothing here changes what is computed, up to rounding."""
+    """How tensors are computed. Results do not change, up to rounding."""
 
     device: torch.device
     is_compiled: bool = False

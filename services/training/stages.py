@@ -1,4 +1,4 @@
-"""The training, stage by stage. Each stage reads what earlier ones left in the workspace.
+"""The training, stage by stage. Each stage reads the files of earlier ones in the workspace.
 
 A stage's last file is written when everything else of it is there, so the file says that it is done.
 """

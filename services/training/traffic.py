@@ -1,4 +1,4 @@
-"""Logged prompts with the target's answers to them: what a draft is distilled on, for the traffic that it will see."""
+"""Logged prompts with the target's answers: the training data of a draft for that traffic."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from cluster.errors import OutriderError
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """A prompt and what the target said to it with one seed; it may be nothing."""
+    """A prompt and the target's answer for one seed, which may be empty."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How often a draft proposes what its target has said, on held-out answers, with the noise that drew them."""
+"""How often a draft proposes the target's tokens, on held-out answers, with the noise that drew them."""
 
 import itertools
 from collections.abc import Callable, Sequence

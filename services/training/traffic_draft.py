@@ -1,4 +1,4 @@
-"""A draft for one target and its traffic: a new one, or one that is there, taught on the target's own answers.
+"""A draft for one target and its traffic: new or existing, trained on the target's own answers.
 
 The loss is the cross entropy of the draft with the target, at the places of answers only. A new
 draft's embedding, which is its head too, begins as the target's in fewer dimensions (its first principal components),

@@ -1,4 +1,4 @@
-"""The training loop that all models share; what differs is the loss and where batches come from."""
+"""The training loop of all models, which differ in the loss and in the source of batches."""
 
 import functools
 import json
@@ -225,7 +225,7 @@ class Trainer(Generic[ModelT]):
 
 
 class _Stopwatch:
-    """Counts tokens and the seconds spent on them, without what happens between lap and restart."""
+    """Counts tokens and the seconds spent on them, without the time between lap and restart."""
 
     def __init__(self, tokens: int = 0, seconds: float = 0.0) -> None:
         self.tokens = tokens

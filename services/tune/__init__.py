@@ -1,1 +1,1 @@
-"""`outrider tune`: tries the settings that the doctor suspects, on the cluster itself, and writes what was faster."""
+"""`outrider tune`: tries the settings that the doctor suspects, on the cluster itself, and writes the faster ones."""

@@ -1,4 +1,4 @@
-"""Which settings may mend what the doctor has found."""
+"""Settings that may solve the doctor's findings."""
 
 from __future__ import annotations
 

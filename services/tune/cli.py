@@ -36,7 +36,7 @@ _LEAST_GAIN = 1.03  # minimum gain to keep a setting: less may be chance
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The comparison of a candidate with the best settings so far, run in turn."""
+    """The comparison of a candidate with the best settings so far, run alternately."""
 
     candidate: SettingsCandidate
     ratios: tuple[float, ...]  # ratios of their tokens per second; empty: it could not be tried
@@ -152,7 +152,7 @@ def _search_layers(config: Config, prompts: Sequence[str]) -> Sequence[int]:
 
 
 def _write(arguments: argparse.Namespace, chosen: Sequence[str], trials: Sequence[Trial]) -> None:
-    """The configuration as it was given, with what was chosen, and what was tried as comments."""
+    """Returns the given configuration with the chosen settings, and the trials as comments."""
     tree = read_tree(arguments.config)
     parse_config(tree, [*arguments.overrides, *chosen])  # writes them into the configuration
     comments = [f"# {line}" for trial in trials for line in trial.line().strip().splitlines()]

@@ -54,7 +54,7 @@ def num_parts(num_outputs: int, num_inputs: int) -> int:
 
 
 def uses_programs_of_parts(tile: Tile, num_rows: int, num_outputs: int, parts: int) -> bool:
-    """Returns whether each part gets a program of its own, because there are too few tiles to fill a GPU."""
+    """Returns whether each part gets its own program, because there are too few tiles to fill a GPU."""
     return parts > 1 and tile.count(num_rows, num_outputs) < _PROGRAMS
 
 

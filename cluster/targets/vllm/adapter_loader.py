@@ -1,4 +1,4 @@
-"""Puts LoRA adapters into a vLLM engine that runs, and takes them out when nobody answers with them any more."""
+"""Loads LoRA adapters into a running vLLM engine, and removes them when no request uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a vLLM target: which names stand for which, and who still answers with them.
+"""The LoRA adapters of a vLLM target: their names, and the requests that use them.
 
 vLLM knows an adapter by a number and a folder. Both are new for each that is loaded, so that nothing it keeps, such as
 KV, which it finds again by the adapter's name and folder, outlives a change of what a name stands for.

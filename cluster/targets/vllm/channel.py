@@ -36,14 +36,14 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMessage:
-    """Down, before the first request with a grammar: what grammars know of the tokenizer."""
+    """Down, before the first request with a grammar: the tokenizer data for grammars."""
 
     written: str
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Up: what one step committed."""
+    """Up: the tokens of one step."""
 
     outputs: Sequence[GenerationOutput]
 
@@ -66,7 +66,7 @@ class Failed:
 
 
 class Channel:
-    """One end. A thread of its own hands what arrives to `receive`, and calls `closed` when the peer is gone."""
+    """One end. Its own thread hands messages to `receive`, and calls `closed` when the peer is gone."""
 
     def __init__(
         self, connection: Connection, receive: Callable[[Any], None], closed: Callable[[], None] = lambda: None

@@ -61,7 +61,7 @@ def _contained(
 
 
 class CoordinatedRounds:
-    """`cluster.vllm.scheduler.Rounds` with a coordinator; for the engine core's thread, but for what says otherwise."""
+    """`cluster.vllm.scheduler.Rounds` with a coordinator; for the engine core's thread unless noted."""
 
     def __init__(
         self,
@@ -169,12 +169,12 @@ class CoordinatedRounds:
         return list(self._found(requests).values())
 
     def _found(self, requests: Sequence[Request]) -> dict[str, SpeculativeSequence]:
-        """The sequences of those of `requests` that say how their tokens are chosen, by request ID."""
+        """The sequences of those of `requests` with sampling parameters, by request ID."""
         found = {request.request_id: self._sequence(request) for request in requests}
         return {request_id: sequence for request_id, sequence in found.items() if sequence is not None}
 
     def _sequence(self, request: Request) -> SpeculativeSequence | None:
-        """None of a request that does not say how its tokens are chosen."""
+        """None for a request without sampling parameters."""
         sequence = self._sequences.get(request.request_id)
         if sequence is None:
             params = request.sampling_params
@@ -206,7 +206,7 @@ def _timing(step: EngineStep) -> StepTiming:
 
 
 class Links:
-    """The links of a draft pool, in a thread with an event loop of its own."""
+    """The links of a draft pool, in a thread with its own event loop."""
 
     def __init__(self, new_pool: Callable[[], DraftPool]) -> None:
         self._new_pool = new_pool

@@ -1,4 +1,4 @@
-"""The target in the worker's process: hands requests to vLLM, and publishes what its engine core commits."""
+"""The target in the worker's process: passes requests to vLLM, and publishes its engine core's commits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _T = TypeVar("_T")
 
 
 class VllmTarget(Target):
-    """vLLM in processes of its own. Its client runs in a thread with an event loop."""
+    """vLLM in its own processes. Its client runs in a thread with an event loop."""
 
     def __init__(self, config: Config, tokenizer_fingerprint: str) -> None:
         """Loads the model. Raises ConfigurationError."""
@@ -380,7 +380,7 @@ class VllmTarget(Target):
             self._running.pop(request.request_id, None)
 
     async def _tell_vocabulary(self, written: str) -> None:
-        """Has it known wherever grammars are followed, before the first of them comes there."""
+        """Sends the vocabulary to all users of grammars, before the first grammar."""
         async with self._telling:
             if not self._has_told:
                 self._channel.send(VocabularyMessage(written))

@@ -45,7 +45,7 @@ class RemoteDrafting:
     def add(
         self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int, max_len: int, coupling: Coupling
     ) -> None:
-        """It runs from the next step on; a request that was preempted comes back with what it has generated."""
+        """The request runs from the next step on; a preempted one returns with its generated tokens."""
         own = list(token_ids)
         sequence = SpeculativeSequence(
             own, num_prompt_tokens, coupling.params, coupling.noise_key, coupling.num_speculative_tokens, max_len

@@ -1,4 +1,4 @@
-"""Keeps the links to the draft workers up, in a thread of its own."""
+"""Keeps the links to the draft workers up, in its own thread."""
 
 from __future__ import annotations
 

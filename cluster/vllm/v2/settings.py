@@ -63,7 +63,7 @@ class PluginSettings(BaseModel):
 
     @property
     def num_speculative_tokens(self) -> int:
-        """0 where nobody could propose any."""
+        """0 if nothing can propose any."""
         return self.speculation.num_speculative_tokens if self.draft_addresses else 0
 
     @classmethod

@@ -38,7 +38,7 @@ def make_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> 
 
 
 def _log_as_vllm_does() -> None:
-    """vLLM sends its own modules' log to a handler of its own, and leaves the others' to nobody."""
+    """vLLM's log handler covers its own modules only; this adds ours."""
     ours = logging.getLogger("cluster")
     if not ours.handlers:
         ours.handlers = logging.getLogger("vllm").handlers

@@ -89,7 +89,7 @@ def _whole_path(model: str) -> str:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with what `above` says in its place, section by section."""
+    """Returns `below` overridden by `above`, section by section."""
     merged = dict(below)
     for key, value in above.items():
         is_section = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)

@@ -1,4 +1,4 @@
-"""`outrider serve --launcher ray`, in the foreground, and `outrider down`, for what it could not end itself."""
+"""`outrider serve --launcher ray`, in the foreground, and `outrider down`, for leftovers of a killed launcher."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RayApplication:
         ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
     def is_running(self) -> bool:
-        """Says what has changed. Raises ConfigurationError when the application cannot start."""
+        """Logs changes. Raises ConfigurationError if the application cannot start."""
         status = self._status()
         if status is None:
             return False
@@ -86,7 +86,7 @@ class RayApplication:
         return bool(status.status == ApplicationStatus.RUNNING)
 
     def _say(self, subject: str, what: str, sentence: str) -> None:
-        """Unless `what` was the last that was said of it."""
+        """Logs `what` unless it is the last message."""
         if what != self._said.get(subject):
             self._said[subject] = what
             logger.info("%s", sentence)
@@ -112,14 +112,14 @@ class RayApplication:
 
     @property
     def _num_workers(self) -> tuple[int | None, int | None]:
-        """Targets, and draft workers of each; None where that changes by itself."""
+        """Targets, and draft workers of each; None if the number is scaled."""
         if self.config.ray.scaling.mode == "act":
             return None, None
         num_drafts = self.config.draft.replicas if self.config.has_draft_workers else 0
         return self.config.target.replicas, num_drafts + self.config.num_further_drafts
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Lets what runs finish, each program within its time, unless `is_hurried`; then nothing of it is left."""
+        """Drains the programs within their limits, unless `is_hurried`; then ends all of them."""
         if not _serve_runs():
             return
         if self._status() is not None:
@@ -175,7 +175,7 @@ def serve(config: Config, opens_page: bool = False) -> int:
 
 
 def down(config: Config) -> int:
-    """Ends what `serve` left on the Ray cluster, and on this machine, when it was killed; returns the exit code."""
+    """Ends the leftovers of a killed `serve` on the Ray cluster and this machine; returns the exit code."""
     try:
         _join(config, start=False)
     except ConnectionError:

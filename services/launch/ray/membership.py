@@ -1,4 +1,4 @@
-"""A replica's part in the registry: it says that it is there, and follows who else is."""
+"""A replica's client of the registry: it announces the replica and follows the pools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAVE_SECONDS = 5.0  # afterwards the entry expires in the registry
 
 
 class Announcer:
-    """Tells the registry every heartbeat what `describe` returns, nothing while that is None, until `has_ended`."""
+    """Sends the registry the result of `describe` every heartbeat, except None, until `has_ended`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Follower:
         return path
 
     def stop(self) -> None:
-        """It does not write any more; a call that waits for news ends by itself."""
+        """It stops writing; a call that waits for changes ends by itself."""
         self._stopping.set()
 
     def _run(self) -> None:

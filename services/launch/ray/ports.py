@@ -12,7 +12,7 @@ from services.launch.local import free_ports
 
 
 def free_address() -> str:
-    """That nobody listens at, on this node's own address."""
+    """Returns a free port of this node's own address."""
     node = ray.util.get_node_ip_address()
     return host_port(node, free_ports(1, node)[0])
 

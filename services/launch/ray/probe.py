@@ -39,17 +39,17 @@ class Probe(Protocol):
         """Why it does not serve; None: it does."""
 
     def is_joined(self) -> bool:
-        """Returns whether the program knows the others that it needs; a worker needs none."""
+        """Returns whether the program has found the others that it needs; a worker needs none."""
 
     def facts(self) -> Facts:
-        """Empty where it does not say."""
+        """Empty if it is not reported."""
 
 
 class WorkerProbe:
     """Probes a target or a draft worker: gRPC's health service, and its description."""
 
     def __init__(self, pool: Literal["target", "draft"], address: str, config: Config) -> None:
-        """It is called with its own certificate, which those who call it trust as well."""
+        """Its callers trust its own certificate as well."""
         self._pool = pool
         self._address = address
         self._dialer = Dialer.of(config.tls, pool, getattr(config, pool).tls_server_name)

@@ -1,4 +1,4 @@
-"""One program as a child process whose words are heard: they go into the log, and the last complaint is kept."""
+"""One program as a child process: its output goes to the log, and its last error is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The registry as a named actor, which replicas make when there is none, and which ends when nobody has need of it."""
+"""The registry as a named actor: replicas create it if it is missing, and it ends when unused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RegistryActor:
         self._ticking = asyncio.get_event_loop().create_task(self._tick())
 
     async def announce(self, announcement: Announcement, config: Config) -> bool:
-        """`config`: that worker's. Of all workers that are heard of, the one that started last has the newest."""
+        """`config`: that worker's. Of all announced workers, the one that started last has the newest."""
         if announcement.epoch >= self._configured_by:
             self._configured_by = announcement.epoch
             self._autoscaler.configure(config)
@@ -96,7 +96,7 @@ class RegistryActor:
 
 
 class RegistryClient:
-    """Calls the registry of an application, wherever it is. Any thread, one at a time."""
+    """Calls the registry of an application on any node. Any thread, one at a time."""
 
     def __init__(self, application: str, config: Config) -> None:
         self._application = application
@@ -137,13 +137,13 @@ class RegistryClient:
 
 
 def find_view(application: str, pool: Pool) -> View | None:
-    """Returns the registry's view; None if there is no registry that answers."""
+    """Returns the registry's view; None if no registry answers."""
     view: View | None = _ask(application, "view", pool)
     return view
 
 
 def find_decisions(application: str) -> Sequence[Decision]:
-    """The autoscaler's last; none when there is no registry that can be asked."""
+    """Returns the autoscaler's last decisions; none if no registry answers."""
     return _ask(application, "decisions") or ()
 
 

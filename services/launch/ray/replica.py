@@ -92,7 +92,7 @@ class ProgramReplica:
         await self._become_known()
 
     async def _become_known(self) -> None:
-        """A rolling update ends the next replica when this one is ready: callers must have heard of it by then."""
+        """A rolling update ends the next replica when this one is ready: callers must have its address by then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KNOWN_SECONDS):
                 while not await asyncio.to_thread(self._probe.is_joined):  # noqa: ASYNC110  # another process
@@ -178,7 +178,7 @@ class ProgramReplica:
         )
 
     def _place(self) -> dict[str, Any]:
-        """Settings by which the program knows where it is; what labels say nothing of is as configured."""
+        """Returns the settings of the program's place; missing labels leave the configuration unchanged."""
         labels = {field.name: getattr(self._labels, field.name) for field in fields(Place)}
         return {name: label for name, label in labels.items() if label is not None}
 

@@ -1,4 +1,4 @@
-"""The router's replica. It is the application's ingress too: what comes through Serve's proxy goes on to its router."""
+"""The router's replica. It is also the application's ingress: Serve's proxy passes requests to its router."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RouterReplica(ProgramReplica):
     _session: aiohttp.ClientSession | None = None
 
     async def __call__(self, request: Request) -> Response:
-        """Passes a request on, and its answer back as it comes. When the client leaves, the router is told."""
+        """Forwards a request, and streams its answer. A client that leaves is reported to the router."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=None),

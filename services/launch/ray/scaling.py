@@ -34,7 +34,7 @@ def scale(config: Config, pool: ScaledPool, num_replicas: int) -> int:
 
 
 class Autoscaler:
-    """Has decisions made, says them, and lets Serve carry them out if it is to. For one event loop."""
+    """Decides, logs the decisions, and lets Serve apply them if configured. For one event loop."""
 
     def __init__(self, application: str) -> None:
         self.decisions: Sequence[Decision] = ()

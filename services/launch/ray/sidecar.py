@@ -71,7 +71,7 @@ class SidecarActor:
 
 
 class Sidecars:
-    """Draft workers next to the replica that makes them; the replica goes on without them if they are lost."""
+    """Draft workers next to the replica that starts them; the replica continues if they are lost."""
 
     def __init__(self, config: Config) -> None:
         group = ray.util.get_current_placement_group()

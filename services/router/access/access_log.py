@@ -1,4 +1,4 @@
-"""A line of the log for every request that has ended: who asked, for how much, how long it took and what came of it.
+"""One log line per ended request: caller, size, duration and outcome.
 
 No text of a prompt or an answer is in it. What a client may choose, such as its request's ID, is escaped by the log.
 """
@@ -85,7 +85,7 @@ def record_of(scope: Mapping[str, Any]) -> RequestRecord:
 
 
 class AccessLog:
-    """Around all that answers a request, but inside what gives it its ID."""
+    """Wraps everything that answers a request, inside the middleware that assigns its ID."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

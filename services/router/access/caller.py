@@ -1,4 +1,4 @@
-"""Who makes the request that is being answered, where the router asks for keys."""
+"""The caller of the current request, if the router has keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides who may use the router: by default nobody without a key, once there are keys.
+"""Access to the router: once keys are configured, requests need one by default.
 
 | who | comes with | may |
 | --- | --- | --- |
@@ -86,7 +86,7 @@ class Credentials:
         await asyncio.gather(*(keys.follow() for keys in files))
 
     def public(self, key: bytes | None, path: str) -> Caller | None:
-        """Who calls the public address with `key`; None: nobody who may call `path`."""
+        """Returns the caller of the public address with `key`; None: `path` is not allowed."""
         if self._clients is None:
             return self._open if path != _METRICS or self._metrics_token is None else self._scraper(key, path)
         if key is None:

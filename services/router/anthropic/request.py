@@ -1,4 +1,4 @@
-"""A request for a message, and the chat that it asks for."""
+"""A request for a message, and the corresponding chat request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def to_chat(fields: dict[str, Any], kind: type[CountTokensRequest] = MessagesRequest) -> ChatRequest:
-    """Returns the chat that the body `fields` asks for. Raises InvalidRequestError naming the field."""
+    """Returns the chat request for the body `fields`. Raises InvalidRequestError naming the field."""
     given = {name: value for name, value in fields.items() if value is not None}
     warn_of_unknown(
         given.keys() - MessagesRequest.model_fields.keys() - set(PASSED_ON) - _IGNORED, "fields of a request:"

@@ -107,7 +107,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         return None
 
     def _grammar(self, request: R, reader: Reader | None) -> Grammar | None:
-        """Returns what the text of an answer has to be."""
+        """Returns the constraint of an answer's text."""
         return request.grammar
 
     def _reply(self, request: R, reader: Reader | None, **frame: Any) -> Reply:

@@ -87,7 +87,7 @@ class ChoiceObserver:
         self._answer.trace.end()
 
     def moved(self, reason: str) -> None:
-        """Another target goes on with the choice; `reason`: what happened to the one before."""
+        """Another target continues the choice; `reason`: what happened to the one before."""
         self._answer.metrics.count_move(reason)
         self._answer.record.num_moves += 1
 

@@ -114,7 +114,7 @@ class ChoicesReply(Reply):
         return event(envelope(error))
 
     def usage_chunk(self, usage: Usage, speculation: SpeculationStats | None) -> dict[str, Any]:
-        """The last object of a streamed answer whose usage was asked for; `speculation` of its only choice, if it has
+        """The last object of a streamed answer with usage; `speculation` of its only choice, if it has
         one."""
         return self._frame(self.chunk_object, []) | {"usage": usage.to_json()} | _metrics(speculation)
 
@@ -125,7 +125,7 @@ class ChoicesReply(Reply):
     def _deltas(self, index: int, piece: Piece, *, is_first: bool) -> Iterator[dict[str, Any]]: ...
 
     def _prompt_logprobs(self, choice: Piece) -> list[dict[str, Any] | None] | None:
-        """Returns the log-probabilities of the prompt of `choice` in vLLM's form; None if not asked for."""
+        """Returns the log-probabilities of the prompt of `choice` in vLLM's form; None if not requested."""
         prompt = choice.prompt
         if self.num_prompt_logprobs is None or self.logprobs is None or prompt is None or prompt.logprobs is None:
             return None
@@ -143,7 +143,7 @@ class ChoicesReply(Reply):
         speculation: SpeculationStats | None,
         rounds: Sequence[AnswerRound],
     ) -> dict[str, Any]:
-        """`choice` with what the client asked for beyond OpenAI's fields."""
+        """Returns `choice` with the requested fields beyond OpenAI's."""
         if self.has_token_ids:
             choice["token_ids"] = list(token_ids)
         if self.has_rounds:

@@ -1,4 +1,4 @@
-"""Builds what is asked of targets from a checked request, within the limits of the model that they serve."""
+"""Builds the targets' requests from a checked request, within the limits of their model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _checked(token_ids: Sequence[int], vocab_size: int, param: str) -> Sequence[
 def _constraints(
     request: ApiRequest, grammar: Grammar | None, tokenizer: Tokenizer, vocab_size: int
 ) -> target_pb2.Constraints | None:
-    """None where there are none, which is what a worker of a version before has."""
+    """None if there are none, as in workers of an older version."""
     constraints = target_pb2.Constraints(
         allowed_token_ids=_checked(request.allowed_token_ids or (), vocab_size, "allowed_token_ids"),
         bad_words=[target_pb2.TokenIds(token_ids=word) for word in bad_words(request.bad_words, tokenizer)],
@@ -107,7 +107,7 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _check_version(request: target_pb2.GenerateRequest, version: int) -> None:
-    """A worker of a version before would pass over what it doesn't know, and answer something else."""
+    """A worker of an older version would ignore unknown fields, and answer a different request."""
     if version >= _VERSION_OF_CONSTRAINTS:
         return
     for field in ("constraints", "num_logprobs", "num_prompt_logprobs"):
@@ -125,7 +125,7 @@ def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int, param: str) -
 
 
 def _max_tokens(request: ApiRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    """How many tokens a choice may have. Raises ContextLengthError when there is no room for them."""
+    """Returns the maximum tokens of a choice. Raises ContextLengthError if there is no room for any."""
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(

@@ -49,7 +49,7 @@ class ChatPrompts:
         self._warned_of_tools = False
 
     def encode(self, conversation: Conversation, *, add_special_tokens: bool = False) -> list[int]:
-        """The token IDs. Raises InvalidRequestError where there is no template or it refuses the messages.
+        """Returns the token IDs. Raises InvalidRequestError without a template, or if it refuses the messages.
 
         Only the template writes special tokens: what `conversation` spells of them is text.
         """
@@ -118,7 +118,7 @@ def _last_text(content: str | list[dict[str, str]]) -> str:
 
 
 def _cut_after(text: str, content: str) -> str:
-    """`text` without what a template wrote after the last message's `content`, from which it may have cut blanks."""
+    """Returns `text` up to the end of the last message's `content`, from which the template may cut blanks."""
     for written in (content, content.rstrip(), content.strip()):
         start = text.rfind(written) if written else -1
         if start >= 0:

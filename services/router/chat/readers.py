@@ -1,4 +1,4 @@
-"""Which reader the answers to a request need: told by the configuration, or by the model's chat template."""
+"""Chooses the reader of a request's answers, by the configuration or by the model's chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shapes of messages and tools, as `/openapi.json` tells of them; they are checked in `messages` and `tools`."""
+"""The schemas of messages and tools in `/openapi.json`; `messages` and `tools` check them."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class SpecialTokenGuard:
 
 
 class _Pieces:
-    """Beginnings or ends of special tokens. Letters and digits alone are none: they are whatever a text has there."""
+    """Beginnings or ends of special tokens. Letters and digits alone are left out: any text may contain them."""
 
     def __init__(self, pieces: Iterable[str]) -> None:
         self._pieces = {piece for piece in pieces if not piece.isalnum()}
@@ -128,7 +128,7 @@ def _is_parts(value: object) -> bool:
 
 
 def _runs(value: object) -> list[Run]:
-    """All strings in `value`, each by itself but for the texts of parts."""
+    """All strings in `value`, one by one except for the texts of parts."""
     if isinstance(value, str):
         return [(value,)]
     if _is_parts(value):

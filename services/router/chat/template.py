@@ -136,7 +136,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for trainers; here it is only its contents."""
+    """`{% generation %}` marks the assistant's text for trainers; here only its contents are rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them: what a request's text is in tokens, and back."""
+"""POST /tokenize and /detokenize, as in vLLM: the tokens of a request's text, and the reverse."""
 
 from __future__ import annotations
 

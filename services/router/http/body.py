@@ -38,7 +38,7 @@ class BodyRoom:
             self._num_bytes -= share.num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Raises OverloadedError where there is no room for `num_bytes` more."""
+        """Raises OverloadedError if there is no room for `num_bytes` more."""
         if self._num_bytes + num_bytes > self._max_bytes:
             raise OverloadedError(
                 f"the bodies of the requests in flight take all of the {self._max_bytes} bytes allowed; retry later"
@@ -64,7 +64,7 @@ class BodyShare:
 async def read_body(
     scope: Scope, receive: Receive, max_bytes: int, timeout_s: float | None = None, share: BodyShare | None = None
 ) -> bytes:
-    """Returns a request's body, decompressed, within a limit, a deadline and its `share` of what all may have.
+    """Returns a request's body, decompressed, within a limit, a deadline and its `share` of the total.
 
     Raises PayloadTooLargeError, UnsupportedMediaTypeError, InvalidRequestError if it cannot be decompressed,
     RequestTimeoutError, OverloadedError, or ClientDisconnect.
@@ -106,7 +106,7 @@ async def _read(
 
 
 async def read_json_body(request: Request, max_bytes: int, timeout_s: float | None = None) -> bytes:
-    """The body of `request`, which has to be said to be JSON; `timeout_s`: where it has not been read before."""
+    """Returns the body of `request`, which must be declared as JSON; `timeout_s`: if it is not read yet."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaTypeError("send the body as Content-Type: application/json")

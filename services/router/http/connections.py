@@ -77,7 +77,7 @@ class Connections:
         self._metrics.connections.dec()
 
     def count_closed(self, reason: str) -> None:
-        """A connection is closed for what its client did."""
+        """A connection is closed because of its client's behaviour."""
         self._metrics.count_closed_connection(reason)
 
 

@@ -120,7 +120,7 @@ class Admission:
 
 
 def _shutting_down() -> UnavailableError:
-    """For what the server cancels, which has drained for as long as it may."""
+    """For requests that the server cancels after the drain time."""
     return UnavailableError("the router is shutting down; ask again, with the same seed for the same answer")
 
 

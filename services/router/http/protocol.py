@@ -1,4 +1,4 @@
-"""HTTP towards clients that may mean harm: uvicorn's protocol, within bounds of its own.
+"""HTTP for potentially hostile clients: uvicorn's protocol, with limits.
 
 | what a client does | what becomes of its connection |
 | --- | --- |
@@ -158,7 +158,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _go_on_with_http(self) -> None:
-        """A request that asked for another protocol gets none: its body is read with a parser that was not asked."""
+        """Ignores the other protocol of an upgrade request: a parser without the upgrade reads its body."""
         framing, self._skipped_framing = self._skipped_framing, []
         if not framing:
             return
@@ -275,7 +275,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _Outlet(asyncio.Transport):
-    """Where a request's answer is written, and what closing means for it."""
+    """Writes a request's answer, and defines what closing means for it."""
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         super().__init__()

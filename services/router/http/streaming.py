@@ -1,4 +1,4 @@
-"""Answering as long as there is someone to answer: server-sent events, and work that ends with its client."""
+"""Answers that end with their client: server-sent events, and cancellable work."""
 
 from __future__ import annotations
 
@@ -157,5 +157,5 @@ class NotedSend:
 
 
 def note_outcome(scope: Scope, code: int) -> None:
-    """Has the request counted as `code`, whatever status its answer began with, if it began at all."""
+    """Counts the request as `code`, whatever status its answer began with."""
     scope.setdefault("state", {})["outcome"] = code

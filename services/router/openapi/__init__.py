@@ -1,1 +1,1 @@
-"""`/openapi.json`, what the API is in OpenAPI's words, and `/docs`, the same as a page."""
+"""`/openapi.json`, the API's OpenAPI document, and `/docs`, the same as a page."""

@@ -1,4 +1,4 @@
-"""The OpenAPI document: every route, what it takes and what it may answer."""
+"""The OpenAPI document: every route, its input and its possible answers."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def _request_schemas() -> dict[str, Schema]:
 
 
 def _untitled(value: Any) -> Any:
-    """`value` without pydantic's titles, which say a field's name again."""
+    """Returns `value` without pydantic's titles, which repeat the field's name."""
     if isinstance(value, Mapping):
         return {key: _untitled(item) for key, item in value.items() if not (key == "title" and isinstance(item, str))}
     return [_untitled(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The OpenAPI document as one HTML page that asks nobody else for anything."""
+"""The OpenAPI document as one self-contained HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of the document and of its page, each made when it is first asked for."""
+"""The routes of the document and of its page, each built at the first request."""
 
 from __future__ import annotations
 

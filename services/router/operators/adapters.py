@@ -63,7 +63,7 @@ class AdapterCalls:
     """Calls all targets at once. Each loads from its own disk; other routers learn of it from the targets."""
 
     def __init__(self, pool: ReplicaPool, model_id: str) -> None:
-        """`model_id`: what no adapter can be called."""
+        """`model_id`: a name that no adapter may have."""
         self._pool = pool
         self._model_id = model_id
 
@@ -130,7 +130,7 @@ class AdapterCalls:
         return {"name": name, "targets": await self._ask_all(unload)}
 
     async def _ask_all(self, ask: Callable[[Replica], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """The answer of each target, with `error` where that is what it answered. Raises the first if all did."""
+        """Returns each target's answer, with `error` if it failed. Raises the first error if all failed."""
         replicas = self._pool.replicas
         if not replicas:
             raise UnavailableError("no target is listed now; see /health")

@@ -66,6 +66,6 @@ def _describe(replica: Replica) -> dict[str, Any]:
 
 
 def _outline(entry: dict[str, Any]) -> dict[str, Any]:
-    """`entry` without where the target is, which words about its problem may tell too."""
+    """Returns `entry` without the target's address, which its problem may contain too."""
     outline = {name: value for name, value in entry.items() if name not in ("address", "advertised_address")}
     return outline | {"problem": None if entry["problem"] is None else entry["status"]}

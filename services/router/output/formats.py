@@ -117,7 +117,7 @@ def _named_call(source: Source, writer: Writer) -> Reading[bool]:
 
 
 def _tag(source: Source) -> Reading[str]:
-    """The tag in brackets that comes next; what comes instead, where it is none."""
+    """Returns the next tag in brackets; any other text if there is none."""
     if not (yield from source.expect("[")):
         return ""
     tag = "["
@@ -195,7 +195,7 @@ _OTHER_FORMATS = ("<arg_key>",)  # formats with partly the same markup: GLM's
 
 
 def format_of(template_source: str, tokens: Mapping[str, Any]) -> str | None:
-    """The name of the format that a chat template tells the model of; None where it tells of none.
+    """Returns the name of the format that a chat template describes to the model; None if it has none.
 
     `tokens`: the model's special tokens, which decide where the template has tools and leaves the markup to them.
     """

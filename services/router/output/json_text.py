@@ -135,6 +135,6 @@ class JsonScanner:
         return ValuePosition.INSIDE
 
     def _ended(self) -> ValuePosition:
-        """After a value: it was the whole, or there is more of what it is in."""
+        """After a value: the end, or the rest of the enclosing value."""
         self._expects = _Expects.COMMA_OR_END
         return ValuePosition.INSIDE if self._open else ValuePosition.LAST

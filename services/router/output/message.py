@@ -41,7 +41,7 @@ class Reader:
 
 
 class MessageReader:
-    """Reads one answer. The concatenation of what it says does not depend on the pieces that it was given."""
+    """Reads one answer. The concatenation of its output does not depend on the input's pieces."""
 
     def __init__(self, reader: Reader) -> None:
         self._writer = Writer(include_reasoning=reader.include_reasoning, parallel_calls=reader.parallel_calls)
@@ -55,7 +55,7 @@ class MessageReader:
 
     @property
     def reasoning_text(self) -> str:
-        """All of the reasoning so far, included or not."""
+        """All reasoning so far, returned to the client or not."""
         return self._writer.reasoning_text
 
     def push(self, text: str, *, is_last: bool) -> list[Said]:
@@ -89,11 +89,11 @@ class MessageWriter:
         return "tool_calls" if reason == "stop" and self._num_calls and self._reader.calls_finish else reason
 
     def deltas(self, said: Sequence[Said]) -> list[dict[str, Any]]:
-        """`said` as the deltas of a streamed message."""
+        """Returns `said` as the deltas of a streamed message."""
         return [self._delta(one) for one in said]
 
     def message(self, said: Sequence[Said]) -> dict[str, Any]:
-        """Returns the message of an answer that says all of `said`."""
+        """Returns the message of an answer with all of `said`."""
         content, reasoning = "", ""
         calls: list[dict[str, Any]] = []
         for one in said:

@@ -78,7 +78,7 @@ def _schema_of(schema: object, key: str) -> Mapping[str, Any]:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> str:
-    """`text`, from between the tags, as JSON: a string where the schema lets it be one, else what it spells."""
+    """Returns `text` between the tags as JSON: a string if the schema allows one, otherwise its JSON value."""
     text = text.removeprefix("\n").removesuffix("\n")
     kinds = schema.get("type")
     if isinstance(kinds, list):

@@ -1,4 +1,4 @@
-"""Grammars of answers that begin with reasoning: any text up to its end, then what the request asks for."""
+"""Grammars of answers that begin with reasoning: any text up to its end, then the requested grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of an answer as programs read it, and what they say of it."""
+"""The text of an answer as readers consume it, and the parts that they produce."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHITE_SPACE = " \t\r\n"
 
 @dataclass(slots=True)
 class Said:
-    """Part of what an answer says. A call's `text` is the name of its function; its arguments follow it."""
+    """Part of an answer. A call's `text` is the name of its function; its arguments follow it."""
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
@@ -34,7 +34,7 @@ class Source:
         self._since_mark: list[str] = []
 
     def read(self) -> Reading[str]:
-        """The next character; "" at the end of the text, as often as it is asked for."""
+        """Returns the next character; "" at the end of the text, any number of times."""
         while self._position == len(self._piece):
             if self._has_ended:
                 return ""
@@ -174,7 +174,7 @@ class Writer:
         self._held_content = ""
 
     def take(self) -> list[Said]:
-        """Returns what was written since the last call."""
+        """Returns the parts written since the last call."""
         said, self._said = self._said, []
         return said
 

@@ -1,4 +1,4 @@
-"""Statistics of speculation for one choice, for clients that ask for them."""
+"""Statistics of speculation for one choice, for clients that request them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class StopMatcher:
         return would_stop
 
     def flush(self) -> str:
-        """Returns what was held back, at the end of the text."""
+        """Returns the withheld text, at the end of the text."""
         held, self._held = self._held, ""
         self._num_matched = [0] * len(self._patterns)
         return held

@@ -21,7 +21,7 @@ class _MalformedError(Exception):
 
 
 def read_call(source: Source, writer: Writer, names: Collection[str] | None = None) -> Reading[bool]:
-    """Reads a call, behind its `{`. False when it is none: nothing has been said of it then.
+    """Reads a call, after its `{`. Returns False if it is none, without output.
 
     With `names` it has to call one of them, and give arguments: without them, any JSON object with a name would be a
     call. One that breaks off after its arguments have begun is a call with the arguments as far as they go.
@@ -139,7 +139,7 @@ def is_name(text: str) -> bool:
 
 
 def _loaded(text: str) -> tuple[str, object]:
-    """JSON in `text` as others read it too, and what it means."""
+    """Parses the JSON in `text`, also in forms that other parsers accept."""
     try:
         value = from_json(text, allow_inf_nan=False)
     except ValueError as error:

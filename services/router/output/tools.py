@@ -159,7 +159,7 @@ def _parameters(tool: Tool, index: int) -> dict[str, Any]:
 
 
 def _call_schema(tool: Tool, index: int, definitions: dict[str, Schema]) -> Schema:
-    """Returns the schema of a call of `tool`; adds what it refers to to `definitions`."""
+    """Returns the schema of a call of `tool`; adds the schemas it refers to to `definitions`."""
     parameters = _parameters(tool, index)
     definitions.update(parameters.pop("$defs", {}))
     return {

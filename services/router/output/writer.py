@@ -126,7 +126,7 @@ class ChoiceWriter:
         return self._reader.push(text, is_last=is_last)
 
     def _cut(self, said: Sequence[Said]) -> list[Said]:
-        """Returns `said` without the content that may be part of a stop string, and without what follows one."""
+        """Returns `said` without content that may begin a stop string, and without the content after one."""
         assert self._matcher is not None
         held = "" if self._reader is None else self._reader.held_content
         kept: list[Said] = []

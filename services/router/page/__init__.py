@@ -1,1 +1,1 @@
-"""The page that shows a cluster at work, and what it is fed with: `router.page`."""
+"""The page of a running cluster, and its feed: `router.page`."""

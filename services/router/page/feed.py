@@ -32,7 +32,7 @@ class Feed:
     """Belongs to one event loop."""
 
     def __init__(self, observe: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
-        """`observe`: what the workers do; asked about once a second while somebody watches."""
+        """`observe`: returns the workers' state; called about once a second while the page is open."""
         self.is_watched = False
         self._observe = observe
         self._numbers = itertools.count(1)
@@ -147,7 +147,7 @@ class _Viewer:
 
 
 def _flat(num_tokens: int, rounds: Sequence[RoundCounts]) -> list[int]:
-    """Drafted and accepted tokens of each step in turn; 0 and n for n plain decodes in a row."""
+    """Drafted and accepted tokens of each step in order; 0 and n for n plain decodes in a row."""
     flat: list[int] = []
     end = 0
     for counts in rounds:

@@ -1,4 +1,4 @@
-"""The page's routes: its files, which anybody may read, and the events that feed it, which need a key like any call."""
+"""The page's routes: its files, which need no key, and its events, which need one like any call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class StatusPage:
-    """`hello`: what a viewer is told first."""
+    """`hello`: the first event for a viewer."""
 
     def __init__(self, feed: Feed, hello: Callable[[], Mapping[str, Any]]) -> None:
         self._feed = feed

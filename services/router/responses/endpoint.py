@@ -1,4 +1,4 @@
-"""The routes of responses. Nothing is stored, so there is none to ask for later."""
+"""The routes of responses. Nothing is stored, so earlier responses cannot be retrieved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The items that an answer becomes, and the events that tell of them while it comes."""
+"""The items of an answer, and the events that report them while it is generated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CALL_TEXTS = {"function_call": "arguments", "custom_tool_call": "input"}  # the
 
 
 class OutputItems:
-    """The items of one answer, as they come to be."""
+    """The items of one answer while it is generated."""
 
     def __init__(self, custom_tools: Collection[str] = ()) -> None:
         """`custom_tools`: the names whose calls are custom_tool_call items."""
@@ -36,7 +36,7 @@ class OutputItems:
 
     @property
     def items(self) -> list[Item]:
-        """Those so far, with their text so far."""
+        """The items so far, with their text so far."""
         if self._pieces:
             item, text = self._items[-1], "".join(self._pieces)
             if item["type"] in _CALL_TEXTS:
@@ -47,7 +47,7 @@ class OutputItems:
         return self._items
 
     def say(self, said: Sequence[Said], call_ids: Iterator[str]) -> Iterator[Event]:
-        """The events of what was said; each call takes one of `call_ids`."""
+        """Returns the events of `said`; each call takes one of `call_ids`."""
         for one in said:
             kind = self._item_type(one)
             if not self._is_open or self._items[-1]["type"] != kind or one.kind == "call":

@@ -1,4 +1,4 @@
-"""A request for a response, and the chat that it asks for."""
+"""A request for a response, and the corresponding chat request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ResponsesRequest(BaseModel):
 
 
 class ResponsesChat(ChatRequest):
-    """The chat that a request for a response asks for."""
+    """The chat request for a response."""
 
     prompt_field = "input"
 
@@ -78,7 +78,7 @@ class ResponsesChat(ChatRequest):
 
 
 def to_chat(fields: dict[str, Any]) -> ResponsesChat:
-    """The chat that the body `fields` asks for. Raises InvalidRequestError naming the field."""
+    """Returns the chat request for the body `fields`. Raises InvalidRequestError naming the field."""
     given = {name: value for name, value in fields.items() if value is not None}
     others = given.keys() - ResponsesRequest.model_fields.keys() - set(PASSED_ON)
     for name in others & REFUSED.keys():

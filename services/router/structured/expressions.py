@@ -201,7 +201,7 @@ def written(node: Node) -> str:
 
 
 def count(least: int, most: int | None) -> str:
-    """Returns what repeats the expression before it."""
+    """Returns the repetition suffix of the expression before it."""
     match least, most:
         case 0, None:
             return "*"

@@ -38,7 +38,7 @@ def schema_text(schema: object) -> str:
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
-    """Returns the grammar that `response_format`, `structured_outputs` or `guided_*` asks for; at most one may.
+    """Returns the grammar of `response_format`, `structured_outputs` or `guided_*`; at most one may be set.
 
     Raises InvalidRequestError naming the field.
     """
@@ -163,7 +163,7 @@ def _tag_with_enforceable(tag: Any, name: str) -> Any:
 
 
 def _parsed(name: str, text: str, reason: str) -> object:
-    """Returns what `text` means as JSON. Raises InvalidRequestError with `reason`."""
+    """Parses `text` as JSON. Raises InvalidRequestError with `reason`."""
     _check_text(name, text)
     try:
         return parse_json(text.encode())

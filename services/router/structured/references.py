@@ -12,14 +12,14 @@ MAX_STEPS = 50_000
 
 
 class References:
-    """Looks up what `$ref`s refer to within one schema."""
+    """Resolves the `$ref`s within one schema."""
 
     def __init__(self, root: object) -> None:
         self._root = root
         self._num_steps = 0
 
     def look_up(self, reference: Any, path: str) -> Any:
-        """Returns what the `$ref` at `path` refers to. Raises SchemaError."""
+        """Returns the schema that the `$ref` at `path` refers to. Raises SchemaError."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             got = f"(got {str(reference)[:80]!r})"
             raise SchemaError(path, f"should be # or begin with #/: it can only refer to a place in this schema {got}")
@@ -35,7 +35,7 @@ class References:
         return found
 
     def resolve(self, schema: Any) -> Any:
-        """Returns `schema`, or what it refers to if it is a reference; {} if the references form a cycle."""
+        """Returns `schema`, or its target if it is a reference; {} if the references form a cycle."""
         seen = set()
         self.spend()
         while isinstance(schema, Mapping) and "$ref" in schema:

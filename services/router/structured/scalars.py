@@ -35,7 +35,7 @@ def string(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _pattern(schema: Mapping[str, Any], path: str, longest: int | None) -> Pattern | None:
-    """Returns what `pattern` or `format` asks for; None if that is nothing."""
+    """Returns the expression of `pattern` or `format`; None if they do not limit the text."""
     name = schema.get("format")
     if name is not None and not isinstance(name, str):
         raise SchemaError(at(path, "format"), "should be a string")

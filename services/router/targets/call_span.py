@@ -18,7 +18,7 @@ class CallSpan:
     """The span of one call on one target, from entering it to leaving it."""
 
     def __init__(self, parent: Span, replica: Replica, request: target_pb2.GenerateRequest) -> None:
-        """`request` is told of the span, for the target's to be below it."""
+        """Writes the span into `request`, as the parent of the target's."""
         self._span = NO_SPAN
         if parent.is_recorded:
             self._span = parent.start_child(

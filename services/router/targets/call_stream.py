@@ -50,7 +50,7 @@ class Call:
             self._arrival.set_result(None)
 
     async def take(self) -> CallReply:
-        """Waits for what has come since the last time. Raises the OutriderError that the call ended with."""
+        """Waits for replies since the last call. Raises the OutriderError that the call ended with."""
         if self._waiting is None:
             self._arrival = self._loop.create_future()
             await self._arrival
@@ -128,7 +128,7 @@ class CallStream:
         self._deliver({number: CallReply(error=copy.copy(error)) for number in self._calls})
 
     async def close(self) -> None:
-        """To be called when nobody waits for a reply any more."""
+        """To be called when no caller waits for a reply any more."""
         self._stream.cancel()
         self._reader.cancel()
         self._writer.cancel()
@@ -178,7 +178,7 @@ class CallStream:
         self.fail(self._explain(reason))
 
     async def _check_worker(self) -> None:
-        """Raises _OtherWorkerError when another serves the stream. One of a version before says nothing of itself."""
+        """Raises _OtherWorkerError if another worker serves the stream. Older versions report no epoch."""
         metadata = await self._stream.initial_metadata()
         if metadata is None or self._stream.done():
             return

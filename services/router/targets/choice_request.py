@@ -21,7 +21,7 @@ class ChoiceRequest:
 
     @property
     def num_tokens(self) -> int:
-        """That a target has to hold of it, of whatever kind."""
+        """The longest sequence that a target has to hold for it."""
         return len(self.prompt_token_ids) + len(self.template.constraints.allowed_token_ids)
 
     @property

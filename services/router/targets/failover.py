@@ -1,4 +1,4 @@
-"""Runs a sequence to its end wherever it can run: what one worker leaves unfinished, another goes on with.
+"""Runs a sequence to its end on any target: another worker continues one that was lost.
 
 A worker that takes it over gets the prompt with all tokens so far, the seed and the choice. As noise depends on seed
 and position alone, and penalties on the tokens, the answer goes on as it would have; the client sees a pause.
@@ -35,7 +35,7 @@ class CallObserver(Protocol):
     """The HTTP request's; each call on a worker has a span below it."""
 
     def moved(self, reason: str) -> None:
-        """Another worker goes on; `reason`: what happened to the one before."""
+        """Another worker continues; `reason`: what happened to the one before."""
 
 
 async def run_anywhere(

@@ -47,7 +47,7 @@ class PromptBudget:
 
 
 class GivesBack:
-    """Gives back what requests took, when they have ended in whatever way."""
+    """Releases the requests' tokens, however they ended."""
 
     def __init__(self, app: ASGIApp, *, budget: PromptBudget) -> None:
         self._app = app
@@ -62,7 +62,7 @@ class GivesBack:
 
 
 class StartWindow:
-    """Lets the choices of one request begin, in their order, while what waits at targets stays within a limit.
+    """Starts the choices of one request in order, while the waiting tokens at targets stay within a limit.
 
     One choice may always wait there, however long it is.
     """

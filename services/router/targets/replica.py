@@ -1,4 +1,4 @@
-"""One replica of the target: whether it can answer, calling it, and what becomes of its calls when it cannot."""
+"""One replica of the target: its status, its calls, and their end when it is lost."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class AdapterRef(NamedTuple):
 
 
 class ReplicaLostError(UnavailableError):
-    """A replica took a call and will not finish it; another can, from the tokens so far.
+    """A replica accepted a call and will not finish it; another can continue it from the tokens so far.
 
     lost: its stream broke, it was restarted, or it is silent although it is connected;
     draining: it refused or gave up the call, or ended the stream in good order, as it is about to end;
@@ -140,7 +140,7 @@ class Replica:
         return adapter is None or (self.adapters or {}).get(adapter.name) == adapter.fingerprint
 
     def forget(self, adapter: AdapterRef) -> None:
-        """It says that it does not hold `adapter`; so it is until the next poll."""
+        """It reports that it lacks `adapter`; this holds until the next poll."""
         if self.adapters is not None and self.has(adapter):
             del self.adapters[adapter.name]
 
@@ -218,7 +218,7 @@ class Replica:
             logger.warning("target %s has never answered: check that it is at this address", self.address)
 
     async def _follow_certificates(self) -> None:
-        """With new ones, a new channel, once nothing runs on the old: a connection that works goes on working."""
+        """New calls use a new channel when none run on the old one: a working connection is kept."""
         version = self._dialer.version
         if version == self._dialer_version or self.status != "down" or self.num_in_flight:
             return
@@ -261,7 +261,7 @@ class Replica:
             call.cancel()
 
     async def wait_idle(self) -> None:
-        """Waits until no call of ours is there."""
+        """Waits until we have no call there."""
         await self._is_idle.wait()
 
     async def close(self) -> None:
@@ -271,7 +271,7 @@ class Replica:
         await self._channel.close()
 
     def _count_silence(self, failure: grpc.StatusCode) -> None:
-        """A worker that is gone ends its stream by itself; one that hangs may be connected for ever."""
+        """A lost worker ends its stream by itself; a hanging one may stay connected forever."""
         if failure is not grpc.StatusCode.DEADLINE_EXCEEDED:
             self._num_silent_polls = 0
             return
@@ -308,7 +308,7 @@ class Replica:
             self._become("up", None)
 
     def _give_up(self, reason: LossReason) -> None:
-        """Ends all calls that run here, and frees their sequences if anybody is left who listens."""
+        """Ends all calls that run here, and frees their sequences if the worker is still connected."""
         if self._calls is not None and not self._calls.has_ended:
             logger.warning("target %s: its %d calls are abandoned: %s", self.address, self.num_in_flight, reason)
             self._calls.fail(ReplicaLostError(reason))

@@ -1,4 +1,4 @@
-"""The replicas of the target that can answer now, wherever they come and go, and which of them is least loaded."""
+"""The replicas of the target that can answer now, and the choice of the least loaded one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ReplicaPool:
 
     @property
     def retry_after(self) -> int:
-        """Seconds after which a client who finds nobody may ask again."""
+        """Seconds after which a client without a usable target may retry."""
         return self._retry_after.retry_after
 
     def limits(self) -> Limits:
@@ -225,7 +225,7 @@ class ReplicaPool:
         return list(added.values())
 
     async def _let_go(self, replica: Replica) -> None:
-        """Polled to the end: should it be lost, its calls must hear of it."""
+        """Polled to the end: if it is lost, its calls must be notified."""
         await replica.wait_idle()
         self._polls.pop(replica).cancel()
         await replica.close()

@@ -1,4 +1,4 @@
-"""Traits: what the answers of a worker depend on. Workers of one pool have equal traits."""
+"""Traits: the properties of a worker that its answers depend on. Workers of one pool have equal traits."""
 
 from __future__ import annotations
 

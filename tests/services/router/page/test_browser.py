@@ -191,7 +191,7 @@ def test_it_can_be_used_by_keyboard_alone(browser: Browser, cluster: LocalCluste
                 expect(page.locator("#answer-told")).to_contain_text("ended:", timeout=20_000)
             if focused == "whatif-k":
                 page.keyboard.press("ArrowRight")
-        assert reached[0] == "To the prompt"
+        assert reached[0] == "Skip to the prompt"
         wanted = ["prompt-text", "prompt-kind", "prompt-length", "prompt-seed", "prompt-k", "Send", "answer"]
         wanted += ["timeline-hold", "whatif-follow", "whatif-k", "whatif-roundTrip", "whatif-turn"]
         places = [reached.index(name) for name in wanted]
