@@ -1,4 +1,4 @@
-"""Docstrings and comments are plain engineering English: the rules that a program can check."""
+"""Docstrings, comments and messages are plain engineering English: the rules that a program can check."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAX_SENTENCE_WORDS = 35
 _WORDS = re.compile(r"\b(anew|nought|reckon\w*|whoever|whom|so many|so long(?! as)|of which|beside)\b", re.IGNORECASE)
+_OF_PEOPLE = re.compile(
+    r"\b(told|tells?|says?|said|knows|hears|heard|nobody|anybody|everybody|likewise|stands still)\b", re.IGNORECASE
+)  # in messages
+_SPEAKERS = {"Reading", "Counter", "Gauge", "Histogram", "Field"}
+_SPEAKERS |= {"ArgumentParser", "add_argument", "add_argument_group", "add_parser"}
+_LOGGERS = ("logger", "audit")
 _RIDDLES = re.compile(r"(Of|What|Whether|From|By)\b")  # docstrings that begin so
 _BARE_FIGURE = re.compile(r"(?<![\w.\[*/)])\.\d+(?!\w)")
 _SENTENCE_ENDS = re.compile(r"(?<=[.!?:;])\s+|\n\s*\n")
@@ -71,6 +77,36 @@ def test_docstrings_and_comments_are_plain(folder: str) -> None:
     assert found == []
 
 
+def literals(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the string literals below `node`; `X` stands for the values of f-strings."""
+    if isinstance(node, ast.JoinedStr):
+        yield node.lineno, "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.lineno, node.value
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from literals(child)
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of log lines, raised errors, metrics, options and settings."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Raise) or name.startswith(_LOGGERS) or name.rpartition(".")[2] in _SPEAKERS:
+            yield from literals(node)
+
+
+@pytest.mark.parametrize("folder", ["cluster", "services"])
+def test_messages_are_plain(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {complaint}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in messages(path)
+        for complaint in [*complaints(text, is_docstring=False), *_OF_PEOPLE.findall(text)]
+    ]
+    assert found == []
+
+
 def paragraphs(page: Path) -> Iterator[tuple[int, str]]:
     """Line and text of the paragraphs and list items of a page, without code blocks, tables and links' addresses."""
     text = re.sub(
@@ -107,6 +143,12 @@ def test_pages_are_plain(page: Path) -> None:
 )
 def test_each_rule_finds_what_it_is_for(text: str, complaint: str) -> None:
     assert complaints(text, is_docstring=True) == [complaint]
+
+
+def test_messages_are_found_where_they_are(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text('logger.info("one %d", 1)\nraise ValueError(f"two {3} four")\nx = "five"\n')
+    assert sorted(messages(module)) == [(1, "one %d"), (2, "two X four")]
 
 
 @pytest.mark.parametrize("text", ["Returns 0.78.", "Returns `.78`.", "As so long as it runs.", "Besides, it ends."])

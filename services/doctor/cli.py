@@ -215,7 +215,7 @@ def survival_of(report: Mapping[str, Any], temperature: float) -> tuple[float, .
     told = {float(one["temperature"]): one["survival"] for one in report["suitability"]}
     if temperature not in told:
         known = ", ".join(f"{one:g}" for one in told)
-        raise ConfigurationError(f"it tells of temperatures {known or 'none'}, and not of {temperature:g}")
+        raise ConfigurationError(f"it has the temperatures {known or 'none'}, and not {temperature:g}")
     shares = [float(share) for share in told[temperature]]
     if not all(0.0 <= share <= 1.0 for share in shares):
         raise ValueError("a share is not from 0 to 1")

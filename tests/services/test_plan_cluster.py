@@ -44,7 +44,7 @@ def test_the_exit_code_says_that_nothing_fits() -> None:
     ("arguments", "said"),
     [
         (["--target-gpus", "4xA99"], "'A99' is no known GPU"),
-        (["--host-cpu", "SPR-99"], "'SPR-99' is no known GPU"),
+        (["--host-cpu", "SPR-99"], "'SPR-99' is unknown"),
         (["--target", "34B"], "34B/LAYERSxKV_HEADSxHEAD_SIZE"),
         (["--round-trip-ms", "1,x"], "--round-trip-ms '1,x'"),
         (["--price", "A10G"], "'A10G' is no price"),

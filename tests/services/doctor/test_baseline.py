@@ -30,7 +30,7 @@ def test_a_baseline_whose_drafts_were_never_accepted_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("told", "why"),
     [
-        ([{"temperature": 1.0, "survival": [0.8]}], "it tells of temperatures 1, and not of 0"),
+        ([{"temperature": 1.0, "survival": [0.8]}], "it has the temperatures 1, and not 0"),
         ([{"temperature": 0.0, "survival": [1.5]}], "is no report"),
         ([{"temperature": 0.0, "survival": [float("nan")]}], "is no report"),
         (3, "is no report"),

@@ -20,7 +20,7 @@ MAX_DRAFTS = 4
 
 @dataclass(frozen=True)
 class Way:
-    """Depths that requests ask for; `None` leaves the depth to the rounds."""
+    """The requested depths; `None` leaves the depth to the rounds."""
 
     name: str
     depths: Sequence[int | None]  # of the cases in turn
