@@ -43,7 +43,7 @@ def test_the_exit_code_says_that_nothing_fits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--target-gpus", "4xA99"], "'A99' is no known GPU"),
+        (["--target-gpus", "4xA99"], "'A99' is unknown"),
         (["--host-cpu", "SPR-99"], "'SPR-99' is unknown"),
         (["--target", "34B"], "34B/LAYERSxKV_HEADSxHEAD_SIZE"),
         (["--round-trip-ms", "1,x"], "--round-trip-ms '1,x'"),

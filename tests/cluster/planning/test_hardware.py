@@ -27,7 +27,7 @@ def test_any_other_gpu_is_its_figures() -> None:
     ("spec", "said"),
     [
         ("", "a GPU is missing"),
-        ("A99", "'A99' is no known GPU (A10G, "),
+        ("A99", "'A99' is unknown (A10G, "),
         ("24:600:70", "GB:GB_PER_SECOND:TFLOPS:DOLLARS_PER_HOUR"),
         ("24:0:70:1", "above 0"),
     ],
