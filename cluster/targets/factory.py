@@ -125,7 +125,7 @@ def _in_process_pool(
         "%s (%s) drafts in this process, %s; its KV cache has %d blocks of %d tokens",
         name,
         draft.drafter,
-        "in turn with the target" if is_shared else "taking turns with the target",
+        "in turn with the target" if is_shared else "in a thread of its own",
         drafter.num_blocks,
         drafter.block_size,
     )

@@ -98,7 +98,7 @@ def processor() -> str:
 def _present(device: Device, cores: tuple[int, ...], num_gpus: int) -> Device:
     if device.kind == "cuda":
         if device.index >= num_gpus:
-            raise ConfigurationError(f"{device}: PyTorch finds {num_gpus} GPUs on this machine")
+            raise ConfigurationError(f"{device}: PyTorch finds {num_gpus} GPUs here")
         return device
     if missing := [core for core in device.cpus if core not in cores]:
         raise ConfigurationError(

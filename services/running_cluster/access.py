@@ -77,8 +77,8 @@ class PoolAccess:
         own = None if self.metrics_token is None else self.metrics_token.current()
         if (parts.scheme == "https") != (pages is not None):
             raise ConfigurationError(
-                f"the metrics page {url!r} {_other_tls(is_ours=pages is not None)}: give tls.ca_file, "
-                "tls.certificate_file and tls.key_file as the cluster has them"
+                f"the metrics page {url!r} {_other_tls(is_ours=pages is not None)}: set tls.ca_file, "
+                "tls.certificate_file and tls.key_file to those of the cluster"
             )
         setting = f"{self.pool}.metrics_token_file"
         if pages is not None:
@@ -166,4 +166,4 @@ def _checked(url: str) -> SplitResult:
 
 
 def _other_tls(*, is_ours: bool) -> str:
-    return "requires a certificate" if is_ours else "is in plaintext, and `tls` sets certificates"
+    return "is in plaintext, and `tls` is set" if is_ours else "requires a certificate"

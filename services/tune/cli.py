@@ -54,7 +54,7 @@ class Trial:
     def line(self) -> str:
         if not self.ratios:
             return f"  {self.candidate.name}: not possible: {self.problem}"
-        kept = "left unchanged" if self.is_better else "left as it was"
+        kept = "kept" if self.is_better else "left unchanged"
         spread = f"{min(self.ratios):.2f} to {max(self.ratios):.2f}"
         return f"  {self.candidate.name}: {self.gain:.2f} times ({spread}), {kept}"
 

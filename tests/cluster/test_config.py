@@ -133,8 +133,11 @@ def test_a_draft_on_the_hosts_processors_is_a_sidecar_on_the_cpu(device):
     ("overrides", "said"),
     [
         (["draft.device=cuda"], "contradicts draft.device cuda: leave draft.device out"),
-        (["draft.drafter=vllm"], "not vllm.*: set draft.drafter to model"),
-        (["target.cpus=[0,1,2]", "draft.cpus=[2,1,7]"], r"both have \[1, 2\]: leave draft.cpus out"),
+        (["draft.drafter=vllm"], "cannot use draft.drafter vllm.*: set draft.drafter to model"),
+        (
+            ["target.cpus=[0,1,2]", "draft.cpus=[2,1,7]"],
+            r"\[1, 2\] are in both target.cpus and draft.cpus: leave draft.cpus out",
+        ),
     ],
 )
 def test_a_draft_that_cannot_be_on_the_hosts_processors_is_refused(overrides, said):

@@ -58,7 +58,7 @@ def test_half_an_authority_is_not_replaced(tmp_path: Path, capsys: pytest.Captur
     cli.main(["certs", str(tmp_path)])
     (tmp_path / "ca.key").unlink()
     assert cli.main(["certs", str(tmp_path)]) == 2
-    assert "mend ca.crt and ca.key" in capsys.readouterr().err
+    assert "repair ca.crt and ca.key" in capsys.readouterr().err
 
 
 def test_it_says_what_to_install(

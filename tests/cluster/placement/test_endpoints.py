@@ -165,7 +165,7 @@ def test_a_broken_or_missing_file_leaves_the_last_list_and_says_so_once(tmp_path
         assert "No such file" in complaint
         path.write_text(f"{A}\n")
         assert await following(lists) == [A]
-        assert said() == [f"file:{path} can be read again"]
+        assert said() == [f"file:{path} is readable again"]
         path.write_text(f"{B}\nnonsense\n")
         waiting = await nothing_comes(lists)
         (complaint,) = said()
@@ -207,7 +207,7 @@ def test_a_name_is_followed_and_a_failing_lookup_changes_nothing(monkeypatch: py
         waiting = await nothing_comes(lists)
         (complaint,) = caplog.records
         assert "targets cannot be resolved" in complaint.getMessage()
-        assert "the last list of 1 stays" in complaint.getMessage()
+        assert "the last list of 1 addresses stays" in complaint.getMessage()
         names.hosts["targets"] = ["10.0.0.2", "10.0.0.1"]
         assert await waiting == [A, B, C]
 

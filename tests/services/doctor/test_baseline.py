@@ -31,9 +31,9 @@ def test_a_baseline_whose_drafts_were_never_accepted_is_refused(tmp_path: Path) 
     ("told", "why"),
     [
         ([{"temperature": 1.0, "survival": [0.8]}], "it has the temperatures 1, and not 0"),
-        ([{"temperature": 0.0, "survival": [1.5]}], "is no report"),
-        ([{"temperature": 0.0, "survival": [float("nan")]}], "is no report"),
-        (3, "is no report"),
+        ([{"temperature": 0.0, "survival": [1.5]}], "was not written by"),
+        ([{"temperature": 0.0, "survival": [float("nan")]}], "was not written by"),
+        (3, "was not written by"),
     ],
 )
 def test_a_baseline_that_cannot_be_compared_is_refused(told: object, why: str, tmp_path: Path) -> None:

@@ -177,5 +177,5 @@ def test_a_page_at_all_addresses_of_a_host_is_asked_for_where_its_worker_is() ->
     ],
 )
 def test_what_is_no_metrics_page_is_not_asked_for(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no http"):
+    with pytest.raises(ConfigurationError, match="is not http"):
         access().target.read_page(url, WORKER)
