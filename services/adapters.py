@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _outcome(target: dict[str, Any]) -> str:
     if "error" in target:
         return f"failed: {target['error']}"
-    if "unloaded; {target.get('num_running', 0)} running requests still use it" in target:
+    if "fingerprint" in target:
         return f"loaded, {str(target['fingerprint'])[:12]}"
-    return f"unloaded; {target.get('num_running', 0)} requests end with it still"
+    return f"unloaded; {target.get('num_running', 0)} running requests still use it"
 
 
 def _list(address: str, context: ssl.SSLContext | None) -> int:

@@ -193,7 +193,7 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
     if not 0 < num_held_out < len(prompts):
         raise ConfigurationError(f"{len(prompts)} prompts are too few: one in {_HELD_OUT_ONE_IN} is held out")
     asked = {
-        "{arguments.out}: {len(known)} earlier answers are reused": weights_fingerprint(folder),
+        "target": weights_fingerprint(folder),
         "settings": arguments.overrides,
         "max_tokens": arguments.max_tokens,
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest(),
@@ -201,7 +201,7 @@ def _answers(arguments: argparse.Namespace, config: Config, folder: Path) -> lis
     file = AnswersFile(arguments.out / "answers.jsonl", asked)
     known = {answer.seed for answer in file.answers}
     if known:
-        print(f"{arguments.out}: {len(known)} answers of before are used", file=sys.stderr)
+        print(f"{arguments.out}: {len(known)} earlier answers are reused", file=sys.stderr)
     missing = {number: prompt for number, prompt in enumerate(prompts) if number not in known}
     if missing:
         asking = ask(config, missing, max_tokens=arguments.max_tokens, num_streams=arguments.streams)

@@ -76,7 +76,7 @@ def create_app(config: Config) -> Starlette:
     model_id = config.served_model_id
     if model_id in config.target.lora:
         raise ConfigurationError(
-            f"target.lora has an adapter called {model_id!r}, which is the model's name: rename the adapter, or set "
+            f"target.lora has an adapter called {model_id!r}, which is the model's own name: rename it, or set "
             "router.served_model_name"
         )
     metrics = RouterMetrics(model_id)

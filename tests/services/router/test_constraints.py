@@ -190,7 +190,7 @@ def test_columns_that_do_not_fit_are_refused(broken: dict[str, list[float]]) -> 
     fields = {"ranks": [1, 1], "logprobs": [0.0, 0.0], "top_token_ids": [1, 2], "top_logprobs": [0.0, 0.0]} | broken
     message = target_pb2.GenerateReplies(calls=[1], num_tokens=[2], token_ids=[1, 2])
     message.logprobs.append(target_pb2.CallLogprobs(call=1, **fields))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         decode_replies(message)
 
 

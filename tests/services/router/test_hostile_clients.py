@@ -146,7 +146,7 @@ def test_a_body_has_a_deadline(router: Router) -> None:
         connection.sendall(head() + BODY[:5])
         received = everything(connection)
     assert received.startswith(b"HTTP/1.1 408 ")
-    assert b"did not come within 0.5 s" in received
+    assert b"did not arrive within 0.5 s" in received
     assert reading(router, f'outrider_requests_total{{code="408",model_name="{router.model}"') == 1
 
 
