@@ -190,7 +190,8 @@ def test_operators_load_and_unload(admin, capsys):
     del targets[0].description.adapters["my/sql"]
     assert cli.main(["adapter", "unload", "my/sql", "--admin", address, "--reason", "a & b"]) == 1
     assert capsys.readouterr().out == (
-        f"{targets[0].address}: failed: there is none\n{targets[1].address}: unloaded; 2 running requests still use it\n"
+        f"{targets[0].address}: failed: there is none\n"
+        f"{targets[1].address}: unloaded; 2 running requests still use it\n"
     )
     assert cli.main(["adapter", "unload", "my/sql", "--admin", address]) == 2
     assert "there is none" in capsys.readouterr().err

@@ -284,7 +284,7 @@ def test_a_worker_that_does_not_tell_its_traits_is_used_only_beside_its_like(
         async with following(Endpoints(first, second, third), tokenizer) as pool:
             used = [first, third]
             assert addresses(pool.usable) == [target.address for target in used]
-            said = "its weights are a, the pool's are unknown" if is_first_silent else "does not say"
+            said = "its weights are a, the pool's are unknown" if is_first_silent else "does not report"
             assert said in (pool.replicas[1].problem or "")
 
     background.run(run())

@@ -195,7 +195,7 @@ def test_a_bad_value_is_400_naming_the_field(shared_router, field: str, value: o
 )
 def test_no_response_is_there_later(shared_router, method: str, path: str) -> None:
     response = shared_router.client.request(method, f"/v1/responses/resp_1{path}")
-    assert "not stored" in assert_error(response, 404, "not_found_error")["message"]
+    assert "stores no responses" in assert_error(response, 404, "not_found_error")["message"]
 
 
 def test_the_official_client(model: Model) -> None:
@@ -225,7 +225,7 @@ def test_the_official_client(model: Model) -> None:
         event.delta for event in client.responses.create(input="x", stream=True, **fields) if "text.delta" in event.type
     ]
     assert "".join(texts) == "Warm."
-    with pytest.raises(openai.BadRequestError, match="nothing is stored"):
+    with pytest.raises(openai.BadRequestError, match="stores nothing"):
         client.responses.create(input="x", previous_response_id="resp_1", **fields)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_1")
