@@ -22,7 +22,7 @@ class TemperatureTuning:
 
     def readings(self) -> Iterator[Reading]:
         """Any thread."""
-        what = "Difference of the draft temperature from the target's, by the target's temperature."
+        what = "Draft temperature over the target's, by the target's temperature."
         for temperature, search in tuple(self._searches.items()):
             labels = {"temperature": f"{temperature:g}"}
             yield Reading("outrider_draft_temperature_factor", what, factor_of(search.best), labels=labels)

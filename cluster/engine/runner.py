@@ -188,7 +188,7 @@ def kv_cache_budget(config: WorkerConfig, device: torch.device, recorded_bytes: 
     free, _ = torch.cuda.mem_get_info(device)
     num_bytes = max(0, int(config.memory_utilization * (free - recorded_bytes)))
     logger.info(
-        "KV cache: %.1f GB, %g of the GPU memory that is free in addition to the %.2f GB of recorded steps",
+        "KV cache: %.1f GB, %g of the GPU memory that %.2f GB of recorded steps leave free",
         *(num_bytes / 1e9, config.memory_utilization, recorded_bytes / 1e9),
     )
     return num_bytes
