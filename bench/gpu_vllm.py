@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for rates in _measure(up, arguments):
                 document = _document(up, rates, exactness, arguments)
                 arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-                print(table(document), flush=True)
+            print(table(document), flush=True)
         finally:
             for server in servers:
                 server.child.kill()
@@ -272,7 +272,7 @@ def _wait(servers: Sequence[Server]) -> list[Server]:
 def _measure(
     servers: Sequence[Server], arguments: argparse.Namespace
 ) -> Iterator[dict[tuple[int, float, str], list[float]]]:
-    """Tokens a second, by streams, temperature and server, of the repeats so far: after each of them."""
+    """Yields tokens per second so far, by streams, temperature and server, after each point: a run may be cut off."""
     rates: dict[tuple[int, float, str], list[float]] = {}
     num_prompts: dict[tuple[int, str], int] = {}
     for repeat in range(-1, arguments.repeats):  # the first is not counted
@@ -291,8 +291,8 @@ def _measure(
                     rates.setdefault((streams, temperature, server.name), []).append(rate)
                     if before:
                         _tell(server, streams, temperature, rate, before)
-        if repeat >= 0:
-            yield rates
+                if repeat >= 0:
+                    yield rates
 
 
 def _counters(server: Server) -> dict[str, float]:
@@ -331,6 +331,8 @@ def _document(
     cells = []
     for streams in arguments.streams:
         for temperature in arguments.temperatures:
+            if (streams, temperature, names[0]) not in rates:
+                continue
             drafted = [rates[streams, temperature, name] for name in names if name.startswith("draft_model")]
             best = max(drafted, key=_median, default=[])
             for server in servers:
