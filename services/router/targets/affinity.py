@@ -33,9 +33,10 @@ class ConversationKey:
         `name` is what the client calls the conversation. Without it the key is made of `opening`, the text up to the
         end of the first user message, and without that of the prompt's first tokens.
         """
-        if name is None and opening is None:
-            shown = token_ids[:_OPENING_TOKENS]
-            opening, has_earlier_turns = ",".join(map(str, shown)), len(token_ids) > len(shown)
+        if opening is None:  # no messages show whether there were earlier turns
+            has_earlier_turns = len(token_ids) > _OPENING_TOKENS
+            if name is None:
+                opening = ",".join(map(str, token_ids[:_OPENING_TOKENS]))
         digest = hashlib.blake2b(digest_size=16)
         for part in (salt, "name", name) if name is not None else (salt, "opening", opening or ""):
             encoded = part.encode("utf-8", "surrogatepass")

@@ -36,7 +36,7 @@ def replicas() -> Iterator[list[Replica]]:
 
 
 def key(name: str = "a", *, later: bool = False) -> ConversationKey:
-    return ConversationKey.of([], opening=None, name=name, salt="", has_earlier_turns=later)
+    return ConversationKey.of([], opening="", name=name, salt="", has_earlier_turns=later)
 
 
 def key_of(request: ChatRequest | CompletionRequest, token_ids: list[int]) -> ConversationKey:
@@ -105,6 +105,9 @@ def test_prompts_of_tokens_share_a_key_where_they_begin_alike() -> None:
     assert key_of(request, long).digest != key_of(request, [7, *long]).digest
     assert key_of(request, long).has_earlier_turns
     assert not key_of(request, long[:200]).has_earlier_turns
+    named = CompletionRequest(prompt="a", prompt_cache_key="x")
+    assert key_of(named, long).has_earlier_turns, "a name must not take from a prompt what it has without"
+    assert not key_of(named, long[:200]).has_earlier_turns
 
 
 def test_a_salt_parts_equal_conversations() -> None:
