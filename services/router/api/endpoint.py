@@ -154,7 +154,10 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         prompts = [request.truncate(prompt, limits.max_model_len) for prompt in prompts]
         echoes = await run_in_thread_if_large(num_bytes, lambda: self._echoes(request, prompts, limits.vocab_size))
         session = Headers(scope=scope).get("x-session-id")
-        return _Prompts(prompts, [self._conversation(request, prompt, session) for prompt in prompts], echoes)
+        conversations = await run_in_thread_if_large(
+            num_bytes, lambda: [self._conversation(request, prompt, session) for prompt in prompts]
+        )
+        return _Prompts(prompts, conversations, echoes)
 
     def _conversation(self, request: R, prompt: list[int], session: str | None) -> ConversationKey:
         return ConversationKey.of(

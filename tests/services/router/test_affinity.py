@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Iterator
 
@@ -113,3 +114,17 @@ def test_prompts_of_tokens_share_a_key_where_they_begin_alike() -> None:
 def test_a_salt_parts_equal_conversations() -> None:
     keys = [key_of(ChatRequest(messages=MESSAGES, cache_salt=salt), []) for salt in ("a", "b")]
     assert keys[0].digest != keys[1].digest
+
+
+@pytest.mark.parametrize(("num_characters", "is_in_thread"), [(10, False), (20_000, True)])
+def test_a_long_opening_is_hashed_off_the_event_loop(router, monkeypatch, num_characters, is_in_thread):
+    found, make = list[str](), ConversationKey.of
+
+    def noting(*arguments, **options):
+        found.append(threading.current_thread().name)
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(ConversationKey, "of", noting)
+    messages = [{"role": "user", "content": "a" * num_characters}]
+    router.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert [name.startswith("large-work") for name in found] == [is_in_thread]
