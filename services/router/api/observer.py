@@ -8,7 +8,6 @@ from types import TracebackType
 
 from starlette.types import Scope
 
-from cluster.errors import OutriderError
 from cluster.wire.replies import UNFINISHED, CallReply
 from services.router.access.access_log import record_of
 from services.router.access.caller import current_key
@@ -33,6 +32,7 @@ class AnswerObserver:
         self.key = current_key.get()  # name of the API key; None: the router has no keys
         self.record = record_of(scope)
         self.trace = AnswerTrace(span_of(scope), time.perf_counter())
+        self.has_failed = False  # whether a choice has: that ends the others
 
     def begin(
         self,
@@ -82,7 +82,8 @@ class ChoiceObserver:
         metrics, adapter = self._answer.metrics, self._request.template.adapter
         if adapter:
             metrics.count_running_adapter(adapter, -1)
-        ended_as = self._finish_reason or ("error" if isinstance(error, OutriderError) else "abort")
+        self._answer.has_failed |= isinstance(error, Exception)
+        ended_as = self._finish_reason or ("error" if self._answer.has_failed else "abort")
         metrics.count_end(ended_as, len(self._request.prompt_token_ids), self._num_tokens)
         self._answer.trace.end()
 

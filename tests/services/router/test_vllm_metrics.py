@@ -101,6 +101,15 @@ def test_choices_that_end_are_counted_by_how(router, target):
     assert value(page, "vllm:request_params_n_sum") == 4
 
 
+def test_choices_that_end_with_another_that_failed_are_errors(router, target):
+    target.fail_after, target.failing_choice, target.failure = 1, 0, (grpc.StatusCode.INTERNAL, "broken")
+    target.hang_after = 2
+    assert router.complete(prompt=[70], n=3, max_tokens=9).status_code == 500
+    page = router.client.get("/metrics").text
+    assert value(page, "vllm:request_success_total", finished_reason="error") == 3
+    assert value(page, "vllm:request_success_total", finished_reason="abort") == 0
+
+
 def test_cached_tokens_are_counted(router, target):
     target.num_cached_tokens = 2
     router.complete(prompt=[[70, 71, 72], [73]], n=2, max_tokens=1)
