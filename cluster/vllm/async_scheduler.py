@@ -126,7 +126,7 @@ class AsyncRoundScheduler(RoundScheduler, AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         if (rounds := self._device_rounds) is not None:
             scheduler_output.num_spec_tokens_to_schedule = self._next_depth
-            rounds.ran(scheduler_output.num_scheduled_tokens, self._next_depth)
+            rounds.ran([self.requests[name] for name in scheduler_output.num_scheduled_tokens], self._next_depth)
 
     def _collect(self, step: _Submitted) -> None:
         """Finds the drafts of `step`, before which all others have ended, and lets it go on."""

@@ -64,14 +64,13 @@ class DeviceRounds:
             self._chosen = self._depths.next_depth(free)
         return max(map(self._depth, sequences), default=0)
 
-    def ran(self, request_ids: Iterable[str], depth: int) -> None:
-        """A step of `request_ids` was scheduled that makes `depth` drafts of each."""
+    def ran(self, requests: Iterable[Request], depth: int) -> None:
+        """A step of `requests` was scheduled that makes `depth` drafts of each."""
         self._scheduled.append(depth)
-        for request_id in request_ids:
-            sequence = self._sequences.get(request_id)
-            if sequence is not None:
-                sequence.num_drafted = depth
-                sequence.is_whole &= depth > 0 or self._is_trying
+        for request in requests:
+            sequence = self._sequence(request)
+            sequence.num_drafted = depth
+            sequence.is_whole &= depth > 0 or self._is_trying
 
     def plan(self, decoding: Sequence[Request], joining: Sequence[Request]) -> Mapping[str, int]:
         planned = {}

@@ -100,8 +100,8 @@ class CountedRounds(DeviceRounds):
         self._rng = random.Random(1)
         self._depths.next_depth = lambda _: self._rng.randint(0, 1) * MAX_DRAFTS  # type: ignore[method-assign]
 
-    def ran(self, request_ids: Any, depth: int) -> None:
-        super().ran(request_ids, depth)
+    def ran(self, requests: Any, depth: int) -> None:
+        super().ran(requests, depth)
         self.depths.add(depth)
 
     def end(self, step: Any) -> None:
