@@ -2,7 +2,8 @@
 
 The host only decides how many there are. Drafts for the next step are made at the end of each step, for all of its
 sequences, as many as `next_depth` said when it was scheduled. A sequence that ran in a step without drafting misses
-that step's tokens in the draft model's cache; its drafts would be poor, so it has no more of them.
+that step's tokens in the draft model's cache; its drafts would be poor, so it has no more of them. A step of such
+sequences alone drafts nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class DeviceRounds:
         free = [sequence.acceptance for sequence in sequences if sequence.asked is None]
         if free and not self._is_fixed:
             self._chosen = self._depths.next_depth(free)
-        return max(map(self._depth, sequences), default=0)
+        return max((self._depth(sequence) for sequence in sequences if sequence.is_whole), default=0)
 
     def ran(self, requests: Iterable[Request], depth: int) -> None:
         """A step of `requests` was scheduled that makes `depth` drafts of each."""

@@ -33,6 +33,17 @@ def test_a_sequence_verifies_at_most_the_drafts_of_its_last_step() -> None:
     assert rounds.plan([own, other], []) == {"a": 2, "b": 1}
 
 
+def test_nothing_is_drafted_where_only_sequences_run_that_lack_a_step() -> None:
+    rounds, without, own = tried(), request("a"), request("b")
+    assert rounds.next_depth([without]) == 3
+    rounds.ran([without], 0)
+    assert rounds.plan([without], []) == {}
+    assert rounds.next_depth([without]) == 0
+    assert rounds.next_depth([without, own]) == 3
+    rounds.ran([without, own], 3)
+    assert rounds.plan([without, own], []) == {"a": 0, "b": 3}
+
+
 def test_a_request_counts_from_the_step_that_first_has_it() -> None:
     """vLLM may admit one from further back in its queue than `next_depth` was asked about."""
     rounds, first, second = tried(), request("a"), request("b")
