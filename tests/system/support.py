@@ -22,7 +22,7 @@ _COMPLETIONS: dict[str, dict[str, Any]] = {
     },
     "`n`, streaming, stop strings, `echo`": {"n": 2, "stream": True, "stop": ["never"], "echo": True},
     "`stop_token_ids`, `ignore_eos`": {"stop_token_ids": [5], "ignore_eos": True},
-    "`priority`, `cache_salt`": {"priority": 3, "cache_salt": "a"},
+    "`priority`, `cache_salt`, `prompt_cache_key`": {"priority": 3, "cache_salt": "a", "prompt_cache_key": "a"},
     "`logprobs`": {"logprobs": 2},
     "`prompt_logprobs`, scoring of prompts": {"prompt_logprobs": 1, "max_tokens": 0},
     "`allowed_token_ids`": {"allowed_token_ids": [40, 41]},

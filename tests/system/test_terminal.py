@@ -178,5 +178,5 @@ def test_a_worker_that_was_started_anew_is_noticed(pool: str, cluster: LocalClus
     check_unchanged(facts, access)
     (worker,) = getattr(facts, pool)
     before = dataclasses.replace(facts, **{pool: (dataclasses.replace(worker, epoch=worker.epoch ^ 1),)})
-    with pytest.raises(ConfigurationError, match=f"{worker.name} of .* was started anew"):
+    with pytest.raises(ConfigurationError, match=f"{worker.name} of .* ended or restarted"):
         check_unchanged(before, access)

@@ -163,7 +163,7 @@ class ApiEndpoint(abc.ABC, Generic[R]):
         return ConversationKey.of(
             prompt,
             opening=request.opening,
-            name=session if request.prompt_cache_key is None else request.prompt_cache_key,
+            name=request.prompt_cache_key or session or None,  # a proxy may send an empty header
             salt=request.cache_salt or "",
             has_earlier_turns=request.has_earlier_turns,
         )

@@ -373,7 +373,7 @@ class TestRemoval:
         sequence = new_sequence(2)
         scheduler.add(sequence)
         scheduler.remove(sequence)
-        with pytest.raises(ValueError, match="neither runs nor waits"):
+        with pytest.raises(ValueError, match="neither running nor waiting"):
             scheduler.remove(sequence)
 
     def test_thousands_that_leave_at_once_are_looked_for_once(self) -> None:

@@ -509,8 +509,8 @@ async def test_adapters_are_described_loaded_and_unloaded(served):
     assert dict(description.adapters) == {"a/b": "x True"}
     for name, path, reason in (
         ("a", "broken", "it is broken"),
-        ("a b", "x", "no name for an adapter"),
-        ("", "x", "no name"),
+        ("a b", "x", "not a valid adapter name"),
+        ("", "x", "not a valid adapter name"),
     ):
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as error:
             await served.stub.LoadAdapter(target_pb2.LoadAdapterRequest(name=name, path=path))

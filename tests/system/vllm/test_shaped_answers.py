@@ -55,7 +55,7 @@ def test_constraints_that_leave_nothing_end_the_request(client: httpx.Client) ->
     body = {"prompt": "x", "max_tokens": 5, "allowed_token_ids": [40], "bad_words": ["I"], "guided_regex": "[0-9]+"}
     response = client.post("/v1/completions", json=body)
     assert response.status_code == 400, response.text
-    assert "leave no token" in response.json()["error"]["message"]
+    assert "allow no next token" in response.json()["error"]["message"]
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
 
 
