@@ -1,4 +1,4 @@
-"""Which draft tokens a target's choices confirm."""
+"""Counts the draft tokens that a target's choices confirm."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def count_accepted(draft_token_ids: Sequence[int], choices: Sequence[int]) -> int:
-    """How many leading draft tokens equal the target's choice at their position.
+    """Returns how many leading draft tokens equal the target's choice at their position.
 
-    `choices[i]` is what the target chose after the prefix and drafts 0 .. i-1, so there is one more choice than
-    drafts, and a choice means something only while every draft before it was accepted. The round commits
+    `choices[i]` is the target's choice after the prefix and drafts 0 .. i-1, so there is one more choice than
+    drafts. A choice is valid only if every draft before it was accepted. The round commits
     `choices[: accepted + 1]`: the accepted drafts (which equal their choices) and the bonus token. With coupled
     noise this is an exact sample of the target's own decoding (Daliri, Musco, Suresh, arXiv 2408.07978,
     section 3): it *is* the target's decoding.
@@ -24,11 +24,11 @@ def count_accepted(draft_token_ids: Sequence[int], choices: Sequence[int]) -> in
 
 
 def accepted_path(token_ids: Sequence[int], parents: Sequence[int], choices: Sequence[int]) -> list[int]:
-    """The nodes that a target's choices walk through a tree, its root first.
+    """Returns the nodes of a tree that the target's choices lead through, from the root on.
 
-    Node 0 is the root: the last committed token. `choices[i]` is what the target chose after node i, whose path it
-    has seen. The walk goes to the child that equals the choice; the round commits the choices of the nodes on the
-    path, the last of them the bonus token. Siblings must differ.
+    Node 0 is the root: the last committed token. `choices[i]` is the target's choice after node i and the path to
+    it. The walk goes to the child that equals the choice. The round commits the choices of the nodes on the
+    path; the last one is the bonus token. Siblings must differ.
     """
     assert len(token_ids) == len(parents) == len(choices)
     children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, token_ids, strict=True))}

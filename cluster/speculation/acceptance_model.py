@@ -25,9 +25,9 @@ _MAX_RATE = 0.995  # no draft is certain, however short the history
 
 
 class PositionRates:
-    """How often the draft at position j of a proposal is accepted when all drafts before it were.
+    """Acceptance rates by position: of a proposal's draft j, given that all drafts before it were accepted.
 
-    Observed rounds are taken in when `rates` is read.
+    Reading `rates` includes the rounds observed since the last read.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -49,11 +49,11 @@ class PositionRates:
 
     @property
     def num_tests(self) -> float:
-        """Tests of the first position that are remembered, with the weight of the assumed rate."""
+        """Weight of the remembered tests of the first position, including the weight of the assumed rate."""
         return self._tested[0] if self._tested else 0.0
 
     def remember(self, most_tests: float) -> None:
-        """Lets the tests of each position count as at most `most_tests`, at the same rate."""
+        """Limits the weight of each position's tests to `most_tests`; keeps the rates."""
         for position, tested in enumerate(self._tested):
             if tested > most_tests:
                 self._accepted[position] *= most_tests / tested
@@ -61,7 +61,7 @@ class PositionRates:
 
     @property
     def rates(self) -> list[float]:
-        """Rates by position; a position with few tests is assumed to be like the one before it."""
+        """Rates by position; a position with few tests is assumed to be like the previous position."""
         if any(self._rounds_tested):
             self._take_in()
         return self._rates
@@ -90,7 +90,7 @@ class PositionRates:
 
 @dataclass(slots=True)
 class SequenceAcceptance:
-    """One sequence's acceptance, in proportion to `shared`."""
+    """Acceptance of one sequence, as a factor on the `shared` rates."""
 
     shared: PositionRates
     # Sums over the sequence's own drafts, over a sliding window; the weight of the shared rates is added to both.
@@ -99,11 +99,11 @@ class SequenceAcceptance:
 
     @property
     def factor(self) -> float:
-        """Accepted drafts over those that the shared rates predicted."""
+        """Accepted drafts, divided by the number that the shared rates predicted."""
         return (_SEQUENCE_WEIGHT + self._accepted) / (_SEQUENCE_WEIGHT + self._expected)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Counts a round, for this sequence and for the shared rates."""
+        """Counts a round in this sequence's sums and in the shared rates."""
         shared = self.shared
         num_drafts = min(num_drafts, shared.max_depth)
         num_accepted = min(num_accepted, num_drafts)
@@ -114,7 +114,10 @@ class SequenceAcceptance:
         self._expected = keep * self._expected + shared.expected[num_tested]
 
     def survival(self) -> list[float]:
-        """For each depth, the probability that a draft at it is accepted; never rises."""
+        """Returns the probability, for each depth, that a draft at that depth is accepted.
+
+        It never rises with depth.
+        """
         survival: list[float] = np.cumprod(own_rates([self])[0]).tolist()
         return survival
 

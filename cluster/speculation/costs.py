@@ -1,7 +1,7 @@
-"""Learns the times of a round's parts from measured rounds: none is configured.
+"""Learns the duration of each part of a round from measured rounds; none is configured.
 
-Two kinds of curves are learned: seconds of the target's step over its rows, and of the draft's step over its own. The
-rest of a link's time (the network, and the queue behind other targets' work) is one number.
+Two kinds of curves are learned: seconds of the target's step by its rows, and seconds of the draft's step by its rows.
+The rest of a link's time (the network, and the queue behind other targets' work) is one number.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FIRST_REPLIES = 8  # the median of these is a link's first round trip: one of t
 
 
 class LearnedCurve:
-    """Seconds over a count: linear between knots at 1, 2, 3, 4, 6, 8, 12, 16, ..., which follow the observations.
+    """Seconds by count: linear between knots at 1, 2, 3, 4, 6, 8, 12, 16, ..., which follow the observations.
 
     A machine that slows down does so for all counts. So each observation moves all knots by a common factor, and its
-    neighbouring knots by the rest: faster the longer a knot was not observed, as one plain step among more than a
-    hundred with drafts has to weigh as much as a dozen of these.
+    neighbouring knots by the remaining error. A knot moves faster if it was not observed for long: one plain step
+    among more than a hundred with drafts must weigh as much as a dozen of these.
 
-    The curve never falls: of two knots that contradict each other the one observed last holds. A knot without
+    The curve never falls: if two knots contradict each other, the one observed last is kept. A knot without
     observations follows from its neighbours: flat below the first observed knot, and above the last one with the slope
     of the curve's upper half.
     """
@@ -58,7 +58,7 @@ class LearnedCurve:
         return self._num_observations > 0
 
     def observe(self, count: int, seconds: float) -> None:
-        """Learns from a step of `count` rows that took `seconds`."""
+        """Learns from a step with `count` rows that took `seconds`."""
         index, share = self._place(count)
         if self._num_observations == 0:
             self._filled, self._fill_at = [max(seconds, 1e-9)] * len(self._knots), 1
@@ -87,7 +87,7 @@ class LearnedCurve:
         self._times_seen[knot] += 1
 
     def seconds(self, count: float) -> float:
-        """Seconds at one count. Something must have been observed."""
+        """Returns the seconds at `count`. Requires at least one observation."""
         return self._between(*self._place(count))
 
     def _between(self, index: int, share: float) -> float:
@@ -96,11 +96,14 @@ class LearnedCurve:
         return seconds * math.exp(self._log_scale)
 
     def at(self, counts: float | FloatArray | IntArray) -> FloatArray:
-        """Seconds at `counts`. Something must have been observed."""
+        """Returns the seconds at `counts`. Requires at least one observation."""
         return np.asarray(np.interp(counts, self._knots, self._fill())) * math.exp(self._log_scale)
 
     def _place(self, count: float) -> tuple[int, float]:
-        """The knot at or below `count`, and the share of the way to the next one, in [0, 1]; 0 at the last knot."""
+        """Returns the knot at or below `count`, and the share of the way to the next knot, in [0, 1].
+
+        The share is 0 at the last knot.
+        """
         knots = self._knots
         index = max(bisect.bisect_right(knots, count) - 1, 0)
         if index + 1 == len(knots):
@@ -108,7 +111,10 @@ class LearnedCurve:
         return index, max(0.0, (count - knots[index]) / (knots[index + 1] - knots[index]))
 
     def _known(self) -> list[tuple[int, float]]:
-        """Observed knots and their seconds, made to never fall: of two that contradict, the one observed last holds."""
+        """Returns the observed knots and their seconds, which never fall.
+
+        If two knots contradict each other, the one observed last is kept.
+        """
         known: list[tuple[int, float]] = []
         for index, log_seconds in enumerate(self._log_seconds):
             if log_seconds is None:
@@ -125,13 +131,13 @@ class LearnedCurve:
         return known
 
     def _take_common_factor_out(self) -> None:
-        """Keeps the knots' mean at 0: knots that contradict each other would push it and themselves apart for ever."""
+        """Moves the knots' mean into the common scale: contradictory knots would otherwise grow without bound."""
         common = statistics.fmean(seconds for seconds in self._log_seconds if seconds is not None)
         self._log_seconds = [None if seconds is None else seconds - common for seconds in self._log_seconds]
         self._log_scale += common
 
     def _fill(self) -> list[float]:
-        """The seconds at all knots, without the common factor."""
+        """Returns the seconds at all knots, without the common factor."""
         if self._num_observations < self._fill_at:
             return self._filled
         knots, filled = self._knots, [0.0] * len(self._knots)
@@ -168,7 +174,7 @@ def _knots(maximum: int) -> list[int]:
 
 
 class DraftStep(NamedTuple):
-    """One step of a drafter."""
+    """Measurements of one step of a drafter."""
 
     seconds: float  # 0: unknown
     batch: int  # sequences
@@ -177,12 +183,12 @@ class DraftStep(NamedTuple):
 
 
 class LinkCosts:
-    """The time of one draft worker's proposals.
+    """Predicts the duration of one draft worker's proposals.
 
-    A step of the draft costs by its rows. The first step of a proposal has more than one row per sequence: the last
-    accepted draft of a round was never an input of the drafter. So a proposal of one token costs more per token than a
-    deeper one, and alone says little about the deeper one. A drafter that `is_one_pass` takes the first step only; its
-    time is that of the depths asked for lately.
+    A drafter's step costs by its rows. The first step of a proposal has more than one row per sequence, because the
+    last accepted draft of a round was never an input of the drafter. So a proposal of one token costs more per token
+    than a deeper one, and is a poor predictor of it. A drafter that `is_one_pass` only takes the first step; its
+    duration is that of the recently requested depths.
     """
 
     def __init__(self, max_batch: int, max_depth: int = 1, *, is_one_pass: bool = False) -> None:
@@ -206,8 +212,11 @@ class LinkCosts:
         return self._overhead or 0.0
 
     def observe_reply(self, overhead_seconds: float, step: DraftStep) -> None:
-        """Learns from a reply that took `overhead_seconds` in addition to the time for which the worker held the
-        request; `step` was the worker's last."""
+        """Learns from a reply.
+
+        `overhead_seconds`: time to the reply in addition to the time for which the worker held the request. `step`: the
+        worker's last step.
+        """
         if step.seconds > 0.0:
             self._draft_step.observe(max(1, step.rows), step.seconds)
             self.largest_batch = max(self.largest_batch, step.batch)
@@ -226,22 +235,24 @@ class LinkCosts:
             self._overhead += _LINK_LEARNING_RATE * (min(overhead, most) - self._overhead)
 
     def observe_wait(self, waited_seconds: float, depth: int, batch: int) -> None:
-        """Learns from a step that waited until `batch` sequences had the `depth` levels that they lacked at most."""
+        """Learns from a step that waited `waited_seconds` for `batch` sequences that lacked at most `depth` levels."""
         expected = self.proposal_seconds(depth, batch)
         if expected > 0.0:
             share = min(waited_seconds / expected, _CLIP)
             self._waited_share += _LINK_LEARNING_RATE * (share - self._waited_share)
 
     def observe_ready(self, num_ready: Sequence[int], num_asked: Sequence[int]) -> None:
-        """Learns from the sequences of a step: the levels of drafts that were there before it waited for any, as a
-        drafter had run ahead, and those that were asked for."""
+        """Learns from the sequences of a step: levels of drafts that were ready before any wait, and requested levels.
+
+        Levels are ready before a wait if the drafter ran ahead.
+        """
         levels = np.arange(1, len(self._asked) + 1)
         self._asked = _READY_DECAY * self._asked + (np.asarray(num_asked)[:, None] >= levels).sum(axis=0)
         self._ready = _READY_DECAY * self._ready + (np.asarray(num_ready)[:, None] >= levels).sum(axis=0)
 
     @property
     def ready_shares(self) -> FloatArray:
-        """For each level from 1 on, the share of steps in which a draft was ready when the step could begin."""
+        """Share of steps, for each level from 1 on, in which a draft was ready when the step could begin."""
         # A level without recent requests counts as ready as often as the previous one, so that it is tried again.
         shares, before = np.empty(len(self._asked)), self._ready[0] / self._asked[0]
         for level, (asked, ready) in enumerate(zip(self._asked.tolist(), self._ready.tolist(), strict=True)):
@@ -249,13 +260,13 @@ class LinkCosts:
         return shares
 
     def ready_at(self, levels: IntArray) -> FloatArray:
-        """The same at `levels`."""
+        """Returns the `ready_shares` at `levels`."""
         return np.asarray(self.ready_shares[np.clip(levels, 1, len(self._asked)) - 1])
 
     def wait_seconds(self, depths: IntArray, batches: IntArray) -> FloatArray:
-        """Seconds that a step waits until `batches` sequences all have `depths` drafts; 0 at depth 0.
+        """Returns the seconds that a step waits until `batches` sequences all have `depths` drafts; 0 at depth 0.
 
-        It waits for the levels that some of them lack.
+        The wait covers the levels that some of these sequences lack.
         """
         batches = np.maximum(batches, 1)
         first, level = (
@@ -275,21 +286,21 @@ class LinkCosts:
         return np.asarray(np.where(depths > 0, self._waited_share * seconds, 0.0))
 
     def proposal_seconds(self, depth: int, batch: int) -> float:
-        """Seconds from asking for a proposal to having it, when nothing was drafted ahead."""
+        """Returns the seconds from a request to its proposal if nothing was drafted ahead."""
         if depth == 0:
             return self.round_trip_seconds
         first, level = (self._step_seconds(rows * max(batch, 1)) for rows in (self._first_rows, self._level_rows))
         return self.round_trip_seconds + first + (0.0 if self.is_one_pass else (depth - 1) * level)
 
     def _step_seconds(self, rows: float) -> float:
-        """As `_rows_seconds`, of one number."""
+        """Returns the seconds of a step with `rows` rows, as `_rows_seconds` does."""
         return self._draft_step.seconds(min(rows, self._largest_rows)) if self.is_known else 0.0
 
     def _rows_seconds(self, rows: float | FloatArray) -> FloatArray:
-        """A step's seconds.
+        """Returns the seconds of steps with `rows` rows.
 
-        More rows than were ever observed are taken to take no longer: what is believed to be too cheap is tried and
-        then known, what is believed to be too dear is never tried.
+        Assumes that more rows than were ever observed take no longer than the most observed. An underestimated cost is
+        tried and then measured; an overestimated one is never tried.
         """
         if not self.is_known:
             return np.zeros(np.shape(rows))

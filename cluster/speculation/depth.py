@@ -1,7 +1,7 @@
-"""How much to speculate: how many draft tokens each sequence gets in the next round, and of what tree.
+"""Chooses how many draft tokens each sequence gets in the next round, and the shape of their tree.
 
-A controller is asked every few steps, for all sequences together, because they share the step's time. A new one is a
-class with `measures`, `choose` and `observe`, and a line in `make_controller`.
+A controller is called every few steps, for all sequences together, because they share the step's time. To add one,
+write a class with `measures`, `choose` and `observe`, and add a line to `make_controller`.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class DepthController(Protocol):
     measures: bool
 
     def choose(self, step: NextStep) -> Choice:
-        """Draft tokens for each candidate."""
+        """Returns the number of draft tokens for each candidate."""
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """Learns from the rounds of one step: (drafts, accepted) of each that had drafts."""
+        """Learns from the rounds of one step: (drafts, accepted drafts) of each round with drafts."""
 
 
 class FixedController:
-    """Always `num_speculative_tokens`."""
+    """Chooses `num_speculative_tokens` for every sequence."""
 
     measures = False
 
@@ -79,14 +79,14 @@ class FixedController:
         return _same_for_all(self._num_speculative_tokens, step.candidates)
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """Learns nothing."""
+        """Does nothing: the depth is fixed."""
 
 
 class ThresholdController:
-    """One depth for all, moved by the mean acceptance of the last rounds (the published controller).
+    """One depth for all sequences, adjusted by the mean acceptance of recent rounds (the published controller).
 
-    Above 0.9 it grows by one, above 0.8 it stays, above 0.6 it shrinks by one (while it is above 3), and else by two.
-    The window of 100 rounds starts again after every change, so that a depth is judged by its own rounds.
+    Above 0.9 it grows by one, above 0.8 it stays, above 0.6 it shrinks by one (while it is above 3), and otherwise by
+    two. The window of 100 rounds restarts after every change, so that a depth is judged by its own rounds.
     """
 
     measures = False
@@ -140,7 +140,7 @@ class GoodputController:
         self._max_wait_seconds = max_wait_seconds
 
     def observe(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """Learns nothing here: acceptance is in the candidates."""
+        """Does nothing: the candidates contain the acceptance."""
 
     def choose(self, step: NextStep) -> Choice:
         candidates = step.candidates
@@ -176,7 +176,7 @@ class GoodputController:
 
 
 class _Search:
-    """Returns the best numbers of drafts for candidates without a number of their own."""
+    """Finds the best numbers of drafts for the candidates without a fixed number."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class _Search:
         max_drafts: int,
         max_wait_seconds: float,
     ) -> None:
-        """`num_rows` and `num_tokens`, which they commit, are those of the step without drafts for `candidates`."""
+        """`num_rows`, `num_tokens`: rows and committed tokens of the step if `candidates` have no drafts."""
         self._steps = steps
         self._max_drafts = max_drafts
         self._max_wait_seconds = max_wait_seconds
@@ -201,10 +201,10 @@ class _Search:
         self._links = np.array([place_of.get(id(c.costs), -1) for c in candidates], np.int64)
 
     def best(self, template: Template | None, min_gain: float) -> Choice:
-        """The numbers of drafts in chains, or in trees that are cut from `template`; none where they do not promise
-        `min_gain` times the tokens per second of no drafts.
+        """Returns the best numbers of drafts, in chains or in trees cut from `template`.
 
-        Steps wait until all have their drafts, or go on with what is there; whichever gives more.
+        They are 0 if drafts are not predicted to yield `min_gain` times the tokens per second of no drafts.
+        Considers steps that wait until all sequences have their drafts, and steps that use the drafts that are ready.
         """
         num_candidates = len(self._rates)
         worth = np.asarray(
@@ -226,9 +226,9 @@ class _Search:
     def _most(
         self, worth: FloatArray, levels: IntArray, template: Template | None, ready: FloatArray | None
     ) -> tuple[float, IntArray, float]:
-        """The most tokens per second, the numbers of drafts that give them, and tokens per second without prompts.
+        """Returns the best rate in tokens per second, its numbers of drafts, and tokens per second without prompts.
 
-        `ready`: how often each draft is there, in steps that do not wait; None: in steps that do.
+        `ready`: the probability that each draft is ready, for steps that do not wait; None for steps that wait.
         """
         place = np.broadcast_to(np.arange(1, worth.shape[1] + 1), worth.shape)
         allowed = place <= self._max_depths[:, None]
@@ -258,7 +258,7 @@ class _Search:
         return float(rates[limit, last]), num_drafts, float(tokens[limit, last]) / seconds
 
     def _ready_shares(self, levels: IntArray) -> FloatArray:
-        """How often a draft of each candidate is ready when a step could begin, [candidates, drafts]."""
+        """Returns the share of steps in which each candidate's draft is ready, [candidates, drafts]."""
         by_link = np.array([[0.0] * len(levels), *(costs.ready_at(levels) for costs in self._costs)])
         return by_link[self._links + 1]
 
@@ -269,7 +269,10 @@ class _Search:
     def _wait_seconds(
         self, taken: npt.NDArray[np.bool_], depth_of: IntArray, place: IntArray, link_of: IntArray
     ) -> FloatArray:
-        """The wait of a step for all tokens up to each one, [limits, tokens]: that of its slowest link."""
+        """Returns the wait of a step for all tokens up to each one, in seconds, [limits, tokens].
+
+        It is the wait for the slowest link.
+        """
         wait = np.zeros(taken.shape)
         for link, costs in enumerate(self._costs):
             own = np.flatnonzero(link_of == link)
@@ -292,7 +295,7 @@ def _same_for_all(num_drafts: int, candidates: Sequence[Candidate]) -> Choice:
 
 
 def make_controller(config: SpeculationConfig, steps: StepTimes) -> DepthController:
-    """The controller that `config` names; `goodput` predicts with `steps`."""
+    """Returns the controller that `config` names; `goodput` predicts with `steps`."""
     if config.controller == "fixed":
         return FixedController(config.num_speculative_tokens)
     if config.controller == "threshold":

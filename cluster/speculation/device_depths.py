@@ -1,12 +1,12 @@
 """Chooses the depth of drafts that the target's own device makes: one depth for all sequences of a step.
 
-A step there verifies the drafts of the step before and then makes those for the next one. Its seconds are fitted by
+Such a step verifies the drafts of the previous step and then makes those for the next one. Its seconds are fitted by
 least squares, over recent steps that computed no prompts:
 
     seconds = fixed + row * rows + [depth > 0] * first + level * depth
 
-The depth with the most expected tokens per second is chosen: of n sequences, n plus the survival of each draft up to
-that depth (Leviathan et al. 2023, equation 1, with measured acceptance by position).
+The depth with the most expected tokens per second is chosen. The expected tokens of n sequences are n plus the survival
+of each draft up to that depth (Leviathan et al. 2023, equation 1, with measured acceptance by position).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLANS_TO_TRIAL = 512  # between trials: they take 6 % of the steps, and cost a 
 
 
 class DeviceDepths:
-    """Belongs to the engine's thread."""
+    """Chooses depths from measured steps. Must only be used by the engine's thread."""
 
     def __init__(self, max_depth: int, opening_depth: int) -> None:
         self.max_depth = max_depth
@@ -44,19 +44,19 @@ class DeviceDepths:
         self._num_plans = self._plans_without = 0
 
     def acceptance(self, temperature: float) -> SequenceAcceptance:
-        """Returns the acceptance of a new sequence, to be observed with each of its rounds."""
+        """Returns the acceptance of a new sequence; the caller observes each round with it."""
         kind = round(4 * temperature) / 4
         if kind not in self._rates:
             self._rates[kind] = PositionRates(self.max_depth)
         return SequenceAcceptance(self._rates[kind])
 
     def tried(self) -> None:
-        """The steps observed so far were trials of every depth, before the first request."""
+        """Ends the trial phase: the steps observed so far tried every depth before the first request."""
         self._sums.weigh(_TRIED_STEPS)
         self._tried, self._sums = self._sums, _Sums()
 
     def observe(self, num_rows: int, depth: int, seconds: float) -> None:
-        """Learns from a step that verified `num_rows` rows and then drafted `depth` tokens of each sequence."""
+        """Learns from a step that verified `num_rows` rows and then drafted `depth` tokens for each sequence."""
         if self._tried is not None:
             self._sums.fade(_KEEP)
             predicted = float(_features(num_rows, depth) @ self._costs())
@@ -64,11 +64,11 @@ class DeviceDepths:
         self._sums.add(_features(num_rows, depth), seconds)
 
     def next_depth(self, sequences: Sequence[SequenceAcceptance]) -> int:
-        """Returns the depth of the next drafts of `sequences`, which run or are about to.
+        """Returns the depth of the next drafts for `sequences`, which run or are about to run.
 
-        They begin at once, and end after many plans without: the draft model's cache then lacks a step of every
-        sequence that runs, and these have no more drafts. Where there are none, a few are tried now and then, as
-        acceptance may have changed.
+        Drafting begins at once, and ends after many plans that chose no drafts: the draft model's cache then lacks a
+        step of every running sequence, so these get no more drafts. While drafting has ended, a few drafts are tried
+        now and then, as acceptance may have changed.
         """
         number = len(sequences)
         self._steps_to_plan -= 1
@@ -96,13 +96,13 @@ class DeviceDepths:
         return best if rates[best] >= _LEAST_GAIN * rates[0] else 0
 
     def _costs(self) -> FloatArray:
-        """Seconds: fixed, for a row, for the first draft and for each."""
+        """Returns the four costs in seconds: fixed, per row, for the first draft level, and per level."""
         assert self._tried is not None
         return self._sums.fit(self._tried)
 
 
 class _Sums:
-    """Those of a least-squares fit."""
+    """Sums of a least-squares fit."""
 
     def __init__(self) -> None:
         self._products = np.zeros((4, 4))
@@ -117,12 +117,12 @@ class _Sums:
         self._targets *= share
 
     def weigh(self, num_steps: float) -> None:
-        """Has the steps that were added count for `num_steps`."""
+        """Scales the added steps to the weight of `num_steps` steps."""
         if self._products[0, 0] > 0:
             self.fade(num_steps / self._products[0, 0])
 
     def fit(self, other: _Sums) -> FloatArray:
-        """Returns the four costs by the steps of both; none is negative."""
+        """Returns the four costs, none negative, fitted to the steps of both sums."""
         solved = np.linalg.lstsq(self._products + other._products, self._targets + other._targets, rcond=None)[0]
         return np.asarray(np.maximum(solved, 0.0), np.float64)
 

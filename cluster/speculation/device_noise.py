@@ -1,8 +1,7 @@
-"""The shared noise (`cluster.speculation.noise`), computed where the logits are: PyTorch operators on any device, and
-on a GPU the words by one kernel.
+"""Computes the shared noise (`cluster.speculation.noise`) on the logits' device, with PyTorch operators.
 
-PyTorch has no unsigned 64-bit integers to speak of; int64 wraps as they do, and what differs, the shift to the right
-and the high half of a product, is made of halves of 32 bits.
+On a GPU one kernel makes the words. PyTorch has no unsigned 64-bit integers to speak of. int64 wraps in the same way;
+the operations that differ, the right shift and the high half of a product, are composed of 32-bit halves.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _has_kernel = importlib.util.find_spec("triton") is not None  # PyTorch's builds
 
 
 def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], num_tokens: int) -> torch.Tensor:
-    """As `noise.gumbel_noise`: float32 [len(draws), num_tokens], on `device`.
+    """Returns `noise.gumbel_noise` as float32 [len(draws), num_tokens], computed on `device`.
 
-    The words are the same bit for bit; the logarithms are the device's, in float64, and so the noise differs from
-    another device's in a last bit at most, and rarely. The draws go to the device in one copy; nothing comes back.
+    The words are the same bit for bit. The logarithms are the device's, in float64, so the noise rarely differs from
+    another device's, and then only in the last bit. The draws are copied to the device once; nothing is copied back.
     """
     inputs = [(signed_word(key.low), signed_word(key.high), position) for key, position in draws]
     low, high, position = torch.tensor(inputs, dtype=torch.int64, device=device).unbind(1)
@@ -38,7 +37,10 @@ def gumbel_noise_on(device: torch.device, draws: Sequence[tuple[NoiseKey, int]],
 
 
 def gumbel_noise_from(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """As `gumbel_noise_on`, from existing tensors: int64 [num_draws] each, keys as the bits of their words."""
+    """Returns the noise of `gumbel_noise_on`, from existing tensors.
+
+    They are int64 [num_draws] each; the keys are the bits of their words.
+    """
     v = None if position.device.type == "cpu" else _by_kernel(low, high, position, num_tokens)
     if v is None:
         words = _words(low[:, None], high[:, None], position[:, None], num_tokens)
@@ -62,7 +64,7 @@ def _by_kernel(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, nu
 
 
 def _words(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Philox4x64-10 words, int64 in [0, 2**32), [num_draws, num_tokens]; the inputs are [num_draws, 1]."""
+    """Returns Philox4x64-10 words, int64 in [0, 2**32), [num_draws, num_tokens]; the inputs are [num_draws, 1]."""
     num_blocks = -(-num_tokens // _TOKENS_PER_BLOCK)
     block = torch.arange(num_blocks, device=position.device)
     c0 = block.expand(len(position), num_blocks)
@@ -85,7 +87,7 @@ def _words(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_to
 
 
 def _high_half(a: torch.Tensor, b: int) -> torch.Tensor:
-    """The upper 64 bits of the unsigned product."""
+    """Returns the upper 64 bits of the unsigned product."""
     a_low, a_high = a & _MASK, (a >> 32) & _MASK
     b_low, b_high = b & _MASK, b >> 32
     carried = ((a_low * b_low) >> 32) & _MASK
@@ -95,5 +97,5 @@ def _high_half(a: torch.Tensor, b: int) -> torch.Tensor:
 
 
 def signed_word(word: int) -> int:
-    """The int64 with the bits of an unsigned `word`."""
+    """Returns the int64 with the bits of an unsigned `word`."""
     return word - (1 << 64) if word >> 63 else word

@@ -1,8 +1,8 @@
-"""At which temperature the draft is accepted most often, found while it works.
+"""Searches at run time for the draft temperature with the highest acceptance.
 
-A draft is not as sure of itself as its target, or surer: what it proposes at the target's temperature is not always
-what the target will most likely choose. A slow search on a grid keeps the best factor: most rounds are drafted with
-it, one in eight with each of its neighbours, and it moves when a neighbour is accepted more often beyond doubt.
+A draft model may be less or more certain than its target, so its proposals at the target's temperature are not always
+the target's likeliest choices. A slow search on a grid keeps the best factor: most rounds are drafted with it, one in
+eight with each of its neighbours. It moves when a neighbour's acceptance is higher beyond doubt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Count:
 
 
 class DraftTemperature:
-    """The search for one temperature of targets' requests."""
+    """Search for the best draft temperature for requests with one target temperature."""
 
     def __init__(self) -> None:
         self.best = 0
@@ -42,12 +42,12 @@ class DraftTemperature:
         self._counts: dict[int, _Count] = defaultdict(_Count)
 
     def next_exponent(self) -> int:
-        """Returns the exponent for the next rounds of some sequence."""
+        """Returns the exponent for the next rounds of one sequence."""
         self._turn = (self._turn + 1) % len(_TURNS)
         return max(-_MAX_EXPONENT, min(self.best + _TURNS[self._turn], _MAX_EXPONENT))
 
     def observe(self, exponent: int, num_tested: int, num_accepted: int) -> None:
-        """Learns that of `num_tested` drafts made with `exponent` the target accepted `num_accepted`."""
+        """Records that the target accepted `num_accepted` of `num_tested` drafts made with `exponent`."""
         if abs(exponent - self.best) > 1:
             return  # the round was drafted before the last move
         count = self._counts[exponent]
@@ -61,7 +61,7 @@ class DraftTemperature:
             self._consider(exponent + 1)
 
     def _consider(self, exponent: int) -> None:
-        """Moves to a neighbour that is better beyond doubt."""
+        """Moves to the neighbour `exponent` if its acceptance is higher beyond doubt."""
         best, other = self._counts[self.best], self._counts[exponent]
         if exponent == self.best or min(best.tested, other.tested) < _MIN_TESTED:
             return

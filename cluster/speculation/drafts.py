@@ -1,4 +1,4 @@
-"""The draft tokens of one round: a chain, or a tree; the target's choices walk one path of it."""
+"""Draft tokens of one round: a chain, or a tree in which the target's choices follow one path."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class Drafts:
     """Draft tokens after the last committed one.
 
-    In a tree, `parents` has for every token the index of its parent, which comes before it, or -1 where the parent is
-    the last committed token. None: a chain. The tokens that come first are therefore always drafts by themselves.
+    In a tree, `parents` contains the index of every token's parent, which comes before the token, or -1 if the parent
+    is the last committed token. None: a chain. So the first n tokens are always valid drafts by themselves.
     """
 
     token_ids: Sequence[int] = ()
@@ -22,18 +22,20 @@ class Drafts:
 
     @property
     def depth(self) -> int:
-        """How many tokens are in a row at most."""
+        """Number of tokens on the longest path."""
         return len(self) if self.parents is None else max(depths_of(self.parents), default=0)
 
     def first(self, number: int) -> Drafts:
-        """The first `number` tokens."""
+        """Returns the first `number` tokens."""
         if number >= len(self.token_ids):
             return self
         return Drafts(self.token_ids[:number], None if self.parents is None else self.parents[:number])
 
     def main_path(self, depth: int, token_ids: Sequence[int] = ()) -> Drafts | None:
-        """The chain from first child to first child, at most `depth` tokens, when `token_ids` have been committed; None
-        when it does not begin with them."""
+        """Returns the chain from first child to first child, at most `depth` tokens, after committing `token_ids`.
+
+        Returns None if the drafts do not begin with `token_ids`.
+        """
         if self.parents is None:
             left = self.after(token_ids)
             return None if left is None else left.first(depth)
@@ -50,14 +52,14 @@ class Drafts:
         return Drafts(path)
 
     def within(self, depth: int) -> Drafts:
-        """Those that are at most the `depth`-th after the last committed token."""
+        """Returns the tokens whose depth after the last committed token is at most `depth`."""
         if self.parents is None:
             return self.first(depth)
         depths = depths_of(self.parents)
         return self._where(lambda node: depths[node] <= depth)
 
     def below(self, vocab_size: int) -> Drafts:
-        """Those whose tokens, and the tokens before them, are in the vocabulary."""
+        """Returns the tokens that are in the vocabulary, without those that follow another token."""
         if max(self.token_ids, default=0) < vocab_size:
             return self
         return self._where(lambda node: self.token_ids[node] < vocab_size)
@@ -67,7 +69,7 @@ class Drafts:
         return self._where(lambda node: node in nodes)
 
     def after(self, token_ids: Sequence[int]) -> Drafts | None:
-        """Returns the drafts that follow `token_ids`, which were committed; None if they do not begin with them."""
+        """Returns the drafts that follow the committed `token_ids`; None if the drafts do not begin with these."""
         num_committed = len(token_ids)
         if num_committed == 0:
             return self
@@ -83,8 +85,9 @@ class Drafts:
     def main_path_outcome(self, chosen: Sequence[int]) -> tuple[int, int]:
         """Returns the outcome of the main path, from first child to first child, as if it were a chain.
 
-        It is the number of its tokens, and the number of them that begin the tokens `chosen` by the target; the last
-        chosen token is the bonus token."""
+        The outcome is the number of its tokens, and the number of leading ones that equal the tokens `chosen` by the
+        target. The last chosen token is the bonus token.
+        """
         if self.parents is None:
             return len(self.token_ids), len(chosen) - 1
         first_child: dict[int, int] = {}
@@ -99,7 +102,7 @@ class Drafts:
         return length, num_accepted
 
     def _walk(self, token_ids: Sequence[int]) -> int | None:
-        """The node that `token_ids` lead to."""
+        """Returns the node that `token_ids` lead to."""
         assert self.parents is not None
         last, num_found = -1, 0
         for node, parent in enumerate(self.parents):  # a node comes after its parent
@@ -110,7 +113,7 @@ class Drafts:
         return last if num_found == len(token_ids) else None
 
     def _below(self, root: int) -> Drafts:
-        """The subtree under `root`, which becomes the last committed token."""
+        """Returns the subtree below `root`, which becomes the last committed token."""
         assert self.parents is not None
         return self._chosen(descendants_of(root, self.parents), root)
 
@@ -128,12 +131,12 @@ class Drafts:
 
     @classmethod
     def tree(cls, token_ids: Sequence[int], parents: Sequence[int]) -> Drafts:
-        """With `parents`, unless they make a chain."""
+        """Returns drafts with `parents`; a chain if these form one."""
         return cls(token_ids, None if is_chain(parents) else parents)
 
 
 def chain(length: int, start: int = 0) -> list[int]:
-    """Parents of a chain of `length` nodes whose first has the index `start`."""
+    """Returns the parents of a chain of `length` nodes whose first has the index `start`."""
     return list(range(start - 1, start + length - 1))
 
 
@@ -142,7 +145,7 @@ def is_chain(parents: Sequence[int], start: int = 0) -> bool:
 
 
 def path_to(node: int, parents: Sequence[int]) -> list[int]:
-    """The nodes from a root to `node`, itself included; none for -1."""
+    """Returns the nodes from a root to `node`, inclusive; an empty list for -1."""
     path = []
     while node >= 0:
         path.append(node)
@@ -153,7 +156,7 @@ def path_to(node: int, parents: Sequence[int]) -> list[int]:
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """1 for a root."""
+    """Returns the depth of each node; 1 for a root."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 + (depths[parent] if parent >= 0 else 0))
@@ -161,7 +164,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def descendants_of(root: int, parents: Sequence[int]) -> list[int]:
-    """The nodes under `root`, in their order; all of them for -1."""
+    """Returns the nodes below `root`, in their order; all nodes for -1."""
     found, nodes = {root}, []
     for node in range(root + 1, len(parents)):
         if parents[node] in found:
@@ -171,6 +174,6 @@ def descendants_of(root: int, parents: Sequence[int]) -> list[int]:
 
 
 def renumbered(nodes: Sequence[int], parents: Sequence[int], root: int) -> list[int]:
-    """The parents of a tree that consists of `nodes` only, in their order; children of `root` become roots."""
+    """Returns the parents of the tree that only has `nodes`, in their order; children of `root` become roots."""
     new = {root: -1} | {node: index for index, node in enumerate(nodes)}
     return [new[parents[node]] for node in nodes]

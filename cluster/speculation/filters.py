@@ -1,9 +1,9 @@
-"""Min-p, top-k and top-p, by arithmetic that gives every device the same bits.
+"""Min-p, top-k and top-p filters whose arithmetic gives the same bits on every device.
 
 A token's weight, in proportion to its probability, is an integer: `2**40 * exp(score - best score)`. The exponential is
 Cephes' polynomial (Moshier, 1989) in float32 products and sums that are rounded one by one. Sums of integers do not
-depend on their order. A softmax and its running sums differ in the last bits between devices and numbers of threads,
-and so would the tokens at the border of a filter.
+depend on their order. By contrast, a softmax and its running sums differ in the last bits between devices and numbers
+of threads, and with them the tokens at the border of a filter.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def weights(scores: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
 def filter_rows(
     scores: torch.Tensor, *, min_p: torch.Tensor | None, top_k: torch.Tensor | None, top_p: torch.Tensor | None
 ) -> torch.Tensor:
-    """Min-p, then top-k, then top-p, as vLLM orders them: filtered tokens are -inf.
+    """Applies min-p, then top-k, then top-p, in vLLM's order: filtered tokens become -inf.
 
-    `scores` float32 [num_rows, vocab_size], after temperature; each filter [num_rows], None where no row has it. A row
-    is without one at 0, at the vocabulary's size or more, and at `NO_TOP_P`. Top-k and top-p are both given or neither.
+    `scores` float32 [num_rows, vocab_size], after temperature. Each filter is [num_rows], or None if no row has it.
+    0 disables min-p for a row, the vocabulary's size or more disables top-k, and `NO_TOP_P` disables top-p. Top-k and
+    top-p are both given or both None.
     """
     if min_p is None and top_k is None:
         return scores

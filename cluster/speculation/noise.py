@@ -31,7 +31,7 @@ _COUNTER_MASK = (1 << 256) - 1
 
 
 class NoiseDomain(enum.IntEnum):
-    """Separates streams of noise that must be independent although seed and choice are the same."""
+    """Separates streams of noise that must be independent despite the same seed and choice."""
 
     CHOICE = 0  # the target's draw, and the draft's prediction of it
     DRAFT = 1  # with `acceptance: rejection`: the draft's own draw
@@ -47,21 +47,21 @@ class NoiseKey:
 
     @classmethod
     def derive(cls, seed: int, choice_index: int, domain: NoiseDomain = NoiseDomain.CHOICE) -> NoiseKey:
-        """H(seed, choice index, domain): BLAKE2b-128. `seed` is any int64, `choice_index` any uint32."""
+        """Returns H(seed, choice index, domain): BLAKE2b-128. `seed` is any int64, `choice_index` any uint32."""
         packed = struct.pack("<qIB", seed, choice_index, domain)
         digest = hashlib.blake2b(packed, digest_size=16, person=b"outrider-noise").digest()
         low, high = struct.unpack("<QQ", digest)
         return cls(low, high)
 
     def within(self, domain: NoiseDomain) -> NoiseKey:
-        """A key that follows from this one, for noise that must be independent of it."""
+        """Returns a key derived from this one, for noise that must be independent of this key's noise."""
         packed = struct.pack("<QQB", self.low, self.high, domain)
         digest = hashlib.blake2b(packed, digest_size=16, person=b"outrider-domain").digest()
         return NoiseKey(*struct.unpack("<QQ", digest))
 
 
 def noise_words(key: NoiseKey, position: int, num_tokens: int) -> npt.NDArray[np.uint32]:
-    """The raw words of tokens 0 .. num_tokens-1 at `position`. Shape [num_tokens]."""
+    """Returns the raw words of tokens 0 .. num_tokens-1 at `position`. Shape [num_tokens]."""
     # NumPy's generator advances its counter before each evaluation: start one below.
     counter = ((position << 64) - 1) & _COUNTER_MASK
     generator = np.random.Philox(counter=counter, key=key.high << 64 | key.low)
@@ -71,14 +71,14 @@ def noise_words(key: NoiseKey, position: int, num_tokens: int) -> npt.NDArray[np
 
 
 def uniform_noise(key: NoiseKey, position: int) -> float:
-    """A number in (0, 1)."""
+    """Returns a uniform number in (0, 1)."""
     return (float(noise_words(key, position, 1)[0]) + 0.5) / 2.0**32
 
 
 def gumbel_noise(draws: Sequence[tuple[NoiseKey, int]], num_tokens: int) -> npt.NDArray[np.float32]:
-    """Standard Gumbel noise for each (key, position) of `draws`. Shape [len(draws), num_tokens].
+    """Returns standard Gumbel noise for each (key, position) of `draws`. Shape [len(draws), num_tokens].
 
-    A row depends on its own key and position only: not on the other rows, nor on `num_tokens`.
+    A row depends only on its own key and position, not on the other rows or `num_tokens`.
     """
     v = np.empty((len(draws), num_tokens), dtype=np.float64)
     for row, (key, position) in enumerate(draws):

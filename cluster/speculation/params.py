@@ -1,4 +1,4 @@
-"""Sampling parameters of a request. Imports no torch, as the wire's codec, which builds these, needs none."""
+"""Sampling parameters of a request. Does not import torch, because the wire codec builds them without it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the distribution of a sequence is shaped before a token is chosen.
+    """Parameters that shape a sequence's distribution before a token is chosen.
 
     The order is vLLM's: logit bias, repetition penalty, frequency and presence penalties, temperature, min-p,
     top-k, top-p. A temperature of 0, or as good as 0, is greedy: no noise, and the filters cannot change the choice.
@@ -44,8 +44,10 @@ class SamplingParams:
         object.__setattr__(self, "is_shaped", bool(self.logit_bias) or has_penalty or has_filter)
 
     def check(self) -> None:
-        """Raises ValueError for what no request may ask for: beyond these bounds, which are the API's, the scores leave
-        the range of float32, and the arithmetic of a whole step would suffer."""
+        """Raises ValueError if a parameter is out of the API's bounds.
+
+        Beyond these bounds the scores leave the range of float32, which would affect the arithmetic of a whole step.
+        """
         ranges = {
             "temperature": 0.0 <= self.temperature <= 2.0,
             "top_p": 0.0 < self.top_p <= 1.0,

@@ -1,9 +1,9 @@
 """Rejection sampling of draft tokens, for comparison (Leviathan et al., ICML 2023, algorithm 1; Chen et al., 2023).
 
-    x ~ q is accepted with probability min(1, p(x) / q(x));  where it is not, the token is drawn from max(0, p - q)
+    x ~ q is accepted with probability min(1, p(x) / q(x));  otherwise the token is drawn from max(0, p - q)
 
-The result is a sample of p, as with coupled noise, but another one for every q: it depends on the draft. And it takes
-q itself, the whole distribution, where a coupled draft sends nothing but x.
+The result is a sample of p, as with coupled noise, but it depends on the draft: every q gives another sample. It also
+needs the whole distribution q, while a coupled draft only sends x.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def accept_by_rejection(
 ) -> list[int]:
     """Returns the tokens that a round commits: the accepted drafts and one more.
 
-    That one is drawn from the residual or, after the last draft, from the target's own distribution.
-    `target_probabilities` [k + 1, vocab_size] and `draft_probabilities` [k, vocab_size] are those at `first_position`
-    and after. The noise is that of `key`, the sequence's own; the draft drew its tokens in another domain.
+    The last token is drawn from the residual or, if all drafts were accepted, from the target's own distribution.
+    `target_probabilities` [k + 1, vocab_size] and `draft_probabilities` [k, vocab_size] start at `first_position`.
+    The noise is that of `key`, the sequence's own key; the draft drew its tokens in another domain.
     """
     acceptance_key = key.within(NoiseDomain.ACCEPTANCE)
     for place, token in enumerate(draft_token_ids):
@@ -41,6 +41,6 @@ def accept_by_rejection(
 
 
 def _draw(weights: torch.Tensor, key: NoiseKey, position: int) -> int:
-    """A token in proportion to `weights` [vocab_size], by the Gumbel-max rule."""
+    """Returns a token drawn in proportion to `weights` [vocab_size], by the Gumbel-max rule."""
     noise = torch.from_numpy(gumbel_noise([(key, position)], len(weights))[0]).to(weights.device)
     return int((weights.log() + noise).argmax())

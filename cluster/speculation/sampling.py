@@ -64,7 +64,7 @@ BestTokens = Callable[[torch.Tensor, Sequence[SampleRequest], int], tuple[torch.
 
 
 class Sampler:
-    """Draws from logits that lie on one device; how that is done fastest there is decided when it is made."""
+    """Draws from logits on one device; chooses the fastest implementation for that device when it is created."""
 
     def __init__(self, device: torch.device) -> None:
         self._best_tokens: BestTokens
@@ -81,7 +81,7 @@ class Sampler:
             gumbel_noise_on(device, [(NoiseKey(0, 0), 0)], 16)  # compiles its kernel: now, and not in a timed step
 
     def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
-        """The choice of every row.
+        """Returns the choice of every row.
 
         `logits` [num_rows, vocab_size], any float dtype, rows in the order of `requests`.
         """
@@ -92,18 +92,20 @@ class Sampler:
     def best_tokens(
         self, logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `width` best tokens of every row: IDs and perturbed scores, [num_rows, width] each, in descending order.
+        """Returns the `width` best tokens of every row: IDs and perturbed scores, [num_rows, width] each, best first.
 
-        The first is the row's choice, the others are what the target chooses most likely where that is wrong: children
-        of a tree's node. Among equals the lowest ID comes first; an ID whose score is -inf means nothing.
+        The first is the row's choice. The others are the target's likeliest choices if the first is wrong: children
+        of a tree's node. Among equals the lowest ID comes first; an ID whose score is -inf is meaningless.
         """
         return self._best_tokens(logits, requests, width)
 
     def best_choices(
         self, logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
     ) -> list[tuple[list[int], list[float]]]:
-        """As `best_tokens`, with each one's distance from the first; a row whose filters leave fewer has fewer:
-        one at least."""
+        """Returns the IDs of `best_tokens` by row, and the distance of each one's score from the first.
+
+        A row has fewer than `width` tokens, but at least one, if its filters leave fewer.
+        """
         ids, scores = self._best_tokens(logits, requests, min(width, logits.shape[-1]))
         distances = scores[:, :1] - scores
         distances[:, 0] = 0.0  # also for an infinite one
@@ -116,9 +118,9 @@ class Sampler:
 
 
 def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """`logits / T + g` after every filter, float32 [num_rows, vocab_size]: what the argmax is taken of.
+    """Returns `logits / T + g` after every filter, float32 [num_rows, vocab_size]; its argmax is the choice.
 
-    Filtered tokens are -inf. A greedy row is its logits after bias and penalties.
+    Filtered tokens are -inf. A greedy row contains its logits after bias and penalties.
     """
     scores = logits.to(torch.float32, copy=True)
     _shape(scores, requests)
@@ -129,7 +131,7 @@ def perturbed_logits(logits: torch.Tensor, requests: Sequence[SampleRequest]) ->
 def probabilities(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
     """Returns the distribution of every row's choice, after every filter: float32 [num_rows, vocab_size].
 
-    No request is greedy.
+    Requires that no request is greedy.
     """
     scores = logits.to(torch.float32, copy=True)
     _shape(scores, requests)
@@ -139,7 +141,7 @@ def probabilities(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> to
 def _best_by_definition(
     logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Sampler.best_tokens` in PyTorch, on any device, with all of the noise computed."""
+    """Implements `Sampler.best_tokens` in PyTorch, on any device, with all of the noise computed."""
     scores = perturbed_logits(logits, requests)
     if width == 1:
         ids = scores.argmax(dim=-1, keepdim=True)
@@ -151,9 +153,9 @@ def _best_by_definition(
 def _best_by_kernel(
     logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Sampler.best_tokens` by the CPU kernel.
+    """Implements `Sampler.best_tokens` with the CPU kernel.
 
-    Rows are read where they lie, but for those that are shaped by more than their temperature.
+    Reads rows in place, except for those that are shaped by more than their temperature.
     """
     if width > MAX_WIDTH:
         return _best_by_definition(logits, requests, width)
@@ -178,7 +180,7 @@ def _best_by_kernel(
 
 
 def _shaped_rows(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor | None:
-    """Copies of the rows that a request shapes beyond their temperature, shaped; None without any."""
+    """Returns shaped copies of the rows that a request shapes beyond their temperature; None if there are none."""
     shaped_requests: list[SampleRequest] = []
     rows: list[int] = []
     start = 0
@@ -195,7 +197,7 @@ def _shaped_rows(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> tor
 
 
 def _shape(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
-    """Everything but the noise, in place."""
+    """Applies everything except the noise, in place."""
     _bias_and_penalise(scores, requests)
     params = [request.params for request in requests for _ in range(request.num_rows)]
     temperatures = [1.0 if row.is_greedy else row.temperature for row in params]
@@ -228,7 +230,7 @@ def _biases(logit_bias: tuple[tuple[int, float], ...], device: torch.device) -> 
 
 
 def _mask(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
-    """Sets forbidden tokens to -inf, in place, for all rows at once: a call takes as long as a row."""
+    """Sets forbidden tokens to -inf, in place, for all rows at once: one call takes as long as one row."""
     masks = [request.allowed for request in requests if request.allowed is not None]
     if not masks:
         return
@@ -247,9 +249,10 @@ def _mask(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
 
 
 def _limits(allowed: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """+inf where `allowed` has a bit and -inf where it has none: float32 [num_rows, vocab_size].
+    """Returns +inf where the bit in `allowed` is set and -inf elsewhere: float32 [num_rows, vocab_size].
 
-    On a CPU a table of all bytes takes a fortieth of the time of a `masked_fill`, whose branches cannot be predicted.
+    On a CPU a lookup table of all bytes takes a fortieth of the time of a `masked_fill`, whose branches cannot be
+    predicted.
     """
     if device.type == "cpu":
         limits = np.take(_LIMITS_OF_BYTES, allowed.numpy().view(np.uint8), axis=0)
@@ -264,7 +267,10 @@ def _limits(allowed: torch.Tensor, vocab_size: int, device: torch.device) -> tor
 def counts_before(
     request: SampleRequest, vocab_size: int, device: torch.device
 ) -> tuple[TokenCounts, Sequence[int], int]:
-    """Counts of `request`'s first tokens, the tokens after these, and how many of them its first row has before it."""
+    """Returns counts of `request`'s first tokens, the tokens after these, and a number.
+
+    The number is how many of the latter tokens precede the request's first row.
+    """
     first, counts = request.first_position, request.counts
     if counts is None:
         counts = TokenCounts(vocab_size, device)
@@ -274,7 +280,10 @@ def counts_before(
 
 
 def _penalise(rows: torch.Tensor, request: SampleRequest) -> None:
-    """Repetition (Keskar et al. 2019, equation 2), frequency and presence penalties, each row after its prefix."""
+    """Applies repetition (Keskar et al. 2019, equation 2), frequency and presence penalties.
+
+    Each row's penalties count the tokens before it.
+    """
     params = request.params
     counts, tail, num_added = counts_before(request, rows.shape[-1], rows.device)
     generated = counts.generated.clone() if tail else counts.generated
@@ -328,14 +337,17 @@ def _add_noise(scores: torch.Tensor, requests: Sequence[SampleRequest]) -> None:
 
 
 def _noise(device: torch.device, draws: Sequence[tuple[NoiseKey, int]], vocab_size: int) -> torch.Tensor:
-    """[len(draws), vocab_size]. NumPy is by far the faster on a CPU; to a GPU the noise would have to be copied."""
+    """Returns the noise of `draws`, [len(draws), vocab_size].
+
+    NumPy is by far the fastest on a CPU; for a GPU its noise would have to be copied.
+    """
     if device.type == "cpu":
         return torch.from_numpy(gumbel_noise(draws, vocab_size))
     return gumbel_noise_on(device, draws, vocab_size)
 
 
 def noise_of_rows(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The noise that `_noise` gives, for keys and positions that lie where the logits do, without waiting for a GPU.
+    """Returns the noise of `_noise` for keys and positions on the logits' device, without waiting for a GPU.
 
     `keys` int64 [num_rows, 2], the bits of `NoiseKey`'s words, the low one first; `positions` int64 [num_rows].
     """

@@ -12,9 +12,10 @@ _VALUES_AT_ONCE = 2**24  # float32: 64 MiB for each copy of the rows that are wo
 
 
 def token_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int], width: int) -> TokenLogprobs:
-    """Those of `token_ids`, one for each of `rows` of `logits` [num_rows, vocab_size], and of the `width` likeliest.
+    """Returns the float32 log-probabilities of `token_ids` and of the `width` likeliest tokens, for each of `rows`.
 
-    In float32. Among equals the lowest ID comes first; a token's rank counts those that are likelier than it.
+    `rows` index `logits` [num_rows, vocab_size]; `token_ids` has one token for each of them. Among equals the lowest ID
+    comes first. A token's rank counts the tokens that are likelier than it.
     """
     scores = TokenLogprobs(width)
     num_at_once = max(1, _VALUES_AT_ONCE // logits.shape[-1])

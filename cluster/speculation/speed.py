@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
-    """E of `num_speculative_tokens` drafts that are each accepted with `acceptance_rate`, independently."""
+    """Returns E of `num_speculative_tokens` drafts, each accepted independently with `acceptance_rate`."""
     _check_rate(acceptance_rate)
     if acceptance_rate == 1.0:
         return float(num_speculative_tokens + 1)
@@ -33,7 +33,7 @@ def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> floa
 
 
 def acceptance_rate_of(tokens_a_round: float, num_speculative_tokens: float) -> float:
-    """The one acceptance rate with which a round of k drafts commits `tokens_a_round` on the average.
+    """Returns the single acceptance rate with which a round of k drafts commits `tokens_a_round` on average.
 
     k may be a mean over rounds.
     """
@@ -48,18 +48,21 @@ def acceptance_rate_of(tokens_a_round: float, num_speculative_tokens: float) -> 
 
 
 def tokens_per_round(survival: Iterable[float]) -> float:
-    """E of drafts that survive with these probabilities, the shallowest first."""
+    """Returns E of drafts with these survival probabilities, the shallowest first."""
     return 1.0 + sum(survival)
 
 
 def round_seconds(drafting: float, verify: float, round_trip: float = 0.0, *, overlaps: bool = False) -> float:
-    """The time of a round, in the unit of its parts; with `overlaps` the target verifies while the draft drafts."""
+    """Returns the duration of a round, in the unit of its parts.
+
+    `overlaps`: the target verifies while the draft drafts.
+    """
     return (max(verify, drafting) if overlaps else drafting + verify) + round_trip
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCosts:
-    """Times of a round's parts, all in one unit."""
+    """Durations of a round's parts, all in one unit."""
 
     draft_token: float  # the draft's time for one token
     verify: float  # the target's verify step
@@ -69,22 +72,22 @@ class RoundCosts:
     plain_rest: float = 0.0  # other time of a step without drafts
 
     def of(self, num_speculative_tokens: int) -> float:
-        """The time of a round with `num_speculative_tokens` drafts."""
+        """Returns the duration of a round with `num_speculative_tokens` drafts."""
         return self.rest + round_seconds(num_speculative_tokens * self.draft_token, self.verify, self.round_trip)
 
     def speedup(self, tokens_per_round: float, num_speculative_tokens: int) -> float:
-        """Tokens per second over those without drafts."""
+        """Returns tokens per second over those without drafts."""
         plain = (self.verify if self.decode is None else self.decode) + self.plain_rest
         return tokens_per_round * plain / self.of(num_speculative_tokens)
 
 
 def speedup(acceptance_rate: float, num_speculative_tokens: int, costs: RoundCosts) -> float:
-    """Tokens per second over those without drafts, with one acceptance rate for all positions."""
+    """Returns tokens per second over those without drafts, with one acceptance rate for all positions."""
     return costs.speedup(expected_tokens(acceptance_rate, num_speculative_tokens), num_speculative_tokens)
 
 
 def best_num_speculative_tokens(acceptance_rate: float, costs: RoundCosts, maximum: int = 64) -> int:
-    """The k in 0 .. maximum with the largest speedup; 0, which is plain decoding, costs no round trip."""
+    """Returns the k in 0 .. maximum with the largest speedup; 0 is plain decoding, without a round trip."""
     best, best_speedup = 0, 1.0
     for k in range(1, maximum + 1):
         gain = speedup(acceptance_rate, k, costs)
@@ -94,7 +97,10 @@ def best_num_speculative_tokens(acceptance_rate: float, costs: RoundCosts, maxim
 
 
 def approximate_best_num_speculative_tokens(acceptance_rate: float) -> float:
-    """-1 / ln a, the rule of thumb for cheap drafts: the depth at which a draft survives with probability 1/e."""
+    """Returns -1 / ln a, the rule of thumb for cheap drafts.
+
+    It is the depth at which a draft survives with probability 1/e.
+    """
     _check_rate(acceptance_rate)
     if acceptance_rate in (0.0, 1.0):
         return 0.0 if acceptance_rate == 0.0 else math.inf
@@ -102,14 +108,14 @@ def approximate_best_num_speculative_tokens(acceptance_rate: float) -> float:
 
 
 def coupled_acceptance_bound(total_variation: float) -> float:
-    """(1 - TV) / (1 + TV): the least acceptance of shared-noise drafting (arXiv 2408.07978, theorem 1)."""
+    """Returns (1 - TV) / (1 + TV), a lower bound of shared-noise acceptance (arXiv 2408.07978, theorem 1)."""
     _check_rate(total_variation)
     return (1 - total_variation) / (1 + total_variation)
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second of one sequence among `num_rows` that are all drafted for alike, by measured step times."""
+    """Predicts tokens per second of one of `num_rows` sequences with the same depth, from measured step times."""
 
     steps: StepTimes
     num_rows: int  # number of sequences: the rows of a step without drafts
@@ -117,15 +123,15 @@ class Speed:
 
     @property
     def plain(self) -> float:
-        """The rate without drafts. A step's time must be known."""
+        """Tokens per second without drafts. Requires a known step time."""
         rows = np.array([float(self.num_rows)])
         return float(1.0 / np.maximum(self.steps.seconds(rows, rows, 0.0), 1e-9)[0])
 
     def by_depth(self, survival: FloatArray, wait_seconds: FloatArray) -> FloatArray:
-        """Rates with 1, 2, ... drafts; 0 where the wait exceeds its limit or the step has no room for the rows.
+        """Returns the rates with 1, 2, ... drafts; 0 if a wait exceeds its limit or a step has no room for the rows.
 
-        The last axis of `wait_seconds` is the depth; others are alternatives. Before any step's time is known it is
-        left out: what remains still compares draft workers.
+        The last axis of `wait_seconds` is the depth; other axes are alternatives. Until a step's time is known, only
+        the wait counts, which still compares draft workers.
         """
         depths = np.arange(1, len(survival) + 1)
         tokens = 1.0 + np.cumsum(survival)

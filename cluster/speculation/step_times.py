@@ -47,25 +47,27 @@ class StepTimes:
         return self.curve.is_known
 
     def joined(self) -> None:
-        """Counts a sequence whose prompt is to be computed."""
+        """Counts a sequence whose prompt is about to be computed."""
         self._num_joined += 1.0
 
     def ended(self) -> None:
-        """Counts a sequence that made room for another."""
+        """Counts a sequence that ended and made room for another."""
         self._num_ended += 1.0
 
     def observe_rows(self, num_rows: int, num_prompt_tokens: int, longest_context: int, seconds: float) -> None:
-        """Learns from a step of `num_rows` choices and `num_prompt_tokens` tokens of prompts.
+        """Learns from a step with `num_rows` choices and `num_prompt_tokens` prompt tokens.
 
-        Steps with prompts teach too, as where answers end all the time hardly a step is without. Steps in which nothing
-        decoded do not, nor those of long prompts: `longest_context` is the most tokens before a chunk.
+        Steps with prompts are included, because under constant churn hardly any step is without. Steps in which nothing
+        decoded are excluded, and those of long prompts: `longest_context` is the most tokens before a chunk.
         """
         if num_rows and longest_context <= _SHORT_CONTEXT:
             self.curve.observe(num_rows + num_prompt_tokens, seconds)
 
     def observe_prompts(self, num_prompt_tokens: int, num_committed: int, *, left_some: bool = False) -> None:
-        """Counts a step that computed `num_prompt_tokens`, and left some of the prompts to the next step if
-        `left_some`."""
+        """Counts a step that computed `num_prompt_tokens`.
+
+        `left_some`: the step left part of the prompts to the next one.
+        """
         if left_some and num_prompt_tokens:
             known = self._most_prompt_tokens if np.isfinite(self._most_prompt_tokens) else num_prompt_tokens
             self._most_prompt_tokens = known + _LIMIT_RATE * (num_prompt_tokens - known)
@@ -79,8 +81,11 @@ class StepTimes:
         self._num_steps_with_prompts = _DECAY * self._num_steps_with_prompts + (num_prompt_tokens > 0)
 
     def seconds(self, rows: FloatArray | IntArray, tokens: FloatArray, wait_seconds: FloatArray | float) -> FloatArray:
-        """Mean seconds in which `tokens` are committed by steps of `rows` rows, each after `wait_seconds` for
-        proposals; the prompts that these tokens bring along are included. Something must be known of steps."""
+        """Returns the mean seconds in which steps of `rows` rows commit `tokens`.
+
+        Each step follows `wait_seconds` of waiting for proposals. Includes the prompts that come with these tokens.
+        Requires a known step time.
+        """
         seen = self._num_prompt_tokens, self._num_joined, self._num_ended, self._num_committed
         if min(seen) <= _LEAST_SEEN:
             return np.asarray(self.curve.at(rows) + wait_seconds, np.float64)
@@ -93,7 +98,10 @@ class StepTimes:
         return np.asarray(num_steps * (without + share * (with_prompts - without) + wait_seconds), np.float64)
 
     def room_for_drafts(self, num_rows: int) -> int:
-        """Draft tokens that a step of `num_rows` sequences has room for on average: where there are prompts, the
-        scheduler keeps half of the rest for them. More drafts would leave none to some sequences."""
+        """Returns the mean number of draft tokens that a step of `num_rows` sequences has room for.
+
+        With prompts, the scheduler keeps half of the remaining room for them; more drafts would leave none to some
+        sequences.
+        """
         share = self._num_steps_with_prompts / max(self._num_steps, 1.0)
         return int(max(0, self._max_rows - num_rows) * (1.0 - share / 2.0))

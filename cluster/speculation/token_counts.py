@@ -1,4 +1,4 @@
-"""How often each token occurs in a sequence, kept from step to step: penalties look at no token twice."""
+"""Counts each token of a sequence incrementally, so that penalties do not count a token twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TokenCounts:
         self.generated = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # counts after the prompt
 
     def count(self, token_ids: Sequence[int] | npt.NDArray[np.int32], end: int, num_prompt_tokens: int) -> None:
-        """Counts the tokens up to `end`; those that were counted before have not changed."""
+        """Counts the tokens up to `end`. Tokens that were counted before must not have changed."""
         start, border = self.num_counted, max(self.num_counted, min(num_prompt_tokens, end))
         if start < border:
             self.in_prompt[self._tensor(token_ids[start:border])] = True

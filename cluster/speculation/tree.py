@@ -1,14 +1,14 @@
-"""Which tree to draft: the shape that commits most tokens for its number of nodes, or for its time.
+"""Chooses the tree to draft: the shape that commits the most tokens for its number of nodes, or for its duration.
 
-A child is the draft's r-th best under the target's noise, and `acceptance[d, r]` the probability that it is what the
-target chooses after a node of depth d (0: the last committed token). A node is accepted when it and all its ancestors
-are, so a tree commits
+A child is the draft's r-th best under the target's noise. `acceptance[d, r]` is the probability that it is the target's
+choice after a node of depth d (0: the last committed token). A node is accepted if it and all its ancestors are, so a
+tree commits
 
-    E = 1 + sum over its nodes of the product of acceptance on the way to them        tokens, the bonus token included.
+    E = 1 + sum over its nodes of the product of acceptance on the path to them       tokens, the bonus token included.
 
 Sequoia (Chen et al., arXiv 2402.12374, section 3.1) finds the best tree of every size by dynamic programming. Under
-shared noise that is not needed: acceptance falls with the rank, and no child is likelier than its parent, so the n
-likeliest nodes are always a tree, and no other of n nodes has a larger sum.
+shared noise that is not needed: acceptance falls with the rank, and no child is likelier than its parent. So the n
+likeliest nodes always form a tree, and no other n nodes have a larger sum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AcceptanceTable = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class RoundTime:
-    """The times of a round, all in one unit."""
+    """Durations of a round's parts, all in one unit."""
 
     draft: Callable[[int], float]  # time of a draft step with that number of rows
     verify: Callable[[int], float]  # time of a target step with that number of rows of this sequence
@@ -44,18 +44,18 @@ class RoundTime:
 
 
 def width_of(shape: Shape) -> int:
-    """The most children that a node has; 1 at least."""
+    """Returns the largest number of children of a node, at least 1."""
     return max(Counter(shape).values(), default=1)
 
 
 @functools.lru_cache(256)
 def num_levels(shape: Shape | None, num_nodes: int) -> int:
-    """How many levels the tree of `num_nodes` nodes has; without a shape it is a chain."""
+    """Returns the number of levels of the tree with `num_nodes` nodes; None as the shape is a chain."""
     return num_nodes if shape is None else max(depths_of(shape), default=0)
 
 
 def ranks_of(shape: Sequence[int]) -> list[int]:
-    """For each node, how many siblings come before it."""
+    """Returns the number of siblings before each node."""
     num_children: Counter[int] = Counter()
     ranks = []
     for parent in shape:
@@ -65,10 +65,10 @@ def ranks_of(shape: Sequence[int]) -> list[int]:
 
 
 def best_tree(acceptance: AcceptanceTable, num_nodes: int, max_depth: int | None = None) -> tuple[Shape, list[float]]:
-    """The tree of `num_nodes` nodes that commits most tokens, and for each node the probability that it is accepted.
+    """Returns the tree of `num_nodes` nodes that commits the most tokens, and each node's acceptance probability.
 
-    Its first n nodes are the best tree of n nodes. Of equally likely nodes the deeper goes first. There are fewer
-    nodes when the depth and the ranks do not give more, or the others are never accepted.
+    Its first n nodes are the best tree of n nodes. Of equally likely nodes the deeper one goes first. There are fewer
+    nodes if the depth and the ranks do not allow more, or if the others are never accepted.
     """
     falling = np.minimum.accumulate(acceptance, axis=1).tolist()
     parents: list[int] = []
@@ -93,7 +93,7 @@ def best_tree(acceptance: AcceptanceTable, num_nodes: int, max_depth: int | None
 
 
 def expected_tokens(shape: Sequence[int], acceptance: AcceptanceTable) -> float:
-    """E of any tree."""
+    """Returns E of any tree."""
     falling = np.minimum.accumulate(acceptance, axis=1)
     survival: list[float] = []
     for parent, depth, rank in zip(shape, depths_of(shape), ranks_of(shape), strict=True):
@@ -103,7 +103,7 @@ def expected_tokens(shape: Sequence[int], acceptance: AcceptanceTable) -> float:
 
 
 def token_rate(shape: Sequence[int], acceptance: AcceptanceTable, time: RoundTime) -> float:
-    """E over the time of a round."""
+    """Returns E over the duration of a round."""
     depths = [0, *depths_of(shape)]
     num_rows = Counter(depths[parent + 1] for parent in set(shape))  # rows of each step of the draft
     seconds = round_seconds(_draft_time(num_rows.values(), time), time.verify(1 + len(shape)), time.round_trip)
@@ -111,10 +111,10 @@ def token_rate(shape: Sequence[int], acceptance: AcceptanceTable, time: RoundTim
 
 
 def best_shape(acceptance: AcceptanceTable, num_nodes: Iterable[int], time: RoundTime) -> Shape:
-    """The shape with the highest token rate among those whose number of nodes is in `num_nodes`.
+    """Returns the shape with the highest token rate among those whose number of nodes is in `num_nodes`.
 
-    A deep tree takes more steps of the draft, a broad one more of the target's rows for a token: every depth is tried.
-    Of equals the deepest is taken, so it is a chain where nothing is better.
+    A deep tree takes more steps of the draft, a broad one more of the target's rows per token, so every depth is tried.
+    Among equals the deepest is taken, so the result is a chain unless another shape is better.
     """
     budgets = set(num_nodes)
     largest = max(budgets)

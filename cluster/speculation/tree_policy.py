@@ -1,4 +1,4 @@
-"""Acceptance by depth and rank, as measured, and the tree shapes that follow from it."""
+"""Measures acceptance by depth and rank, and derives tree shapes from it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FIRST_RANK, _LATER_RANKS, _PRIOR_ROUNDS = 0.75, 0.45, 4.0
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The likeliest nodes of a tree so deep, the best first: every number of them from the front is a tree.
+    """Likeliest nodes of a tree with a limited depth, best first; any leading part of them is a tree.
 
-    It is of the average sequence. Another one's first children are chosen with probabilities of its own; what they
-    leave over is divided among the later ranks as on the average.
+    It describes the average sequence. Another sequence has its own probabilities for first children; their complement
+    is divided among the later ranks as on average.
     """
 
     parents: Shape
@@ -44,9 +44,9 @@ class Template:
         return cls(parents, levels, np.where(ranks > 0, of_rank / left_over, 0.0))
 
     def survivals(self, rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The probability that each node is accepted, [sequences, nodes], never rising along the nodes.
+        """Returns the probability that each node is accepted, [sequences, nodes], never rising along the nodes.
 
-        `rates`, [sequences, depths], are those of first children.
+        `rates`, [sequences, depths]: acceptance of first children.
         """
         alive = np.empty((len(rates), len(self.parents)))
         for node, (parent, level, share) in enumerate(zip(self.parents, self.levels, self.shares, strict=True)):
@@ -58,9 +58,9 @@ class Template:
 
 
 class TreePolicy:
-    """Trees of up to `max_nodes` nodes, which have up to `width` children each.
+    """Trees of up to `max_nodes` nodes with up to `width` children each.
 
-    With width 1 there are only chains, and nothing is measured. What it answers changes every few seconds at most.
+    With width 1 there are only chains, and nothing is measured. The shapes change every few seconds at most.
     """
 
     def __init__(self, width: int, max_nodes: int) -> None:
@@ -75,11 +75,11 @@ class TreePolicy:
 
     @property
     def may_branch(self) -> bool:
-        """True if there are trees, and something to measure."""
+        """True if there are trees, so that ranks are measured."""
         return self._width > 1
 
     def shape(self, num_nodes: int, time: Callable[[], RoundTime]) -> Shape | None:
-        """The best tree of exactly `num_nodes` nodes where a round takes `time`; None when it is the chain."""
+        """Returns the best tree of exactly `num_nodes` nodes if a round takes `time`; None if that is the chain."""
         if num_nodes < 2 or not self.may_branch:
             return None
         self._renew()
@@ -88,7 +88,7 @@ class TreePolicy:
         return self._shapes[num_nodes]
 
     def templates(self) -> Sequence[Template]:
-        """Templates from which trees of any size are cut, one for each candidate depth; none with width 1."""
+        """Returns templates from which trees of any size are cut, one for each candidate depth; none with width 1."""
         if not self.may_branch:
             return ()
         self._renew()
@@ -105,16 +105,16 @@ class TreePolicy:
             self._templates = []
 
     def acceptance(self) -> AcceptanceTable:
-        """The probability of each depth and rank, as measured."""
+        """Returns the measured probability of each depth and rank."""
         if_not_before = self._num_hits / self._num_tried
         not_before = np.cumprod(1.0 - if_not_before, axis=1)
         rates: AcceptanceTable = if_not_before * np.hstack([np.ones((_NUM_DEPTHS, 1)), not_before[:, :-1]])
         return rates
 
     def count(self, drafts: Drafts, chosen: Sequence[int]) -> None:
-        """A round verified `drafts`, and the target chose the tokens `chosen`.
+        """Learns from a round that verified `drafts` and in which the target chose the tokens `chosen`.
 
-        A chain says something about the first rank only: what is known of the others stays.
+        A chain only measures the first rank; the other ranks stay unchanged.
         """
         if not drafts or not self.may_branch:
             return

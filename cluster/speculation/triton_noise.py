@@ -1,4 +1,4 @@
-"""The words of the shared noise on a GPU in one launch: a Triton kernel for `device_noise`.
+"""A Triton kernel for `device_noise`: the words of the shared noise on a GPU in one launch.
 
 PyTorch's operators take several hundred launches for the same, 6 ms a step on an H100.
 """
@@ -15,9 +15,9 @@ _BLOCKS_PER_PROGRAM = 128
 
 @triton.jit
 def philox(key_low, key_high, position, block):  # type: ignore[no-untyped-def]
-    """Philox4x64-10 of the counters (block, position, 0, 0): four uint64 words, each of the shape of `block`.
+    """Returns Philox4x64-10 of the counters (block, position, 0, 0): four uint64 words, each of the shape of `block`.
 
-    Key words and position are scalars; their bits count.
+    Key words and position are scalars; only their bits matter.
     """
     c0 = block.to(tl.uint64)
     c1 = position.to(tl.uint64) + tl.zeros_like(c0)
@@ -41,7 +41,7 @@ def philox(key_low, key_high, position, block):  # type: ignore[no-untyped-def]
 def _uniforms(  # type: ignore[no-untyped-def]
     key_low, key_high, position, uniform, num_tokens, num_blocks: tl.constexpr
 ):
-    """Program (draw, num_blocks counters from there)."""
+    """Program (draw, `num_blocks` counters): writes the uniforms of these counters' tokens."""
     draw = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * num_blocks + tl.arange(0, num_blocks)
     low, high = tl.load(key_low + draw), tl.load(key_high + draw)
@@ -56,9 +56,9 @@ def _uniforms(  # type: ignore[no-untyped-def]
 
 
 def uniforms(low: torch.Tensor, high: torch.Tensor, position: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """(word + 1/2) / 2**32 of every token: float64 [num_draws, num_tokens].
+    """Returns (word + 1/2) / 2**32 of every token: float64 [num_draws, num_tokens].
 
-    Keys as the bits of their words and positions: int64 [num_draws] each, on one device.
+    Keys, as the bits of their words, and positions are int64 [num_draws] each, on one device.
     """
     result = torch.empty(len(position), num_tokens, dtype=torch.float64, device=position.device)
     per_program = _BLOCKS_PER_PROGRAM * _TOKENS_PER_BLOCK

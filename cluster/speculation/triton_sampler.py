@@ -1,4 +1,4 @@
-"""Packs a step's rows for the kernels of `triton_sampling.py`, and runs them: one copy to the device, nothing back."""
+"""Packs a step's rows for the kernels of `triton_sampling.py` and runs them; copies once to the device, never back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowTable:
 
 
 def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.device) -> RowTable:
-    """The rows of `requests`, in their order."""
+    """Returns the rows of `requests`, in their order."""
     num_rows = sum(request.num_rows for request in requests)
     rows = np.zeros((num_rows, len(COLUMNS)), dtype=np.int64)
     appendix: list[Words] = []
@@ -115,7 +115,7 @@ def table_of(requests: Sequence[SampleRequest], vocab_size: int, device: torch.d
 
 
 def empty_table(num_rows: int, device: torch.device) -> RowTable:
-    """Returns a table of greedy rows, to be overwritten with those of requests without penalties."""
+    """Returns a table of greedy rows, to be overwritten with rows of requests without penalties."""
     rows = np.tile(_columns_of(SamplingParams(temperature=0.0)), (num_rows, 1))
     rows[:, LOGIT_ROW] = np.arange(num_rows)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
@@ -124,7 +124,7 @@ def empty_table(num_rows: int, device: torch.device) -> RowTable:
 
 
 def row_of(params: SamplingParams, noise_key: NoiseKey) -> Words:
-    """Returns the columns that all rows of a request share; those of its biases, penalties and masks are empty."""
+    """Returns the columns that all rows of a request share; the columns of biases, penalties and masks stay empty."""
     row = _columns_of(params).copy()
     row[_COLUMN["key_low"]], row[_COLUMN["key_high"]] = signed_word(noise_key.low), signed_word(noise_key.high)
     return row
@@ -133,12 +133,12 @@ def row_of(params: SamplingParams, noise_key: NoiseKey) -> Words:
 def best_tokens(
     logits: torch.Tensor, requests: Sequence[SampleRequest], width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Sampler.best_tokens`, for logits that lie on a GPU."""
+    """Implements `Sampler.best_tokens` for logits on a GPU."""
     return draw(logits, table_of(requests, logits.shape[-1], logits.device), width)
 
 
 def warm_up(device: torch.device) -> None:
-    """Has the kernels compiled: now, and not in a timed step."""
+    """Compiles the kernels, so that no timed step does."""
     shaped = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, repetition_penalty=1.1, logit_bias=((1, 1.0),))
     logits = torch.zeros(1, _WARM_UP_SIZE, device=device)
     for width in _WARM_UP_WIDTHS:
@@ -146,9 +146,9 @@ def warm_up(device: torch.device) -> None:
 
 
 def draw(logits: torch.Tensor, table: RowTable, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` best tokens of every row of `table`: IDs, int64, and scores, float32, [num_rows, width] each.
+    """Returns the `width` best tokens of every row of `table`: int64 IDs and float32 scores, [num_rows, width] each.
 
-    `logits` [num_rows, vocab_size], any float dtype, rows contiguous. Reads nothing back.
+    `logits` [num_rows, vocab_size], any float dtype, rows contiguous. Reads nothing back from the device.
     """
     vocab_size, device = logits.shape[-1], logits.device
     num_rows, num_shaped, stride = len(table.rows), len(table.shaped_rows), logits.stride(0)
@@ -195,7 +195,7 @@ def _draw(
 
 @functools.lru_cache(maxsize=1024)  # parameters of running sequences
 def _columns_of(params: SamplingParams) -> Words:
-    """The columns that are the same for all rows of a request with `params`."""
+    """Returns the columns that are the same for all rows of a request with `params`."""
     row = np.zeros(len(COLUMNS), dtype=np.int64)
     row[[_COLUMN["source"], _COLUMN["mask_row"]]] = -1
     numbers = {
@@ -216,11 +216,11 @@ def _columns_of(params: SamplingParams) -> Words:
 
 @functools.lru_cache(maxsize=1024)
 def _biases(logit_bias: tuple[tuple[int, float], ...]) -> Words:
-    """Tokens, then the bits of their biases."""
+    """Returns the tokens, then the bits of their biases."""
     token_ids, biases = zip(*logit_bias, strict=True)
     return np.array([*token_ids, *map(_bits, biases)], dtype=np.int64)
 
 
 def _bits(number: float) -> int:
-    """Those of the float32 next to `number`."""
+    """Returns the bits of the float32 nearest to `number`."""
     return int(np.float32(number).view(np.int32))

@@ -1,17 +1,17 @@
-"""Sampling on a GPU in Triton: logits are shaped, filtered and drawn from by kernels that make the noise themselves.
+"""Samples on a GPU in Triton: the kernels shape and filter logits, make the noise and draw.
 
-    shape    bias, penalties and what is not allowed, for rows that have any of them
-    cut      where the filters of a row cut: a score, and an ID among those with that score
-    draw     the best of `score + noise` in each chunk of a row's vocabulary
-    merge    the best of a row's chunks
+    shape    applies bias, penalties and masks, for rows that have any of these
+    cut      finds the border of a row's filters: a score, and an ID among those with that score
+    draw     finds the best of `score + noise` in each chunk of a row's vocabulary
+    merge    finds the best of a row's chunks
 
 `sampling.py` defines the results. Every operation rounds as PyTorch's on a CPU does (no fused products, IEEE division;
 `filters.py` has the integers that filters sum), except for the noise's float64 logarithms, which are the device's.
-They are within 2 units in the last place, so the noise rounded to float32 differs for about one word in 2**27. A choice
-differs only if its score is within that last bit of the next one's.
+These are within 2 units in the last place, so the noise rounded to float32 differs for about one word in 2**27. A
+choice differs only if its score is within that last bit of the next one's.
 
-In `draw` an upper bound of a token's noise, that of the CPU's kernel (`kernels/sampling.c`), leaves the few tokens
-whose noise is computed in float64: consumer GPUs have a 64th of float32's speed there.
+In `draw` an upper bound of a token's noise, the same as in the CPU's kernel (`kernels/sampling.c`), leaves the few
+tokens whose noise is computed in float64: consumer GPUs have a 64th of float32's speed there.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ _NO_ID = tl.constexpr(2**30)
 
 @triton.jit
 def _number(row, column):  # type: ignore[no-untyped-def]
-    """The float32 in a column."""
+    """Returns the float32 in a column."""
     return tl.load(row + column).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _shaped(value, tokens, bias, row, appendix, allowed, mask_words, is_there):  # type: ignore[no-untyped-def]
-    """`value`, the logits of `tokens`, as the row's request shapes them, temperature included."""
+    """Returns `value`, the logits of `tokens`, shaped as the row's request asks, including temperature."""
     mask_row = tl.load(row + _MASK_ROW)
     if mask_row >= 0:
         word = tl.load(allowed + mask_row * mask_words + tokens // 32, mask=is_there, other=0)
@@ -126,7 +126,7 @@ def _shaped(value, tokens, bias, row, appendix, allowed, mask_words, is_there): 
 def shape_kernel(  # type: ignore[no-untyped-def]
     shaped, logits, table, shaped_rows, allowed, appendix, logit_stride, vocab_size, mask_words, chunk: tl.constexpr
 ):
-    """Program (row of `shaped_rows`, chunk): all tokens, as if none had a bias."""
+    """Program (row of `shaped_rows`, chunk): shapes all tokens, as if none had a bias."""
     row = table + tl.load(shaped_rows + tl.program_id(0)) * WIDTH
     tokens = tl.program_id(1) * chunk + tl.arange(0, chunk)
     is_there = tokens < vocab_size
@@ -139,7 +139,7 @@ def shape_kernel(  # type: ignore[no-untyped-def]
 def bias_kernel(  # type: ignore[no-untyped-def]
     shaped, logits, table, shaped_rows, allowed, appendix, logit_stride, vocab_size, mask_words, step: tl.constexpr
 ):
-    """Program (row of `shaped_rows`, biased tokens from there): computes these again, over `shape_kernel`'s results."""
+    """Program (row of `shaped_rows`, biased tokens): recomputes these tokens over `shape_kernel`'s results."""
     row = table + tl.load(shaped_rows + tl.program_id(0)) * WIDTH
     start, count = tl.load(row + _BIAS_START), tl.load(row + _NUM_BIASES)
     place = tl.program_id(1) * step + tl.arange(0, step)
@@ -169,7 +169,7 @@ def _scores(row, shaped, logits, logit_stride, vocab_size, tokens):  # type: ign
 
 @triton.jit
 def _weights(scores, best):  # type: ignore[no-untyped-def]
-    """As `filters.weights`, operation by operation."""
+    """Computes `filters.weights`, operation by operation."""
     from_best = tl.where(scores == best, 0.0, scores - best)
     distance = tl.where(scores > _NO_SCORE, from_best, _LOWEST)
     distance = tl.maximum(distance, _LOWEST)
@@ -187,7 +187,7 @@ def _weights(scores, best):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _order(scores):  # type: ignore[no-untyped-def]
-    """int32 that are in the order of `scores`, and equal where these are."""
+    """Returns int32 with the order of `scores`; equal scores give equal numbers."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -203,7 +203,7 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 ):
     """Program (row): the best score's bits, and the order and ID beyond which no token is kept: int32 [num_rows, 3].
 
-    What is counted and summed are integers, so that neither the order of sums nor the cut into chunks matters.
+    All counts and sums are integers, so neither the order of sums nor the division into chunks matters.
     """
     row = table + tl.program_id(0) * WIDTH
     cuts += tl.program_id(0) * 3
@@ -324,14 +324,20 @@ def cut_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _noise_bound(words):  # type: ignore[no-untyped-def]
-    """At least the noise of `words`, and little more where that is large: `noise_bound` of kernels/sampling.c."""
+    """Returns an upper bound of the noise of `words`, tight where the noise is large.
+
+    The same as `noise_bound` of kernels/sampling.c.
+    """
     bits = words.to(tl.float32).to(tl.int32, bitcast=True).to(tl.float32)
     return bits * (-0.693147181 * (1.0 / 8388608.0)) + ((32 + 127) * 0.693147181 + 1e-3)
 
 
 @triton.jit
 def _noise(word):  # type: ignore[no-untyped-def]
-    """As noise.py defines it: 1 - v has 33 bits, so that log(1 - v) is what log1p(-v) is there."""
+    """Returns the noise as noise.py defines it.
+
+    1 - v has 33 bits, so log(1 - v) equals log1p(-v) there.
+    """
     v = (word.to(tl.float64) + 0.5) * (1.0 / 4294967296.0)
     return (0.0 - tl.log(0.0 - tl.log(1.0 - v))).to(tl.float32)
 
@@ -341,7 +347,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     chunk_scores, chunk_ids, cuts, shaped, logits, table, logit_stride, vocab_size, num_chunks,
     chunk: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): the `width` best tokens of the chunk, in no order."""
+    """Program (row, chunk): finds the `width` best tokens of the chunk, in no order."""
     index = tl.program_id(0)
     row = table + index * WIDTH
     block = tl.program_id(1) * (chunk // 8) + tl.arange(0, chunk // 8)
@@ -396,7 +402,7 @@ def draw_kernel(  # type: ignore[no-untyped-def]
 def merge_kernel(  # type: ignore[no-untyped-def]
     ids, scores, chunk_scores, chunk_ids, num_entries, num_wanted, entries: tl.constexpr
 ):
-    """Program (row): the best of its entries in descending order, among equals the lowest ID first."""
+    """Program (row): sorts the best of its entries in descending order, among equals the lowest ID first."""
     index = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, entries)
     left = tl.load(chunk_scores + index * num_entries + place, mask=place < num_entries, other=_NO_SCORE)
