@@ -1,4 +1,4 @@
-"""Pauses between retries: they grow, and a random part keeps callers out of step."""
+"""Pauses between retries, which grow; a random part keeps callers from retrying at the same time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Backoff:
         self._num_failures = 0
 
     def failed(self, most_seconds: float) -> float:
-        """Seconds to wait, about `most_seconds` at most."""
+        """Returns the seconds to wait before the next attempt, about `most_seconds` at most."""
         # A float has no room for many more doublings.
         seconds = min(_FIRST_SECONDS * _FACTOR ** min(self._num_failures, 64), most_seconds)
         self._num_failures += 1

@@ -1,14 +1,14 @@
-"""Assigns sequences to draft workers: the most valuable one for each sequence, with few moves.
+"""Assigns sequences to draft workers: the most valuable worker for each sequence, with few moves.
 
-The value of a worker (`link_value.py`) is the tokens per second that its drafts would give, by its round trip, its
-speed and its model's acceptance. Before anything is measured its place gives the round trip.
+The value of a worker (`link_value.py`) is the tokens per second that its drafts would give, computed from its round
+trip, its speed and its model's acceptance. Before any measurement its place gives the round trip.
 
-Some sequences are assigned elsewhere to measure the others: one to each unmeasured worker, and a configured share to
+Some sequences are assigned elsewhere to measure other workers: one to each unmeasured worker, and a configured share to
 the draft models that are not the best.
 
 A worker that stops answering is *ejected*: its sequences move, and it gets none during a pause that doubles each time.
-At most half of the workers are ejected at once, and never the only one: slow proposals are better than none. A worker
-that answers, but whose value is less than another one would have, hands over some of its sequences.
+At most half of the workers are ejected at once, and never the only one, because slow proposals are better than none. A
+worker that answers, but is worth less than another one would be, hands over some of its sequences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SETTLE_SECONDS = 5.0  # minimum time that a moved sequence stays with its worke
 
 
 class LinkBalancer:
-    """`active` are the links that are up."""
+    """Assigns sequences to the links in `active`, which are up."""
 
     def __init__(self, max_batch: int, draft_timeout_seconds: float, link_value: LinkValue, trial_share: float) -> None:
         self.active: dict[Link, ActiveLink] = {}
@@ -63,7 +63,7 @@ class LinkBalancer:
         return max(links, key=lambda link: self._link_value_of(link, temperature, 1))
 
     def choose(self, sequence: SpeculativeSequence, num_tokens: int, now: float) -> ActiveLink | None:
-        """Where `sequence`, of `num_tokens` tokens, should be opened; None while no link that is up has room for it."""
+        """Returns the link to open `sequence` on; None if no link that is up has room for its `num_tokens` tokens."""
         with_room = [link for link in self.active.values() if link.credit is None or link.credit >= num_tokens]
         candidates = self._usable(with_room, now)
         going_to = self._going.pop(sequence, None)
@@ -83,9 +83,9 @@ class LinkBalancer:
         return min(alike, key=lambda link: len(link.sequences))
 
     def _to_try(self, candidates: Sequence[ActiveLink], alike: Sequence[ActiveLink]) -> ActiveLink | None:
-        """Where a sequence should go although others are worth more; None: nowhere.
+        """Returns the link that a sequence should try although others are worth more; None if there is no trial.
 
-        One that nothing was measured of is tried as soon as somebody is served elsewhere.
+        An unmeasured link is tried as soon as another link has sequences.
         """
         others = [link for link in candidates if link not in alike and not link.sequences]
         unknown = [link for link in others if not link.costs.is_known]
@@ -106,15 +106,17 @@ class LinkBalancer:
         return tried
 
     def to_rearrange(self, now: float) -> list[SpeculativeSequence]:
-        """Sequences that should leave their draft workers: those are silent, or worth less than others; or some should
-        try another."""
+        """Returns sequences that should leave their draft workers.
+
+        Their workers are silent or worth less than others, or they are chosen to try another worker.
+        """
         if len(self.active) < 2:
             return []
         ejected = [sequence for link in self.to_eject(now) for sequence in link.sequences.values()]
         return [*ejected, *self.to_move(now)]
 
     def to_eject(self, now: float) -> list[ActiveLink]:
-        """Returns the links whose workers owe proposals and are silent; they are ejected."""
+        """Ejects the links whose workers owe proposals and are silent, and returns them."""
         ejected = []
         for link in self.active.values():
             if link.late_since is None and (self._owes_first_answers(link, now) or self._owes_answers(link, now)):
@@ -137,7 +139,10 @@ class LinkBalancer:
         return LinkCosts(self._max_batch, self._max_depth, is_one_pass=link.is_one_pass)
 
     def _owes_first_answers(self, link: ActiveLink, now: float) -> bool:
-        """No step waits for those, so none gives up waiting."""
+        """Returns True if a first answer is overdue.
+
+        No step waits for first answers, so none gives up waiting for them.
+        """
         limit = now - self._timeout
         return any(
             s.is_late and not s.has_answered and s.awaited_since is not None and s.awaited_since <= limit
@@ -145,13 +150,15 @@ class LinkBalancer:
         )
 
     def _owes_answers(self, link: ActiveLink, now: float) -> bool:
-        """Returns True if a proposal is overdue, although no step may have waited that long."""
+        """Returns True if a proposal is overdue, even if no step has waited for it."""
         is_late = link.owes_since is not None and link.owes_since <= now - self._timeout
         return is_late and any(s.has_answered and s.awaited_since is not None for s in link.sequences.values())
 
     def to_move(self, now: float) -> list[SpeculativeSequence]:
-        """Once a second: half of the sequences of the worker that is worth least, if they would do better elsewhere;
-        or else one that should try another."""
+        """Returns sequences to move, once a second: half of those of the least valuable worker, if another is better.
+
+        Otherwise returns a sequence that should try another worker, if any.
+        """
         if now < self._balance_at or len(self.active) < 2:
             return []
         self._balance_at = now + _BALANCE_SECONDS
@@ -178,7 +185,10 @@ class LinkBalancer:
     def _trial(
         self, usable: Sequence[ActiveLink], values: dict[ActiveLink, float], now: float
     ) -> list[SpeculativeSequence]:
-        """Where sequences are long none are chosen for, and one has to move for a trial."""
+        """Returns a sequence to move for a trial; none if there is no trial.
+
+        Long sequences make new choices rare, so a running one has to move for a trial.
+        """
         num_sequences = sum(len(link.sequences) for link in usable)
         if not self._num_choices:
             self._trials_due += self._trial_share * num_sequences * _BALANCE_SECONDS / _SETTLE_SECONDS

@@ -19,7 +19,7 @@ class LinkState(enum.Enum):
 
 
 class Link(Protocol):
-    """One draft worker, compared by identity."""
+    """Connection to one draft worker; compared by identity."""
 
     address: str  # address of the worker; "": the drafter runs in this process
     model: str  # the worker's draft model, as of when the link came up
@@ -27,7 +27,10 @@ class Link(Protocol):
     expected_round_trip: float | None  # seconds, estimated from its place; None: unknown
 
     def send(self, request: SpeculateRequest) -> None:
-        """Hands `request` over, which is the link's from then on; never blocks. Dropped while the link is down."""
+        """Sends `request`, which belongs to the link afterwards.
+
+        Never blocks; drops the request while the link is down.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +52,25 @@ class LinkPool(ABC):
     @property
     @abstractmethod
     def num_endpoints(self) -> int:
-        """Draft workers that are listed now. Any thread."""
+        """Number of draft workers that are listed now. Thread-safe."""
 
     @property
     @abstractmethod
     def num_links_up(self) -> int:
-        """Any thread."""
+        """Number of links that are up. Thread-safe."""
 
     @abstractmethod
     async def run(self, endpoints: AsyncIterator[Sequence[str]]) -> None:
         """Keeps a link to every endpoint until cancelled, in an event loop.
 
-        Each item of `endpoints` is the whole list as it is from then on.
+        Each item of `endpoints` is a complete list that replaces the previous one.
         """
 
     @abstractmethod
     def poll(self, timeout: float = 0.0) -> list[LinkEvent]:
         """Returns the events since the last call, waiting up to `timeout` seconds for the first.
 
-        To be called by the engine's thread, like `lend_turn`.
+        Must be called by the engine's thread, like `lend_turn`.
         """
 
     def lend_turn(self) -> None:  # noqa: B027  # drafters with threads of their own need none
@@ -80,7 +83,7 @@ class LinkPool(ABC):
 
 
 def take_all(events: queue.SimpleQueue[LinkEvent], timeout: float) -> list[LinkEvent]:
-    """Returns all `events`, waiting up to `timeout` seconds for the first. Only the caller takes from the queue."""
+    """Returns all `events`, waiting up to `timeout` seconds for the first. Requires that no other caller takes any."""
     taken: list[LinkEvent] = []
     if timeout > 0.0:
         try:

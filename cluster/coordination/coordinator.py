@@ -3,17 +3,17 @@
 The engine's thread calls, once a step:
 
     coordinator.plan(decoding, joining)               # chooses depths, opens sequences on draft workers
-    drafts = coordinator.collect(decoding)            # what to verify, by sequence, once the proposals are here
+    drafts = coordinator.collect(decoding)            # returns the drafts to verify by sequence; waits for proposals
     ...                                               # the step: the sequences' token_ids grow
-    coordinator.end(rounds, timing)                   # notifies the drafters at once; the rest is put off
+    coordinator.end(rounds, timing)                   # notifies the drafters at once; defers the rest
 
 and `close` for a sequence that has ended. A sequence without drafts decodes plainly. Nothing here can change a token:
-drafts are only ever compared with the target's choices. An engine that schedules a step while the one before it runs
-plans it before that one ends, and collects afterwards; any other calls `begin`, which is both.
+drafts are only ever compared with the target's choices. An engine that schedules a step while the previous one runs
+calls `plan` before that step ends, and `collect` afterwards. Any other engine calls `begin`, which does both.
 
-Two stretches are critical, as draft or target stands idle meanwhile: from the choices to the advances that tell them
-(`end`), and from the last proposal that a step waits for to its drafts (the end of `collect`). All else, such as plans
-and counting, is done in the next `plan`, while the drafters draft; steps are learned from at a plan.
+Two stretches are critical, because draft or target is idle meanwhile: from the choices to the advances that report
+them (`end`), and from the last awaited proposal to the step's drafts (the end of `collect`). Everything else, such as
+plans and counting, is done in the next `plan`, while the drafters draft; that is also when steps are learned from.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from cluster.wire.messages import SpeculateReply
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """The time of a step, from its drafts to its choices."""
+    """Timing of a step, from its drafts to its choices."""
 
     num_rows: int  # rows that yielded a token
     seconds: float
@@ -56,7 +56,7 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class _EndedStep:
-    """A step that nothing was learned from yet."""
+    """A step whose measurements are not yet learned from."""
 
     rounds: Sequence[Round]
     collected: Mapping[SpeculativeSequence, Drafts]  # the drafts of each sequence
@@ -67,7 +67,7 @@ class _EndedStep:
 
 
 class Coordinator:
-    """See the module. Not thread-safe: it belongs to the engine's thread."""
+    """Plans and collects drafts, as described in the module. Not thread-safe: it belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -105,24 +105,22 @@ class Coordinator:
         self._ended: list[_EndedStep] = []
 
     def know_step_times(self, times: Iterable[tuple[int, float]]) -> None:
-        """Learns from steps that were timed at start: pairs of rows and seconds."""
+        """Learns from steps that were timed at start. `times`: pairs of rows and seconds."""
         for num_rows, seconds in times:
             self.planner.steps.curve.observe(num_rows, seconds)
 
     def begin(
         self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence] = ()
     ) -> dict[SpeculativeSequence, Drafts]:
-        """`plan`, then `collect`."""
+        """Calls `plan`, then returns the result of `collect`."""
         self.plan(decoding, joining)
         return self.collect(decoding)
 
     def plan(self, decoding: Sequence[SpeculativeSequence], joining: Sequence[SpeculativeSequence] = ()) -> None:
-        """Chooses the depths of the next step's sequences: `decoding` choose a token in it, `joining` soon will.
+        """Chooses the depths of the next step's sequences, and opens all of them on draft workers.
 
-        All of them are opened on draft workers.
-
-        A sequence that the engine preempts stays open: what was proposed for it still fits when it runs again, and no
-        step waits for it until then.
+        `decoding` choose a token in that step, `joining` soon will. A sequence that the engine preempts stays open: its
+        proposal still fits when it runs again, and no step waits for it until then.
         """
         started_at = time.thread_time()
         self.stats.depths.update([sequence.depth for sequence in self._uncounted])
@@ -137,14 +135,14 @@ class Coordinator:
         self.stats.other_seconds += time.thread_time() - started_at
 
     def depth(self, sequence: SpeculativeSequence) -> int:
-        """The most drafts of `sequence` that the planned step verifies: 0 where none can be there in time."""
+        """Returns the most drafts of `sequence` that the planned step verifies; 0 if none can be ready in time."""
         may_come = sequence.link is not None and sequence.has_answered and not sequence.is_late
         return self.planner.verified_depth(sequence) if may_come or sequence.num_ready else 0
 
     def collect(self, decoding: Sequence[SpeculativeSequence]) -> dict[SpeculativeSequence, Drafts]:
         """Returns the drafts that the planned step verifies after the committed tokens of each of `decoding`.
 
-        Waits for proposals, at most the draft timeout each; a sequence whose proposal is not worth the wait decodes
+        Waits for proposals, at most the draft timeout for each. A sequence whose proposal is not worth the wait decodes
         plainly.
         """
         started_at, drafting_before = time.thread_time(), self._pool.drafting_seconds
@@ -171,9 +169,9 @@ class Coordinator:
         timing: StepTiming | None = None,
         joining: Sequence[SpeculativeSequence] = (),
     ) -> None:
-        """The step committed `rounds`, without the sequences that have ended; sends one message per link.
+        """Ends a step that committed `rounds`, which exclude ended sequences; sends one message per link.
 
-        It also opens those of `joining` that will take part from the next step on, as far as they are known by now.
+        Also opens those of `joining` that are known to take part from the next step on.
         """
         started_at, now, planner = time.thread_time(), self._clock(), self.planner
         for ended in rounds:
@@ -203,7 +201,7 @@ class Coordinator:
         self.stats.critical_seconds += time.thread_time() - started_at
 
     def close(self, sequence: SpeculativeSequence) -> None:
-        """`sequence` has ended; its drafter is notified with the next message."""
+        """Removes `sequence`, which has ended; its drafter is notified with the next message."""
         self._openings.remove(sequence)
 
     def demand(self) -> DraftDemand | None:
@@ -318,7 +316,7 @@ class Coordinator:
 
 
 def _of_drafter(ended: Round, collected: Mapping[SpeculativeSequence, Drafts]) -> Round:
-    """Returns `ended` without the drafts that a grammar added, which do not measure the drafter."""
+    """Returns `ended` without the drafts that a grammar added, because these do not measure the drafter."""
     proposed, verified = collected.get(ended.sequence), ended.drafts
     if proposed is None or verified is proposed or proposed.parents is not None:
         return ended  # a grammar adds no nodes to a tree

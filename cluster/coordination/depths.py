@@ -25,10 +25,10 @@ _PROBE_MEMORY = 24.0  # tests per position that are remembered while only probes
 
 
 class DepthPlanner:
-    """The controller with its inputs. Belongs to the engine's thread.
+    """The depth controller with its inputs. Must only be used by the engine's thread.
 
-    Now and then a step is of the kind that is not the rule, so that both stay measured: a plain step while there are
-    drafts (`is_plain_step`), and while there are none a *probe*, one real short round of one sequence.
+    Now and then a step is of the less common kind, so that both kinds stay measured. While there are drafts it is a
+    plain step (`is_plain_step`). While there are none it is a *probe*, one real short round of one sequence.
     """
 
     def __init__(self, config: SpeculationConfig, max_rows: int) -> None:
@@ -57,7 +57,7 @@ class DepthPlanner:
     # Sequences.
 
     def join(self, sequence: SpeculativeSequence) -> None:
-        """`sequence` may be drafted for from now on."""
+        """Registers `sequence`, which may be drafted for from now on."""
         self.steps.joined()
         asked = sequence.num_speculative_tokens
         acceptance = SequenceAcceptance(self.rates("", sequence.params.temperature))
@@ -84,7 +84,7 @@ class DepthPlanner:
             self.probe = None
 
     def rates(self, model: str, temperature: float) -> PositionRates:
-        """Acceptance of drafts of `model` at about this temperature, learned from all sequences."""
+        """Returns the acceptance of drafts by `model` at about this temperature, learned from all sequences."""
         kind = model, round(4 * temperature) / 4
         if kind not in self._rates:
             self._rates[kind] = PositionRates(self.max_depth)
@@ -92,24 +92,27 @@ class DepthPlanner:
         return self._rates[kind]
 
     def survival(self, model: str, temperature: float) -> FloatArray:
-        """The probability that a draft of `model` at depth 1, 2, ... is committed."""
+        """Returns the probability that a draft of `model` at depth 1, 2, ... is committed."""
         return np.asarray(np.cumprod(self.rates(model, temperature).rates), np.float64)
 
     def drafted_by(self, sequence: SpeculativeSequence, model: str) -> None:
-        """`sequence`, which has joined, is or would be drafted for by `model`: with another model it starts again."""
+        """Sets the model that drafts, or would draft, for `sequence`, which has joined.
+
+        A different model resets the sequence's acceptance.
+        """
         shared = self.rates(model, sequence.params.temperature)
         assert sequence.acceptance is not None
         if sequence.acceptance.shared is not shared:
             sequence.drafted_by(SequenceAcceptance(shared))
 
     def speed(self, num_rows: int) -> Speed:
-        """Predicts the speed of `num_rows` sequences that are all drafted for alike."""
+        """Returns the predicted speed of `num_rows` sequences that all have the same depth."""
         return Speed(self.steps, max(1, num_rows), self._config.draft_timeout_seconds)
 
     # Plans.
 
     def begin_step(self, num_rows: int) -> bool:
-        """The next step has `num_rows` sequences. Returns whether depths are due for a plan."""
+        """Begins a step with `num_rows` sequences. Returns True if depths must be planned."""
         self._steps_to_probe -= 1
         if self.has_drafts:
             self._steps_to_plain -= 1
@@ -124,7 +127,7 @@ class DepthPlanner:
     def plan(self, decoding: Sequence[SpeculativeSequence], best: ActiveLink | None, num_rows: int) -> None:
         """Sets the depths of `decoding`, which are some of the `num_rows` sequences of the next step.
 
-        Those that have no link yet are taken to be drafted for on `best`; None: no link is up.
+        Assumes that sequences without a link will be drafted for on `best`; None: no link is up.
         """
         if not decoding or (self.measures and not self.steps.is_known):
             self._predicted = 0.0
@@ -176,7 +179,7 @@ class DepthPlanner:
             self.probe.acceptance.shared.remember(_PROBE_MEMORY)
 
     def probed(self, *, has_drafts: bool) -> None:
-        """The probe's sequence had a round; the probe ends unless its first proposal is still to come."""
+        """Records a round of the probe's sequence. The probe ends unless its first proposal is still to come."""
         sequence = self.probe
         assert sequence is not None
         if not (has_drafts or (sequence.is_late and sequence.has_answered)):
@@ -210,8 +213,10 @@ class DepthPlanner:
         return self.trees.shape(num_drafts, lambda: self._round_time(sequence, num_drafts))
 
     def _round_time(self, sequence: SpeculativeSequence, num_drafts: int) -> RoundTime:
-        """Trees of equally many nodes are compared: they have the same rows, and a level's rows are hardly felt next to
-        the weights that it reads."""
+        """Returns the round time by which trees of equally many nodes are compared.
+
+        These have the same rows, and a level's rows take little time compared with the weights that it reads.
+        """
         assert sequence.link is not None
         costs = sequence.link.costs
         verify = self.steps.curve.seconds(1 + num_drafts) if self.steps.is_known else 1.0
@@ -219,13 +224,13 @@ class DepthPlanner:
         return RoundTime(lambda _: level, lambda _: verify, costs.round_trip_seconds)
 
     def verified_depth(self, sequence: SpeculativeSequence) -> int:
-        """How many of the draft tokens of `sequence` that have come this step verifies."""
+        """Returns how many of the draft tokens received for `sequence` this step verifies."""
         return 0 if self.is_plain_step else sequence.depth
 
     # Learning.
 
     def observe(self, rounds: Sequence[Round]) -> None:
-        """Learns acceptance from the rounds of a step, some perhaps without drafts."""
+        """Learns acceptance from the rounds of a step; some may have no drafts."""
         outcomes, has_trees = [], self.trees.may_branch
         for sequence, drafts, chosen in rounds:
             if not drafts.token_ids or sequence.acceptance is None:
@@ -242,7 +247,7 @@ class DepthPlanner:
         self._controller.observe(outcomes)
 
     def observe_speed(self, rounds: Sequence[Round], seconds: float) -> None:
-        """Learns from a whole step as planned, without prompts, that took `seconds`, its wait included."""
+        """Learns from a step as planned, without prompts, that took `seconds`, including the wait for proposals."""
         if not (self.has_drafts and self.steps.is_known):
             return
         num_tokens = sum([len(ended.chosen) for ended in rounds])

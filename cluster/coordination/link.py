@@ -1,4 +1,4 @@
-"""A coordinator's end of the stream to one draft worker: connects, checks the pair, reconnects."""
+"""A coordinator's end of the stream to one draft worker: connects, checks the worker's model, reconnects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _CHANNEL_OPTIONS = (
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """Protobuf payload over a link's whole life, and the processor's time to make and read it."""
+    """Protobuf payload over a link's whole life, and the CPU time to encode and decode it."""
 
     opens: int = 0  # bytes sent to open sequences
     sent: int = 0  # bytes sent otherwise
@@ -57,7 +57,7 @@ class LinkTraffic:
 
 
 class DraftLink:
-    """One draft worker. `run` belongs to an event loop; `send` may be called from any thread and never blocks."""
+    """Link to one draft worker. `run` belongs to an event loop; `send` is thread-safe and never blocks."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class DraftLink:
 
     @property
     def round_trip_seconds(self) -> float | None:
-        """The shortest way of the last messages there and back. None before the first."""
+        """Shortest round trip of the last messages, in seconds. None before the first."""
         return min(self._round_trips, default=None)
 
     def send(self, request: SpeculateRequest) -> None:
-        """Hands `request` to the stream. Dropped while the link is down: its sequences are gone there."""
+        """Sends `request` on the stream. Drops it while the link is down, because the worker lost its sequences."""
         outbox = self._outbox
         if outbox is not None:
             outbox.put(request)
@@ -136,7 +136,7 @@ class DraftLink:
                     await asyncio.sleep(backoff.failed(_RECONNECT_SECONDS if is_gone else _REPAIR_SECONDS))
 
     async def _live(self, stub: draft_pb2_grpc.DraftStub) -> float:
-        """One attempt to be up, and being up, to the end; returns the seconds that it was up."""
+        """Tries once to bring the link up, and keeps it up until it ends. Returns the seconds that it was up."""
         up_at: float | None = None
         level, cause = logging.INFO, "the worker has stopped"
         self._is_unusable = False
@@ -167,7 +167,7 @@ class DraftLink:
         return up_seconds
 
     def _report(self, error: grpc.aio.AioRpcError) -> None:
-        """Logs a refusal. Only an authentication error needs an operator, and is logged once."""
+        """Logs the failure `error`, as an error only if it is a new refusal, which needs an operator."""
         refusal = self._dialer.explain(error)
         if refusal is None or refusal == self._refusal:
             logger.debug("draft worker %s: %s", self.address, error.details())
@@ -187,7 +187,7 @@ class DraftLink:
         self.model, self.is_one_pass = _label(description.model), description.is_one_pass
 
     async def _stream(self, stub: draft_pb2_grpc.DraftStub) -> None:
-        """One life of the stream: up, replies, down."""
+        """Runs one stream: reports the link as up, delivers replies, reports it as down."""
         call = stub.Speculate()
         await call.wait_for_connection()
         outbox: Outbox[SpeculateRequest] = Outbox()

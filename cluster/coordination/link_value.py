@@ -18,10 +18,10 @@ class LinkValue:
         self.max_depth = max(1, planner.max_depth)
 
     def of(self, link: ActiveLink, links: Iterable[ActiveLink], temperature: float, num_more: int = 0) -> float:
-        """Tokens per second with `num_more` sequences added to those of `link`, were the whole step drafted for so.
+        """Returns the tokens per second if the whole step were drafted for as on `link`.
 
-        For a link without measurements the round trip is guessed by its place, and all else is taken from the other
-        `links`, those of the same model first.
+        `num_more` sequences are added to those of `link`. For a link without measurements the place gives the round
+        trip; all else is taken from the other `links`, first from those of the same model.
         """
         planner = self._planner
         survival = planner.survival(link.model, temperature)

@@ -1,4 +1,4 @@
-"""Opens sequences on draft workers, takes them away, and keeps those that wait for one."""
+"""Opens sequences on draft workers, removes them, and keeps those that wait for a worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_DEATHS = 2  # a sequence is not opened again after this many links went dow
 
 
 class Openings:
-    """Belongs to a coordinator, whose parts it is given."""
+    """The part of a coordinator that opens sequences; shares the coordinator's other parts."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Openings:
         self._wire_ids = itertools.count(1)
 
     def add(self, sequence: SpeculativeSequence) -> None:
-        """`sequence` may be drafted from now on, unless its request set k = 0."""
+        """Lets `sequence` be drafted for from now on, unless its request set k = 0."""
         if sequence.acceptance is None and sequence.num_speculative_tokens != 0:
             self._planner.join(sequence)
             self._waiting[sequence] = None
@@ -54,15 +54,15 @@ class Openings:
         self._waiting.pop(sequence, None)
 
     def may_be_drafted_for(self, sequence: SpeculativeSequence, now: float) -> bool:
-        """Returns whether `sequence` has a drafter, or may have one by now."""
+        """Returns True if `sequence` has a drafter, or may get one at `now`."""
         return sequence.link is not None or (sequence in self._waiting and sequence.may_open_at <= now)
 
     def would_be_drafted_for(self, sequence: SpeculativeSequence) -> bool:
-        """Returns whether `sequence` has a drafter, or waits for one."""
+        """Returns True if `sequence` has a drafter or waits for one."""
         return sequence.link is not None or sequence in self._waiting
 
     def rearrange(self) -> None:
-        """Takes sequences from draft workers that are silent, or worth less than others."""
+        """Takes sequences from draft workers that are silent or worth less than others."""
         for sequence in self._balancer.to_rearrange(self._clock()):
             self._leave_link(sequence)
 
@@ -84,7 +84,10 @@ class Openings:
             self._open(sequence, link, now)
 
     def turn_away(self, link: ActiveLink, reply: SpeculateReply) -> None:
-        """The worker of `link` does not hold these sequences, or has no room for them: they wait, longer every time."""
+        """Detaches the sequences that the worker of `link` lost or refused in `reply`.
+
+        They wait for another worker, longer after every refusal.
+        """
         for wire_id in reply.lost | reply.refused:
             sequence = link.sequences.get(wire_id)
             if sequence is None:
@@ -98,7 +101,10 @@ class Openings:
             self.detach(sequence)
 
     def lose(self, link: ActiveLink) -> None:
-        """`link` is down: its sequences wait for another, except those whose openings may have ended the worker."""
+        """Lets the sequences of `link`, which is down, wait for another worker.
+
+        Drafting stops for sequences whose openings may have ended the worker.
+        """
         sequences = list(link.sequences.values())
         num_given_up = 0
         for sequence in sequences:
@@ -120,12 +126,12 @@ class Openings:
             )
 
     def detach(self, sequence: SpeculativeSequence) -> None:
-        """`sequence` has no drafter any more, and waits for another."""
+        """Detaches `sequence` from its drafter, so that it waits for another."""
         sequence.detached()
         self._waiting[sequence] = None
 
     def _leave_link(self, sequence: SpeculativeSequence) -> None:
-        """Releases `sequence` at its drafter; it waits for another."""
+        """Releases `sequence` at its drafter, so that it waits for another."""
         link = sequence.link
         if link is not None:
             link.credit = None  # it has room again, but only the worker can report how much
@@ -161,5 +167,5 @@ class Openings:
 
 
 def pause_seconds(num_refusals: int) -> float:
-    """Before a sequence is opened again that was refused so often before."""
+    """Returns the pause in seconds before a sequence is opened again after `num_refusals` refusals in a row."""
     return min(_REOPEN_SECONDS * 2.0**num_refusals, _MAX_REOPEN_SECONDS)

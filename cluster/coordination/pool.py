@@ -17,11 +17,11 @@ from cluster.transport.dialing import PLAIN, Dialer
 class DraftPool(LinkPool):
     """Links to draft workers, run by an event loop, used by an engine's thread.
 
-    `run` follows `endpoints`: each item is the whole list as it is from then on, of lines as `Endpoint` has them. What
-    happens on the links collects until the engine's thread takes it with `poll`.
+    `run` follows `endpoints`: each item is a complete list, of lines as `Endpoint` has them, that replaces the previous
+    one. Events on the links are kept until the engine's thread takes them with `poll`.
 
-    `place` is the target's; `trial_share` of its sequences are to try draft models that are not the best;
-    `dialer` makes the links' channels.
+    `place`: place of the target. `trial_share`: share of its sequences that try draft models that are not the best.
+    `dialer`: makes the links' channels.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DraftPool(LinkPool):
 
     @property
     def num_endpoints(self) -> int:
-        """Draft workers that are listed now."""
+        """Number of draft workers that are listed now."""
         return len(self._links)
 
     @property

@@ -1,13 +1,13 @@
-"""A sequence as the coordinator sees it, and the link it is drafted for on.
+"""A sequence in the coordinator, and the link on which it is drafted for.
 
-A sequence that runs may be drafted for by one worker at a time:
+A running sequence may be drafted for by one worker at a time:
 
     joined ──▶ waiting ──opened──▶ asked ──answered──▶ asked ─ ...
                   ▲                  │ gave_up: no step waits for this proposal any more
-                  └── detached ◀─────┘ the link is down, the worker refused or lost it, or another is to have it
+                  └── detached ◀─────┘ the link is down, the worker refused or lost it, or it moves to another worker
 
-These transitions are the methods below, and nothing outside this module assigns a field of a sequence: all else reads
-them. (`tests/cluster/coordination/test_ownership.py` holds the project to it.)
+These transitions are the methods below. Nothing outside this module assigns a field of a sequence; other modules only
+read them. (`tests/cluster/coordination/test_ownership.py` enforces this.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _MAX_WIDTH = 64  # nodes of a tree, times the window: the number that a shape ma
 
 @dataclass(eq=False, slots=True)
 class SpeculativeSequence:
-    """`token_ids` is the engine's own list of committed tokens, and grows as it commits."""
+    """State of a sequence that may be drafted for.
+
+    `token_ids` is the engine's own list of committed tokens, which grows as the engine commits.
+    """
 
     token_ids: Sequence[int]
     num_prompt_tokens: int
@@ -85,30 +88,30 @@ class SpeculativeSequence:
     # Planning.
 
     def joined(self, acceptance: SequenceAcceptance, window: int) -> None:
-        """It runs from now on, and may be drafted for."""
+        """Marks the sequence as running, so that it may be drafted for."""
         self.acceptance, self.window = acceptance, window
 
     def drafted_by(self, acceptance: SequenceAcceptance) -> None:
-        """Its drafts come, or are going to come, of a model whose drafts are accepted like that."""
+        """Sets the acceptance of the model that drafts, or is about to draft, for the sequence."""
         self.acceptance = acceptance
 
     def planned(self, depth: int, template: Template | None, expected_tokens: float = 1.0) -> None:
         self.depth, self.template, self.expected_tokens, self.expected_by = depth, template, expected_tokens, None
 
     def left(self) -> None:
-        """It has ended: nothing more is learned from its rounds."""
+        """Marks the sequence as ended: nothing more is learned from its rounds."""
         self.acceptance = None
 
     # Where it is drafted for.
 
     def opened(self, link: ActiveLink, wire_id: int) -> None:
-        """It is drafted for on `link`, whose worker gets all its tokens."""
+        """Assigns the sequence to `link`, whose worker gets all its tokens."""
         self.link, self.wire_id, self.num_acknowledged = link, wire_id, len(self.token_ids)
         self.has_answered = False
         link.sequences[wire_id] = self
 
     def detached(self) -> None:
-        """Nobody drafts for it any more."""
+        """Removes the sequence from its link: no worker drafts for it any more."""
         if self.link is not None:
             self.link.sequences.pop(self.wire_id, None)
         self.link = self.awaited_since = None
@@ -116,26 +119,26 @@ class SpeculativeSequence:
         self.is_late = False
 
     def lost_its_link(self) -> None:
-        """The link went down, and its worker lost the sequence."""
+        """Detaches the sequence from a link that went down, and whose worker lost the sequence."""
         self.num_deaths += not self.has_answered
         self.detached()
 
     def turned_away(self, until: float) -> None:
-        """Its worker would not, or could not, draft for it: it opens nowhere before `until`."""
+        """Records that the worker would not, or could not, draft: the sequence is not opened before `until`."""
         self.may_open_at = until
         self.num_refusals += 1
 
     def kept_waiting(self, until: float) -> None:
-        """No worker has room: it opens nowhere before `until`."""
+        """Records that no worker has room: the sequence is not opened before `until`."""
         self.may_open_at = until
 
     # The round.
 
     def asked(self, num_drafts: int, shape: Shape | None, now: float) -> None:
-        """Its next proposal is to have `num_drafts` tokens; with 0 its drafter is left in peace.
+        """Records the request of a proposal with `num_drafts` tokens; with 0 nothing is requested of the drafter.
 
-        One that is late stays late until it is heard of. The worker will hardly have room so soon for a sequence that
-        it refused: nobody waits for its answer.
+        A late proposal stays late until a reply comes. No step waits for the answer to a sequence that was just
+        refused, because the worker will hardly have room so soon.
         """
         if num_drafts == 0:
             self.awaited_since, self.is_late = None, False
@@ -149,7 +152,7 @@ class SpeculativeSequence:
             self.awaited_since = now
 
     def advance(self, num_drafts: int, shape: Shape | None, now: float) -> None:
-        """Sends its drafter the tokens it lacks, and requests the next proposal. The sequence must have a drafter."""
+        """Sends the drafter the tokens it lacks, and requests the next proposal. The sequence must have a drafter."""
         self.went_on()
         self.asked(num_drafts, shape, now)
         if num_drafts:
@@ -160,9 +163,9 @@ class SpeculativeSequence:
             self.link.request.advances[wire_id] = Advance(wire_id, known, self.token_ids[known:], num_drafts, shape)
 
     def answered(self, proposal: Proposal, now: float, stats: CoordinatorStats) -> None:
-        """Takes `proposal` in, as far as it is of use after the tokens committed since its base.
+        """Stores `proposal`, as far as it follows the tokens committed since its base.
 
-        One that comes in parts grows, and does so after all that is owed has come: its drafter runs ahead.
+        A proposal in parts grows. It may grow after everything owed has arrived, because its drafter runs ahead.
         """
         if proposal.start:
             grown = None if self.proposal is None else self.proposal.grown(proposal)
@@ -190,7 +193,7 @@ class SpeculativeSequence:
             self.awaited_since, self.is_late = now, False
 
     def _within_limits(self, proposal: Proposal, stats: CoordinatorStats) -> Proposal:
-        """`proposal` without the tokens that no drafter should have sent."""
+        """Returns `proposal` without the tokens beyond the limit for drafters."""
         most = self.window if proposal.parents is None else _MAX_WIDTH * self.window
         num_excess = len(proposal.token_ids) - most
         if num_excess <= 0:
@@ -200,11 +203,11 @@ class SpeculativeSequence:
         return replace(proposal, token_ids=drafts.token_ids, parents=drafts.parents)
 
     def gave_up(self) -> None:
-        """A step waits no longer for its proposal, nor will the next."""
+        """Marks the proposal as late: neither this step nor the next one waits for it."""
         self.is_late = True
 
     def went_on(self) -> None:
-        """Keeps the part of its proposal that follows the tokens committed since."""
+        """Keeps the part of the proposal that follows the tokens committed since."""
         if self.proposal is not None:
             fits = self.what_fits(self.proposal) or NO_DRAFTS
             left = Proposal(self.wire_id, len(self.token_ids), fits.token_ids, fits.parents)
@@ -215,7 +218,7 @@ class SpeculativeSequence:
         self.proposal, self.num_ready = proposal, 0 if path is None else len(path)
 
     def expected_of(self, num_drafts: int) -> float:
-        """Expected tokens that a round commits with the first `num_drafts` of the planned drafts."""
+        """Returns the expected tokens that a round commits with the first `num_drafts` of the planned drafts."""
         if num_drafts == 0:
             return 1.0
         if num_drafts >= self.depth or self.acceptance is None:
@@ -243,7 +246,7 @@ class SpeculativeSequence:
         return proposal.drafts.main_path(depth, self.token_ids[proposal.base :])
 
     def what_fits(self, proposal: Proposal) -> Drafts | None:
-        """Returns `proposal` without the tokens committed since its base; None unless it begins with them."""
+        """Returns `proposal` without the tokens committed since its base; None if it does not begin with these."""
         if proposal.base == len(self.token_ids):  # the usual case
             return proposal.drafts
         return proposal.drafts.after(self.token_ids[proposal.base :])
@@ -272,7 +275,7 @@ class ActiveLink:
 
     @property
     def is_guessed(self) -> bool:
-        """True while its round trip is guessed by its place, as nothing was measured yet."""
+        """True while the round trip is estimated from the worker's place, because nothing was measured yet."""
         return self.expected_round_trip is not None and not self.costs.is_known and not self.sequences
 
     def send(self) -> None:
@@ -282,11 +285,11 @@ class ActiveLink:
             self.request = SpeculateRequest()
 
     def was_late(self, now: float) -> None:
-        """A step gave up waiting for one of its proposals."""
+        """Records that a step gave up waiting for one of the worker's proposals."""
         self.late_since = self.late_since or now
 
     def heard(self, reply: SpeculateReply, answer_seconds: float) -> None:
-        """Learns from `reply`, which came `answer_seconds` after the last message; the caller takes its proposals."""
+        """Learns from `reply`, which came `answer_seconds` after the last message. The caller handles its proposals."""
         self.owes_since = self.late_since = None
         self.credit = reply.credit
         self.has_proposed = self.has_proposed or bool(reply.proposals)

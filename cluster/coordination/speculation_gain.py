@@ -19,7 +19,7 @@ _BATCHES = [2**power for power in range(NUM_BATCHES)]
 
 
 class SpeculationGain:
-    """Belongs to the engine's thread but for `readings` and `demand`."""
+    """Estimates the gain of speculation. Belongs to the engine's thread except for `readings` and `demand`."""
 
     def __init__(self, planner: DepthPlanner, clock: Callable[[], float]) -> None:
         self._planner = planner
@@ -34,9 +34,9 @@ class SpeculationGain:
     def planned(
         self, planned: Sequence[SpeculativeSequence], links: Iterable[ActiveLink], num_rows: int, num_draftable: int
     ) -> None:
-        """`planned`, of the `num_rows` sequences of a step, have new depths; `links` are all that are up.
+        """Updates the estimates after the sequences `planned`, among the `num_rows` of a step, got new depths.
 
-        `num_draftable` sequences would be drafted for if there were room for all.
+        `links`: all links that are up. `num_draftable`: number of sequences that would be drafted for if all had room.
         """
         now = self._clock()
         if now < self._estimate_at or not self._planner.steps.is_known:
@@ -61,7 +61,7 @@ class SpeculationGain:
             self._demand = DraftDemand(num_draftable, tuple(map(max, zip(*by_batch.values(), strict=True))))
 
     def _now(self, planned: Sequence[SpeculativeSequence]) -> dict[str, float]:
-        """The measured gain, divided among the models by the tokens per round of the sequences they draft for."""
+        """Returns the measured gain by model, in proportion to the mean tokens per round of the model's sequences."""
         tokens: dict[str, list[float]] = {}
         for sequence in planned if self._planner.has_drafts else ():
             if sequence.link is not None:
@@ -71,7 +71,7 @@ class SpeculationGain:
         return {model: gain * sum(expected) / len(expected) / mean for model, expected in tokens.items()}
 
     def _possible(self, model: str, temperatures: Counter[float], num_rows: int, batches: Sequence[int]) -> list[float]:
-        """The predicted gain at the best depth, for each number of sequences that a worker may have."""
+        """Returns the predicted gain at the best depth for each number of sequences per worker."""
         speed = self._planner.speed(num_rows)
         survival = sum(
             (count * self._planner.survival(model, temperature) for temperature, count in temperatures.items()),

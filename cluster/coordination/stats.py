@@ -11,7 +11,7 @@ from cluster.telemetry.metrics import Reading
 
 @dataclass(slots=True)
 class CoordinatorStats:
-    """Counted since the start."""
+    """Counters since the start."""
 
     num_stale_proposals: int = 0  # outdated at arrival: the target chose otherwise, or had passed them
     num_late_rounds: int = 0  # steps that gave up waiting for a proposal

@@ -1,6 +1,6 @@
-"""The last steps of a target and the last answers of its drafters, to show which waits for which.
+"""The last steps of a target and the last answers of its drafters, to show which of them waits for the other.
 
-Times are of the coordinator's clock, in seconds. The engine's thread writes, any thread reads.
+Times are of the coordinator's clock, in seconds. The engine's thread writes; any thread may read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class StepSpan(NamedTuple):
-    """The step waited for proposals, and then ran until `ended_at`."""
+    """A step, which waited for proposals and then ran until `ended_at`."""
 
     ended_at: float
     waited_seconds: float
@@ -27,7 +27,10 @@ class StepSpan(NamedTuple):
 
 
 class AnswerSpan(NamedTuple):
-    """A drafter's answer, from the last message to it; what it did not hold the message for, the network took."""
+    """A drafter's answer, from the last message to it until its reply.
+
+    The part of `seconds` beyond `held_seconds` was spent in the network.
+    """
 
     came_at: float
     seconds: float
@@ -49,7 +52,7 @@ class Spans(Generic[T]):
         self._kept.append((next(self._numbers), span))
 
     def since(self, number: int) -> tuple[int, list[T]]:
-        """Those from `number` on that are kept, and the number that the next one will have."""
+        """Returns the kept spans from `number` on, and the number of the next span."""
         kept = list(self._kept)  # an atomic copy: another thread appends
         return kept[-1][0] + 1 if kept else 0, [span for own, span in kept if own >= number]
 
@@ -60,7 +63,7 @@ class Timeline:
         self.answers: Spans[AnswerSpan] = Spans()
 
     def add(self, news: News) -> None:
-        """Adds the entries of another timeline, such as one of another process."""
+        """Adds entries of another timeline, such as that of another process."""
         for step in news.steps:
             self.steps.add(step)
         for answer in news.answers:
@@ -75,14 +78,14 @@ class News(NamedTuple):
 
 
 class TimelineReader:
-    """Reads timelines one after the other, each span once; for one thread."""
+    """Reads timelines one after the other, each span once. For one thread."""
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
         self._next_step = self._next_answer = 0
 
     def news(self, timeline: Timeline) -> News:
-        """Returns the new entries of `timeline`, which may be another one than before."""
+        """Returns the new entries of `timeline`, which may differ from that of the previous call."""
         if timeline is not self._timeline:
             self._timeline, self._next_step, self._next_answer = timeline, 0, 0
         self._next_step, steps = timeline.steps.since(self._next_step)

@@ -1,4 +1,4 @@
-"""Decides whether, how long and for whose proposals a step waits."""
+"""Decides whether a step waits, how long, and for which sequences' proposals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _LOST_SHARE = 0.5
 
 
 class Waits:
-    """Belongs to a coordinator, whose parts it is given; `take_events(seconds)` takes in what happens meanwhile."""
+    """The part of a coordinator that waits for proposals; shares the coordinator's other parts.
+
+    `take_events(seconds)` handles the links' events, waiting up to `seconds`.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class Waits:
 
     @staticmethod
     def _lacking(awaited: Sequence[SpeculativeSequence]) -> dict[ActiveLink, tuple[int, int]]:
-        """The most levels that one of `awaited` lacks, and how many these are, by link."""
+        """Returns by link the most levels that a sequence of `awaited` lacks, and the number of these sequences."""
         lacking: dict[ActiveLink, tuple[int, int]] = {}
         for sequence in awaited:
             if sequence.link is not None:
@@ -90,8 +93,10 @@ class Waits:
         awaited: Collection[SpeculativeSequence],
         seconds_to_wait: float,
     ) -> bool:
-        """Returns True if a step after the wait is expected to commit more tokens per second than a step at once, with
-        what has come of the proposals of `awaited`; or if the step waits for these in any case.
+        """Returns True if a step after the wait should commit more tokens per second than a step now.
+
+        A step now uses the drafts of `awaited` that have arrived. Also returns True if the step waits for these in any
+        case.
 
         If drafters run ahead, only a share `_LOST_SHARE` of the tokens that the wait adds counts: drafts that arrive
         while the step runs can be used in the next one.
@@ -110,7 +115,7 @@ class Waits:
         return (tokens + more) / (together + seconds_to_wait) >= tokens / at_once
 
     def _lost_tokens(self, sequence: SpeculativeSequence) -> float:
-        """Expected tokens of `sequence` that a step which does not wait loses."""
+        """Returns the expected tokens of `sequence` that are lost if the step does not wait."""
         tokens = sequence.expected_tokens - sequence.expected_of(self._num_ready(sequence))
         return _LOST_SHARE * tokens if self._planner.runs_ahead else tokens
 
@@ -118,8 +123,10 @@ class Waits:
         return min(sequence.num_ready, self._planner.verified_depth(sequence))
 
     def _seconds_to_wait(self, awaited: Sequence[SpeculativeSequence], now: float) -> float:
-        """Predicted seconds until the last proposal of `awaited` comes; one that is overdue is expected to take as long
-        again as it is overdue."""
+        """Returns the predicted seconds until the last proposal of `awaited` comes.
+
+        An overdue proposal is expected to take as long again as it is overdue.
+        """
         batches = Counter(s.link for s in awaited)
         takes: dict[tuple[ActiveLink, int], float] = {}
         to_wait = 0.0
@@ -134,7 +141,7 @@ class Waits:
         return to_wait
 
     def _give_up(self, awaited: Sequence[SpeculativeSequence], now: float) -> None:
-        """No step waits any more for those of `awaited` whose time is over."""
+        """Marks the proposals of `awaited` whose timeout has passed as late: no step waits for them any more."""
         for sequence in awaited:
             if sequence.awaited_since is not None and now >= sequence.awaited_since + self._timeout:
                 sequence.gave_up()
