@@ -1,4 +1,4 @@
-"""Who proposes: the interface of every drafter, and the state of a sequence that is drafted for."""
+"""Interface of every drafter, and the state of a sequence that is drafted for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cluster.telemetry.metrics import Reading
 
 @dataclass(eq=False, slots=True)
 class DraftSequence:
-    """One sequence as a draft worker sees it: committed tokens, then a tree of drafts past them.
+    """A sequence in a draft worker: committed tokens, then a tree of drafts after them.
 
     Node n of the tree is `token_ids[num_committed + n]`, and -1 stands for the last committed token; a node comes
-    after its parent. Extending a node gives it its children, the likeliest first, which are numbered one after the
-    other. The main path goes from likeliest child to likeliest child; in a chain there is nothing else.
+    after its parent. Extending a node gives it its children, which get consecutive numbers, the likeliest first.
+    The main path goes from likeliest child to likeliest child; a chain has no other nodes.
     """
 
     token_ids: list[int]
@@ -46,12 +46,12 @@ class DraftSequence:
 
     @property
     def num_drafted(self) -> int:
-        """Drafts on the main path."""
+        """Number of drafts on the main path."""
         return self._depths[self.tip + 1]
 
     @property
     def draft_token_ids(self) -> list[int]:
-        """The main path."""
+        """Tokens of the main path."""
         return self.path_tokens(self.tip)
 
     @property
@@ -59,25 +59,25 @@ class DraftSequence:
         return self.num_drafted == len(self.parents)
 
     def children(self, node: int) -> Sequence[int]:
-        """Likeliest first; none before `node` was extended."""
+        """Returns the children of `node`, likeliest first; none before `node` was extended."""
         return self._children[node + 1]
 
     def depth(self, node: int) -> int:
-        """How many drafts lead to `node`, itself included."""
+        """Returns the number of drafts on the path to `node`, inclusive."""
         return self._depths[node + 1]
 
     def token_of(self, node: int) -> int:
         return self.token_ids[self.num_committed + node]
 
     def path_tokens(self, node: int) -> list[int]:
-        """The drafts that lead to `node`, itself included."""
+        """Returns the drafts on the path to `node`, inclusive."""
         start = self.num_committed
         if self.is_chain:
             return self.token_ids[start : start + node + 1]
         return [self.token_ids[start + i] for i in path_to(node, self.parents)]
 
     def tokens_to(self, node: int) -> Sequence[int]:
-        """All tokens up to `node`."""
+        """Returns all tokens up to `node`."""
         if self.is_chain and node == self.tip:
             return self.token_ids
         return self.token_ids[: self.num_committed] + self.path_tokens(node)
@@ -105,7 +105,7 @@ class DraftSequence:
     def missing(self, max_model_len: int, root: int = -1) -> list[int]:
         """Returns the nodes to extend before the owed proposal is complete; none beyond `max_model_len` tokens.
 
-        With `root`: the proposal that will be owed when `root` is the last committed token.
+        With `root`, the proposal is the one that will be owed when `root` is the last committed token.
         """
         if self.shape is None:
             end = self.tip if root < 0 else self._end(root)
@@ -117,13 +117,13 @@ class DraftSequence:
         return [node for node in nodes if self.num_committed + self.depth(node) < max_model_len]
 
     def _end(self, node: int) -> int:
-        """The end of the path from likeliest child to likeliest child that begins at `node`."""
+        """Returns the end of the path from likeliest child to likeliest child that begins at `node`."""
         while children := self.children(node):
             node = children[0]
         return node
 
     def main_node(self, depth: int) -> int:
-        """The node of the main path at `depth`, which must be there."""
+        """Returns the node of the main path at `depth`, which must exist."""
         node = -1
         for _ in range(depth):
             node = self.children(node)[0]
@@ -131,7 +131,7 @@ class DraftSequence:
 
     @property
     def proposal_depth(self) -> int:
-        """Returns how far the owed proposal follows the main path."""
+        """Depth to which the owed proposal follows the main path."""
         if self.shape is None:
             return self.num_speculative_tokens
         depth, last = 0, -1
@@ -141,7 +141,7 @@ class DraftSequence:
         return depth
 
     def num_drafts_after(self, node: int, max_model_len: int) -> int:
-        """Returns how many drafts one step makes after `node`.
+        """Returns the number of drafts that one step makes after `node`.
 
         These complete a proposal. If the sequence may run ahead, one more is made in place of the bonus token.
         """
@@ -161,7 +161,7 @@ class DraftSequence:
         return Drafts.tree([self.token_of(found[node]) for node in nodes], parents)
 
     def _find(self, shape: Shape, root: int) -> dict[int, int]:
-        """The nodes under `root` with the places of `shape`'s nodes, by these; without those that are not there."""
+        """Returns the nodes of `shape` that exist below `root`, mapped to the nodes of this tree."""
         found = {-1: root}
         ranks = dict.fromkeys(shape, 0)
         for node, parent in enumerate(shape):
@@ -174,8 +174,8 @@ class DraftSequence:
     def commit(self, base: int, token_ids: Sequence[int]) -> list[int] | None:
         """Adds every token committed since `base`, and keeps the part of the drafts that the target chose.
 
-        Returns the nodes that are kept, in their order: those that were committed, then those that become the new
-        tree. None when the news is older than what is known, which changes nothing. `base` must not be behind
+        Returns the kept nodes in order: those that were committed, then those that become the new tree. Returns None
+        and changes nothing if `token_ids` end before the known committed tokens. `base` must not be behind
         (`is_behind`).
         """
         assert not self.is_behind(base)
@@ -212,12 +212,12 @@ class DraftSequence:
             start = end
 
     def is_behind(self, base: int) -> bool:
-        """Returns whether tokens before `base` were committed that this worker never received."""
+        """Returns True if tokens before `base` were committed that this worker never received."""
         return base > self.num_committed
 
 
 class Drafter(ABC):
-    """Proposes tokens. Called from one thread; a sequence is handed in by reference and extended in place."""
+    """Proposes tokens. Called from one thread; sequences are passed by reference and extended in place."""
 
     max_model_len: int
     vocab_size: int  # sequences with other token IDs cannot be drafted
@@ -234,7 +234,7 @@ class Drafter(ABC):
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens of new sequences that there is room for; None: as many as one likes."""
+        """Tokens of new sequences that there is room for; None: unlimited."""
         return None
 
     @abstractmethod
@@ -243,29 +243,29 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, sequences: Sequence[DraftSequence]) -> list[DraftSequence]:
-        """One step: extends `sequences` at their nodes `to_extend`, or works towards it (a prefill chunk).
+        """Runs one step: extends `sequences` at their nodes `to_extend`, or works towards it (a prefill chunk).
 
-        Each node gets children. A drafter that `is_one_pass` also gives children to the first of these, and so on.
-        Takes those first in line when not all of them fit in a step. A drafter that knows one continuation only
-        appends to the main path. One that it has nothing to propose for, it marks as exhausted. Returns those that
-        cannot go on because there is no room for their next token; the caller releases them.
+        Each node gets children. A drafter that `is_one_pass` also gives children to the first of these, and so on. If
+        not all sequences fit in a step, the first ones are taken. A drafter that has a single continuation only appends
+        to the main path. Sequences without any proposal are marked as exhausted. Returns the sequences that cannot go
+        on because there is no room for their next token; the caller releases them.
         """
 
     def num_rows(self, sequence: DraftSequence, node: int) -> int:
-        """Rows of a step that extends `sequence` at `node`, whose tokens before the tree are computed."""
+        """Returns the rows of a step that extends `sequence` at `node`, whose tokens before the tree are computed."""
         if not self.is_one_pass:
             return 1
         return sequence.depth(node) + sequence.num_drafts_after(node, self.max_model_len) - (node >= 0)
 
     @abstractmethod
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
-        """`sequence` has committed tokens; of its nodes it has kept those (`DraftSequence.commit`)."""
+        """Handles a commit of `sequence`, which kept the nodes `kept` (see `DraftSequence.commit`)."""
 
     @abstractmethod
     def release(self, sequence: DraftSequence) -> None:
         """Releases `sequence` and frees its memory."""
 
     def readings(self) -> Iterable[Reading]:
-        """The metrics of its KV cache; any thread."""
+        """Returns the metrics of the KV cache. Thread-safe."""
         yield Reading("outrider_kv_blocks", "Total KV blocks.", self.num_blocks)
         yield Reading("outrider_kv_blocks_used", "KV blocks in use.", self.num_used_blocks)

@@ -1,8 +1,8 @@
-"""Several steps of drafting without the host between them: a step draws its tokens itself and is the next one's input.
+"""Several steps of drafting without the host: each step draws its tokens on the device, as input of the next step.
 
-A step of each size is recorded once, sampling included, and replayed as often as tokens are wanted: what changes from
-step to step, tokens, positions, slots and the noise's counter, lies on the device and is moved on there. The host waits
-once, at the end.
+A step of each size is recorded once, sampling included, and replayed for every further token. Everything that changes
+from step to step (tokens, positions, slots and the noise's counter) lies on the device and is advanced there. The host
+waits once, at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_STEPS = 65  # speculation.max_speculative_tokens is 64 at most, and the firs
 
 
 class Burst:
-    """Recorded steps of one model, a row for each sequence. Chains whose tokens shape no distribution only."""
+    """Recorded steps of one model, a row for each sequence. Only for chains without penalties."""
 
     def __init__(self, model: TritonModel, limits: StepLimits, record: Recorder) -> None:
         self._sizes = graph_sizes(limits.max_num_seqs)
@@ -59,7 +59,7 @@ class Burst:
 
     @classmethod
     def of(cls, runner: ModelRunner, limits: StepLimits) -> Burst | None:
-        """That of a model that records its steps; None of others."""
+        """Returns the burst of a model that records its steps; None for other models."""
         model = runner.model
         if not isinstance(model, TritonModel) or model.recorder is None:
             return None
@@ -77,10 +77,10 @@ class Burst:
         block_tables: Sequence[Sequence[int]],
         num_tokens: Sequence[int],
     ) -> list[list[int]]:
-        """`num_tokens[i]` tokens, at least one, for each of `requests`, which have a row of `logits` each.
+        """Returns `num_tokens[i]` tokens, at least one, for each of `requests`, which have a row of `logits` each.
 
-        The first is drawn from these, and the others from steps over `block_tables`, which have room for the input of
-        each step: one token less than is drawn.
+        The first token is drawn from `logits`, and the others from steps over `block_tables`. These need room for the
+        input of each step: one token less than is drawn.
         """
         num_rows = len(requests)
         table = table_of(requests, self._vocab_size, self._device)
@@ -106,7 +106,7 @@ class Burst:
         block_tables: Sequence[Sequence[int]],
         num_tokens: Sequence[int],
     ) -> None:
-        """The inputs of the first step: the tokens `ids`, each at the position that it was drawn for."""
+        """Sets the inputs of the first step: the tokens `ids`, each at the position for which it was drawn."""
         inputs, num_rows = self._inputs, len(requests)
         width = max(map(len, block_tables))
         state = np.zeros((num_rows, 2 + width), dtype=np.int64)
@@ -144,7 +144,7 @@ class Burst:
         return step
 
     def _slots(self, num_rows: int) -> torch.Tensor:
-        """Where the inputs' keys and values go: those of rows that have ended, or pad a step, to the spare block."""
+        """Returns the slots of the inputs' keys and values; rows that have ended or pad a step use the spare block."""
         inputs, size = self._inputs, self._block_size
         positions, tables = inputs.positions[:num_rows], inputs.block_tables[:num_rows]
         places = (positions // size).clamp(max=tables.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""Every drafter there is, by the name it has in the configuration."""
+"""Creates drafters by their names in the configuration."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from cluster.vllm.engine_args import set_environment
 
 
 def make_drafter(config: Config, progress: Progress | None = None) -> Drafter:
-    """The drafter that `config` names, its model loaded. Raises ConfigurationError."""
+    """Returns the drafter that `config` names, with its model loaded. Raises ConfigurationError."""
     return _DRAFTERS[config.draft.drafter](config, progress)
 
 
 def load_draft_model(config: Config, progress: Progress | None = None) -> ModelRunner:
-    """The model of a drafter that is one, with an empty cache. Raises ConfigurationError."""
+    """Returns the model of a drafter with a model, with an empty cache. Raises ConfigurationError."""
     loaded = load_draft_weights(config, progress)
     return ModelRunner.with_cache(loaded, config.draft, kv_cache_budget(config.draft, loaded.weights.device))
 
 
 def is_model(drafter: DrafterName) -> bool:
-    """Returns whether `drafter` is a model of the PyTorch engine."""
+    """Returns True if `drafter` is a model of the PyTorch engine."""
     return drafter in _MODELS
 
 
@@ -55,7 +55,7 @@ def _model(config: Config, progress: Progress | None, target: LoadedModel | None
 
 
 def _layer_skip(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
-    """The target's model without some of its layers (Zhang et al., arXiv 2309.08168)."""
+    """Returns the target's model without some of its layers (Zhang et al., arXiv 2309.08168)."""
     if target is None:
         return _load(_of_target(config), progress, layers=config.draft.layers)
     _check_shared(config, target)
@@ -68,7 +68,7 @@ def _layer_skip(config: Config, progress: Progress | None, target: LoadedModel |
 
 
 def _self_int4(config: Config, progress: Progress | None, target: LoadedModel | None) -> LoadedModel:
-    """The target's model with its projections in 4 bits; embedding, last norm and head are as the target has them."""
+    """Returns the target's model with its projections in 4 bits; embedding, last norm and head are the target's."""
     draft = _of_target(config).model_copy(update={"quantization": "int4"})
     if target is None:
         return _load(draft, progress)
@@ -82,7 +82,7 @@ def _self_int4(config: Config, progress: Progress | None, target: LoadedModel | 
 
 
 def _check_shared(config: Config, target: LoadedModel) -> None:
-    """That no setting keeps the draft from having the target's tensors. Raises ConfigurationError."""
+    """Raises ConfigurationError if a setting prevents the draft from sharing the target's tensors."""
     draft, weights = config.draft, target.weights
     for name, own, shared in (
         ("device", draft.device, weights.device.type),
@@ -96,7 +96,7 @@ def _check_shared(config: Config, target: LoadedModel) -> None:
 
 
 def model_drafter(config: Config, runner: ModelRunner) -> Drafter:
-    """The drafter whose model and cache are `runner`."""
+    """Returns the drafter with the model and cache of `runner`."""
     max_model_len = runner.model.config.resolve_max_model_len(config.draft.max_model_len)
     limits = StepLimits.of(config.draft, max_model_len)
     if config.draft.drafter == "parallel":

@@ -1,4 +1,4 @@
-"""Which draft model a worker runs, so that coordinators learn the acceptance of each apart."""
+"""Identifies the draft model of a worker, so that coordinators learn each model's acceptance separately."""
 
 from __future__ import annotations
 

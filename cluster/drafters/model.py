@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Cache:
-    """The KV cache of one sequence: node n of its tree has the n-th place after the committed tokens."""
+    """KV cache of one sequence: node n of its tree has the n-th place after the committed tokens."""
 
     block_table: list[int]
     num_computed_tokens: int  # committed tokens; with drafts present, all of them
@@ -47,12 +47,12 @@ class LevelStep:
 class ModelDrafter(Drafter):
     """Drafts with a model of the PyTorch engine.
 
-    Blocks for a sequence's tokens and window are taken when it is admitted, more as it grows; one that cannot grow
-    is given up.
+    Admission takes the blocks for a sequence's tokens and window, growth takes more. A sequence that cannot grow is
+    given up.
     """
 
     def __init__(self, runner: ModelRunner, limits: StepLimits, burst: Burst | None = None) -> None:
-        """`burst`: draws the tokens of owed chains without the host between them."""
+        """`burst`: draws the tokens of owed chains without the host."""
         self.max_model_len = limits.max_model_len
         self.vocab_size = runner.model.config.vocab_size
         self.dtype = str(runner.model.dtype).removeprefix("torch.")
@@ -143,7 +143,7 @@ class ModelDrafter(Drafter):
         self._runner.blocks.free(self._caches.pop(sequence).block_table)
 
     def _grow(self, sequence: DraftSequence) -> bool:
-        """Blocks for all tokens of `sequence`; False when there are none."""
+        """Allocates blocks for all tokens of `sequence`. Returns False if too few are free."""
         cache, blocks = self._caches[sequence], self._runner.blocks
         if not blocks.grow(cache.block_table, len(sequence.token_ids)):
             return False
@@ -154,7 +154,10 @@ class ModelDrafter(Drafter):
         return sequence.num_committed - self._caches[sequence].num_computed_tokens
 
     def _num_round_tokens(self, sequence: DraftSequence) -> int:
-        """Returns the most tokens that a round leaves uncomputed; a sequence with more still computes its prompt."""
+        """Returns the most tokens that a round leaves uncomputed.
+
+        A sequence with more is still computing its prompt.
+        """
         return sequence.window + 1
 
     def _num_prompt_rows(self, sequence: DraftSequence) -> int:
@@ -162,7 +165,7 @@ class ModelDrafter(Drafter):
         return self._num_uncomputed(sequence)
 
     def _add(self, step: LevelStep, sequence: DraftSequence, most: int) -> None:
-        """Gives `sequence` its rows in `step`, at most `most`."""
+        """Adds the rows of `sequence` to `step`, at most `most`."""
         if most > 0:
             segment, nodes = _next_segment(sequence, self._caches[sequence], most)
             step.add(segment)
@@ -178,7 +181,7 @@ class ModelDrafter(Drafter):
         return cache.counts
 
     def _may_burst(self, burst: Burst, extended: Sequence[tuple[DraftSequence, int, int]]) -> bool:
-        """Returns whether all sequences of a step are chains without penalties, and some need more than one token."""
+        """Returns True if all sequences of a step are chains without penalties, and some need more than one token."""
         return len(extended) <= burst.max_rows and (
             all(
                 node == sequence.tip
@@ -192,12 +195,12 @@ class ModelDrafter(Drafter):
         )
 
     def _num_owed(self, sequence: DraftSequence) -> int:
-        """Tokens until the proposal of a chain is complete; one at least, which runs ahead."""
+        """Returns the tokens until the proposal of a chain is complete, at least one, which runs ahead."""
         room = self.max_model_len - len(sequence.token_ids)
         return max(1, min(sequence.num_speculative_tokens - sequence.num_drafted, room))
 
     def _extend_by(self, burst: Burst, sequences: Sequence[DraftSequence], logits: torch.Tensor) -> None:
-        """Gives every chain its owed tokens, as far as there are blocks."""
+        """Adds the owed tokens to every chain, as far as there are blocks."""
         owed = []
         for sequence in sequences:
             count = self._num_owed(sequence)
@@ -212,7 +215,7 @@ class ModelDrafter(Drafter):
                 sequence.append(token)
 
     def _extend(self, extended: Sequence[tuple[DraftSequence, int, int]], logits: torch.Tensor) -> None:
-        """Gives every node its children: the best under the target's noise."""
+        """Gives every node its children: the best tokens under the target's noise."""
         if not extended:
             return
         requests = [
@@ -230,7 +233,7 @@ class ModelDrafter(Drafter):
 
 
 def _next_segment(sequence: DraftSequence, cache: _Cache, budget: int) -> tuple[Segment, list[int]]:
-    """Returns the rows of `sequence` in this step, at most `budget`, and the nodes whose children they yield."""
+    """Returns the rows of `sequence` in this step, at most `budget`, and the nodes that get children from them."""
     start, end = cache.num_computed_tokens, sequence.num_committed
     if start < end:
         end = min(end, start + budget)

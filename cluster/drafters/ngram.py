@@ -9,9 +9,9 @@ from cluster.engine.limits import StepLimits
 
 
 class NgramDrafter(Drafter):
-    """Needs no model, only the text so far: good for code, quotations and other repetitive text.
+    """Proposes from the text so far, without a model: good for code, quotations and other repetitive text.
 
-    Where the last tokens stood before, the longest match goes first and among equals the latest.
+    Among the earlier occurrences of the last tokens, the longest match is used, and among equals the latest.
     """
 
     dtype = "none"
@@ -59,14 +59,14 @@ class NgramDrafter(Drafter):
         return sequence.num_committed - self._indices[sequence].num_tokens
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
-        """Only committed tokens are in the index."""
+        """Does nothing: only committed tokens are in the index."""
 
     def release(self, sequence: DraftSequence) -> None:
         del self._indices[sequence]
 
 
 class _Index:
-    """Where every run of tokens was last followed by another token."""
+    """Index of runs of tokens: the place of the token that last followed each run."""
 
     def __init__(self, lengths: range) -> None:
         self._lengths = lengths
@@ -74,7 +74,7 @@ class _Index:
         self.num_tokens = 0  # tokens that are indexed
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Takes in tokens up to the first `num_tokens`; the last can have nothing after it yet."""
+        """Indexes the tokens up to the first `num_tokens`. The last one has no token after it yet."""
         for end in range(max(1, self.num_tokens), num_tokens):
             for length in self._lengths:
                 if length <= end:

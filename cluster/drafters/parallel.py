@@ -3,7 +3,7 @@
 PARD (An et al., arXiv 2504.18583, section 3.1): after the last committed token the input has one mask token for each
 further draft. The row of the last committed token gives the first draft, that of the first mask the second, and so on;
 a mask attends to all committed tokens and to the masks before it. Each draft is the best token under the noise of its
-position, as a model's is (`cluster.drafters.model`), but does not know which drafts were chosen before it.
+position, as a model's is (`cluster.drafters.model`), but does not depend on the drafts chosen before it.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class ParallelDrafter(ModelDrafter):
 
 
 class _Rows:
-    """The rows of one sequence in a step.
+    """Rows of one sequence in a step.
 
-    They are the committed tokens from `start` on, drafts that become inputs, and the nodes that are extended, each with
-    its masks after it. Places are counted from `start`: first the committed tokens, then the drafts, then the masks.
+    They are the committed tokens from `start` on, drafts that become inputs, and the nodes that are extended, each
+    followed by its masks. Places are counted from `start`: first the committed tokens, then the drafts, then the masks.
     """
 
     def __init__(self, sequence: DraftSequence, start: int) -> None:

@@ -1,4 +1,4 @@
-"""A drafter without a model, for load, fault and planning runs: right as often as it is configured."""
+"""A drafter without a model, for load, fault and planning runs; its acceptance is configured."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NEXT_BEST = 0.5
 
 
 class SimulatedDrafter(Drafter):
-    """Computes the simulated target's choice, and proposes something else with a set probability.
+    """Computes the simulated target's choice, and proposes another token with a set probability.
 
-    Whether it is right depends on the noise key and the position, and where the configured acceptance is not one number
-    on the place in the proposal or the time as well; so runs agree. A step takes a time by the rows in it: one a
-    sequence, and those of a prompt chunk. It has room for `max_num_seqs` sequences.
+    Whether a draft is right depends on the noise key and the position, so runs agree. With an acceptance that is not a
+    single number it also depends on the place in the proposal or the time. A step's duration depends on its rows: one
+    per sequence, and those of a prompt chunk. There is room for `max_num_seqs` sequences.
     """
 
     dtype = "simulated"
@@ -66,7 +66,7 @@ class SimulatedDrafter(Drafter):
         return []
 
     def rewind(self, sequence: DraftSequence, kept: Sequence[int]) -> None:
-        """Nothing was computed."""
+        """Does nothing: there is no KV cache."""
 
     def release(self, sequence: DraftSequence) -> None:
         del self._uncomputed[sequence]
@@ -92,7 +92,7 @@ class SimulatedDrafter(Drafter):
         return min(max(rows, num_node_rows), budget)
 
     def _choices(self, sequence: DraftSequence, depth: int, place: int, width: int) -> list[int]:
-        """The `width` drafts after `depth` others, all different; `place` is that in the proposal, counted from 0."""
+        """Returns the `width` drafts after `depth` others, all different. `place`: place in the proposal, from 0."""
         key, position = sequence.noise_key, sequence.num_committed + depth
         token, acceptance = token_at(key, position, self.vocab_size), self.acceptance.at(place)
         for rank in range(width):

@@ -1,4 +1,4 @@
-"""A vLLM engine as the drafter, for models that only vLLM runs: chains that it samples under the target's noise."""
+"""A vLLM engine as the drafter, for models that only vLLM runs: it samples chains under the target's noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.vllm.draft_engine import DraftEngine
 
 @dataclass(slots=True)
 class _Request:
-    """The engine's request for a sequence: it continues as long as all of its tokens were accepted."""
+    """The engine's request for a sequence. It continues while all of its tokens are accepted."""
 
     id: str
     params: SamplingParams
@@ -23,12 +23,12 @@ class _Request:
 
 
 class VllmDrafter(Drafter):
-    """One step of the engine extends the main paths of all sequences that ask for it.
+    """Extends the main paths of all sequences that request it, one engine step at a time.
 
-    When the target went another way, or further than was drafted, the sequence's request is removed and its next step
-    starts another: the prefix cache keeps that to the new tokens and at most one block. Blocks are counted here when
-    a sequence is admitted and as it grows, so that the engine never has to preempt a request; one that cannot grow is
-    given up.
+    If the target chose other tokens, or more than were drafted, the sequence's request is removed and its next step
+    starts another. The prefix cache limits the recomputation to the new tokens and at most one block. Blocks are
+    counted here when a sequence is admitted and as it grows, so that the engine never has to preempt a request. A
+    sequence that cannot grow is given up.
     """
 
     def __init__(self, engine: DraftEngine, max_num_seqs: int) -> None:
@@ -122,7 +122,10 @@ class VllmDrafter(Drafter):
         return self.num_blocks - sum(self._reserved.values())
 
     def _reserve(self, sequence: DraftSequence, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens of `sequence`, and never fewer than before; False when they are short."""
+        """Reserves blocks for `num_tokens` tokens of `sequence`; never reduces them.
+
+        Returns False if too few are free.
+        """
         num_had = self._reserved.get(sequence, 0)
         num_needed = max(num_had, -(-num_tokens // self.block_size))
         if num_needed - num_had > self._num_free_blocks:

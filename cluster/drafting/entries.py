@@ -39,7 +39,7 @@ class CoordinatorLink:
     round_seconds: float | None = None  # low estimate of the time between two commits; None: unknown
 
     def advanced(self, arrived_at: float) -> None:
-        """A request that arrived at this time has committed tokens."""
+        """Records a commit of tokens by a request that arrived at `arrived_at`."""
         if self.advanced_at is not None and arrived_at > self.advanced_at:
             seconds = arrived_at - self.advanced_at
             if self.round_seconds is None:
@@ -84,7 +84,7 @@ class Entry:
     is_behind: bool = False  # by more tokens than a round commits, after it was not drafted for some time
 
     def has_proposal(self, max_model_len: int) -> bool:
-        """Returns whether the due proposal is complete, or cannot grow further."""
+        """Returns True if the due proposal is complete, or cannot grow further."""
         if self.lacks is None:
             self.lacks = [] if self.sequence.is_exhausted else self.sequence.missing(max_model_len)
         return not self.lacks
@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def has_news(self) -> bool:
-        """Returns True if the coordinator has not got all nodes, and takes parts."""
+        """True if the coordinator accepts parts and lacks some nodes."""
         return len(self.sequence.parents) > self.sent.num_seen and self._comes_in_parts
 
     @property
@@ -103,9 +103,9 @@ class Entry:
         return self.takes_parts and self.runs_ahead and self.sequence.shape is None
 
     def ahead(self, run_ahead: RunAhead, max_depth: int, owed: Container[int]) -> Iterator[tuple[float, Entry, int]]:
-        """The nodes that may be extended ahead, after the chance that each is needed; the likeliest first.
+        """Yields the nodes that may be extended ahead, with the probability that each is needed; the likeliest first.
 
-        Without those at `max_depth`, and those of `owed`.
+        Omits the nodes at `max_depth` and those in `owed`.
         """
         if self.sequence.shape is not None:
             chances = tree_nodes(self.sequence, run_ahead)
@@ -127,7 +127,7 @@ class Entry:
         return Proposal(self.wire_id, self.sequence.num_committed, drafts.token_ids, drafts.parents)
 
     def news(self) -> Proposal:
-        """The nodes that were not sent to the coordinator yet."""
+        """Returns the nodes that were not sent to the coordinator yet."""
         start = self.sent.number
         token_ids, parents = self.sent.rest(self.sequence)
         drafts = None if is_chain(parents, start) else parents
@@ -136,7 +136,7 @@ class Entry:
 
 
 class Sent:
-    """The nodes of a sequence's tree that were sent to its coordinator and may be verified next."""
+    """Nodes of a sequence's tree that were sent to its coordinator and may be verified next."""
 
     def __init__(self) -> None:
         self.num_seen = 0  # nodes that were examined
@@ -148,8 +148,10 @@ class Sent:
         return len(self._numbers) - 1
 
     def rest(self, sequence: DraftSequence) -> tuple[list[int], list[int]]:
-        """The tokens and parents of the nodes that were not looked at. Without next bests at which no outcome of this
-        round can branch off."""
+        """Returns the tokens and parents of the nodes that were not examined yet.
+
+        Omits next bests where no outcome of this round can branch off.
+        """
         token_ids: list[int] = []
         parents: list[int] = []
         numbers, main = self._numbers, self._main

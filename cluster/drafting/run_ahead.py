@@ -1,8 +1,8 @@
-"""Run-ahead: the drafts that a worker makes before they are requested, while the targets verify.
+"""Run-ahead: drafts that a worker makes before they are requested, while the targets verify.
 
-The main path goes on past the proposal: under the shared noise its next token is the best guess of the bonus token.
-Branches start where the target may choose otherwise, at the draft's next best, and go on as far as a proposal needs.
-The likeliest nodes are extended first. They are rows of the steps that draft due proposals, if these have room.
+The main path continues past the proposal: under the shared noise its next token is the best guess of the bonus token.
+Branches start where the target may choose otherwise, at the draft's next best, and continue as far as a proposal needs.
+The likeliest nodes are extended first. They are added to the steps that draft due proposals, if these have room.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MAX_BRANCH_CHANCE = 0.5  # maximum chance of a next best: it scored lower
 
 
 class RunAhead:
-    """Learns where outcomes leave the main path, and so which nodes are the likeliest to be needed.
+    """Learns where outcomes leave the main path, which predicts the nodes that are needed.
 
-    Share of the rounds whose next proposal was there at once:
+    Share of the rounds whose next proposal was ready at once:
         sum(rate(outrider_run_ahead_hits_total[1m]))
           / (sum(rate(outrider_run_ahead_hits_total[1m])) + sum(rate(outrider_run_ahead_misses_total[1m])))
     """
@@ -47,18 +47,20 @@ class RunAhead:
         self._taken, self._odds = 1.0, 1.0
 
     def width(self, sequence: DraftSequence, *, may_branch: bool) -> int:
-        """The children that a node of `sequence` needs."""
+        """Returns the number of children for each node of `sequence`."""
         asked = 1 if sequence.shape is None else width_of(sequence.shape)
         return max(asked, 1 + self.num_branches) if may_branch and runs_ahead(sequence) else asked
 
     def stays(self, sequence: DraftSequence, parent: int) -> float:
-        """The chance that the target chooses the first child of `parent`, which is on the main path or goes on from a
-        branch, once it has chosen `parent`."""
+        """Returns the probability that the target, once it has chosen `parent`, chooses its first child.
+
+        `parent` is on the main path, or on the continuation of a branch.
+        """
         position = min(sequence.depth(parent), sequence.proposal_depth, _NUM_POSITIONS - 1)
         return 1.0 - self._left[position] / self._reached[position]
 
     def chances(self, sequence: DraftSequence, parent: int) -> list[float]:
-        """Returns the chance of each child of `parent`."""
+        """Returns the probability of each child of `parent`."""
         position = min(sequence.depth(parent), sequence.proposal_depth, _NUM_POSITIONS - 1)
         left = self._left[position] / self._reached[position]
         found = [1.0 - left]
@@ -68,7 +70,7 @@ class RunAhead:
         return found
 
     def observe(self, sequence: DraftSequence, news: Sequence[int]) -> str:
-        """The target committed `news`, which `sequence` lacks. Returns the kind of outcome."""
+        """Learns from the committed tokens `news`, which `sequence` lacks. Returns the kind of outcome."""
         node = -1
         for position, token in enumerate(news[:_NUM_POSITIONS]):
             children = sequence.children(node)
@@ -88,7 +90,7 @@ class RunAhead:
         return "all_accepted" if rest is not None and not rest else f"rejected_at_{num_accepted}"
 
     def count(self, kind: str, *, is_hit: bool) -> None:
-        """After an outcome of this kind the next proposal was there, or was not."""
+        """Counts an outcome of this kind. `is_hit`: the next proposal was ready."""
         (self._hits if is_hit else self._misses)[kind] += 1
 
     def readings(self) -> Iterator[Reading]:
@@ -101,9 +103,9 @@ class RunAhead:
 
 
 class Frontier:
-    """The nodes of one chain that may be extended early, and the chance that each is needed.
+    """Nodes of one chain that may be extended early, and the probability that each is needed.
 
-    It follows its sequence as that grows; when tokens are committed another is made.
+    It follows its sequence as that grows; after a commit it is replaced by a new one.
     """
 
     def __init__(self, sequence: DraftSequence, run_ahead: RunAhead) -> None:
@@ -145,8 +147,10 @@ class Frontier:
 
 
 def tree_nodes(sequence: DraftSequence, run_ahead: RunAhead) -> dict[int, float]:
-    """The nodes to extend for the proposals after likely outcomes, the likeliest first, with the chance that each is
-    needed, of a sequence whose proposals are trees."""
+    """Returns the nodes to extend for the proposals after likely outcomes, and the probability that each is needed.
+
+    The likeliest come first. The proposals of `sequence` are trees.
+    """
     end = sequence.proposal_depth
     nodes = {sequence.tip: 1.0} if sequence.num_drafted <= end else {}
     node, before = -1, 1.0
@@ -170,7 +174,7 @@ def num_nodes_ahead(
 ) -> int:
     """Returns the number of nodes, by falling `chances`, that a step adds to the owed ones.
 
-    It adds the number that drafts the most needed tokens per second, without noticeably delaying owed proposals. Each
+    It is the number that drafts the most needed tokens per second without noticeably delaying owed proposals. Each
     node takes its number of `rows`; the `num_owed` owed nodes together take `num_owed_rows`. If none is owed, the step
     takes at most `max_seconds`.
     """
@@ -186,5 +190,5 @@ def num_nodes_ahead(
 
 
 def runs_ahead(sequence: DraftSequence) -> bool:
-    """Returns whether the window of `sequence` reaches beyond a proposal."""
+    """Returns True if the window of `sequence` reaches beyond a proposal."""
     return sequence.window > sequence.num_speculative_tokens > 0

@@ -15,7 +15,7 @@ _ROUNDS_A_TEMPERATURE = 8  # rounds of a sequence before its draft temperature m
 
 
 class TemperatureTuning:
-    """Belongs to the draft worker's thread."""
+    """Temperature searches by target temperature. Belongs to the draft worker's thread, except for `readings`."""
 
     def __init__(self) -> None:
         self._searches: dict[float, DraftTemperature] = defaultdict(DraftTemperature)  # searches by target temperature

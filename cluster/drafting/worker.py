@@ -32,9 +32,9 @@ _BRANCHING_SHARE = 0.8  # share of the KV blocks in use above which no new branc
 
 
 class DraftWorker:
-    """Drafts in a thread of its own or, if not started, in the thread of the caller of `step`.
+    """Drafts in its own thread or, if not started, in the thread that calls `step`.
 
-    A turn of the loop takes in the requests and answers those that run-ahead has completed. It runs one step of the
+    A turn of the loop handles new requests and answers those that run-ahead has completed. It runs one step of the
     drafter, for due proposals and for run-ahead. Then it sends the complete proposals, one message for each link.
     Without work the thread sleeps.
     """
@@ -48,7 +48,7 @@ class DraftWorker:
         clock: Callable[[], float] = time.perf_counter,
         prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prepare_thread` is the first call of its thread."""
+        """`prepare_thread`: called first in the new thread."""
         self.run_ahead = RunAhead(run_ahead_branches)
         self._drafter = drafter
         self._clock = clock
@@ -83,7 +83,7 @@ class DraftWorker:
 
     @property
     def is_one_pass(self) -> bool:
-        """Returns True if one step drafts all tokens of a proposal."""
+        """True if one step drafts all tokens of a proposal."""
         return self._drafter.is_one_pass
 
     @property
@@ -97,11 +97,11 @@ class DraftWorker:
 
     @property
     def is_drafting(self) -> bool:
-        """True if a proposal is due that has no prompt before it. For the thread that calls `step`."""
+        """True if a proposal is due and its prompt is computed. For the thread that calls `step`."""
         return any(entry.owes_proposal and entry.is_computed for entry in self._entries.values())
 
     def readings(self) -> Iterator[Reading]:
-        """All but those of the drafter's KV cache; any thread."""
+        """Yields the metrics, except for those of the drafter's KV cache. Thread-safe."""
         yield Reading("outrider_draft_sequences", "Sequences with drafts.", self.num_sequences)
         yield from self.run_ahead.readings()
         if self._tuning is not None:
@@ -118,14 +118,14 @@ class DraftWorker:
     # Called from the links' threads.
 
     def attach(self, deliver: Deliver) -> int:
-        """A new link, whose replies go to `deliver`. Returns its number."""
+        """Adds a link whose replies are passed to `deliver`. Returns its number."""
         with self._wake:
             self._num_links_ever += 1
             self._links[self._num_links_ever] = CoordinatorLink(deliver, self._clock())
             return self._num_links_ever
 
     def receive(self, link: int, request: SpeculateRequest, num_bytes: int = 0) -> None:
-        """`num_bytes`: its size on the wire."""
+        """Queues `request` of `link`. `num_bytes`: its size on the wire."""
         with self._wake:
             now = self._clock()
             if link in self._links:
@@ -140,7 +140,7 @@ class DraftWorker:
         return 0 if known is None else known.num_waiting_bytes
 
     def detach(self, link: int) -> None:
-        """The link is gone, and with it all its sequences."""
+        """Removes `link` and all its sequences."""
         with self._wake:
             self._links.pop(link, None)
             self._inbox.append((link, None, self._clock()))
@@ -165,12 +165,12 @@ class DraftWorker:
                 self._wake.wait_for(lambda: self._inbox or self._stopping, self.idle_seconds)
 
     def step(self) -> None:
-        """One turn of the loop."""
+        """Runs one turn of the loop."""
         self.take_in()
         self._draft()
 
     def take_in(self) -> None:
-        """Takes in the requests that arrived, and answers those that are complete."""
+        """Handles the requests that arrived, and answers those that are complete."""
         replies: dict[int, SpeculateReply] = {}
         for link, request, arrived_at in self._take_inbox():
             reply = replies.setdefault(link, SpeculateReply())
@@ -186,7 +186,7 @@ class DraftWorker:
         self._send(replies)
 
     def _draft(self) -> None:
-        """One step of the drafter, for owed proposals and ahead; sends the completed ones."""
+        """Runs one step of the drafter, for owed proposals and ahead of them; sends the completed ones."""
         batch = self._next_batch()
         replies: dict[int, SpeculateReply] = {}
         if not batch:
@@ -224,7 +224,10 @@ class DraftWorker:
                 link.deliver(reply)
 
     def _record_step(self, batch: Sequence[Entry], num_rows: int, seconds: float, first_for: Container[int]) -> None:
-        """A step of `batch` took `seconds`; it was the first of a proposal for the links `first_for`."""
+        """Records a step of `batch` that took `seconds`.
+
+        `first_for`: links for which it was the first of a proposal.
+        """
         self.step_time.add(seconds)
         if not all(entry.is_computed and not entry.is_behind for entry in batch):
             return  # a coordinator would take the time of a prompt, or of several rounds, for that of a single round
@@ -247,8 +250,8 @@ class DraftWorker:
     def _next_batch(self) -> list[Entry]:
         """Returns the sequences of the next step: those with due proposals, and those that run ahead.
 
-        The first step of a sequence includes its prompt. It is long, and all sequences in it wait, while the target
-        still computes that prompt too. So it takes its turn when no other proposals are due.
+        A sequence's first step includes its prompt, so it is long, and all sequences in it wait. As the target still
+        computes that prompt too, the first step runs when no other proposals are due.
         """
         limit = self._drafter.max_model_len
         urgent = [entry for entry in self._entries.values() if entry.owes_proposal and not entry.has_proposal(limit)]
@@ -294,7 +297,7 @@ class DraftWorker:
         return [(entry, node) for _, entry, node in found[:taken]]
 
     def _num_rows(self, entry: Entry, nodes: Sequence[int]) -> int:
-        """Rows of a step that extends a sequence at `nodes`."""
+        """Returns the rows of a step that extends a sequence at `nodes`."""
         if not self.is_one_pass:
             return len(nodes)
         return sum([self._drafter.num_rows(entry.sequence, node) for node in nodes])
@@ -305,7 +308,7 @@ class DraftWorker:
 
     @property
     def _may_branch(self) -> bool:
-        """Returns True if sequences run ahead and enough KV blocks are free for branches."""
+        """True if sequences run ahead and enough KV blocks are free for branches."""
         num_blocks = self._drafter.num_blocks
         has_blocks = not num_blocks or self._drafter.num_used_blocks < _BRANCHING_SHARE * num_blocks
         return has_blocks and self._runs_ahead
@@ -318,7 +321,7 @@ class DraftWorker:
                 replies.setdefault(entry.link, SpeculateReply()).add(entry.proposal())
 
     def _collect_news(self, replies: dict[int, SpeculateReply]) -> None:
-        """Adds early drafts to the replies of links without a recent message; of all links if the worker is idle."""
+        """Adds early drafts to the replies of links without a recent message; to all links if the worker is idle."""
         latest = self._clock() - (_NEWS_SECONDS if self.idle_seconds == 0.0 else 0.0)
         for entry in self._entries.values():
             link = self._links.get(entry.link) if entry.has_news else None
@@ -339,7 +342,10 @@ class DraftWorker:
                 reply.lost.add(advance.wire_id)
 
     def _open(self, link: int, opening: Open) -> bool:
-        """Returns False if there is no room, no token, or one that the draft lacks. Reopening replaces a sequence."""
+        """Opens a sequence, replacing one with the same ID. Returns False if that is impossible.
+
+        It is impossible if there is no room, no token, or a token that the draft model lacks.
+        """
         known = self._entries.get((link, opening.wire_id))
         if known is not None:
             self._release(known)
@@ -363,8 +369,11 @@ class DraftWorker:
         return True
 
     def _advance(self, link: int, advance: Advance) -> bool:
-        """Applies `advance`. Returns False if its sequence, the tokens before its base or one of its tokens are unknown
-        here, or if the sequence is too long to be drafted for again."""
+        """Applies `advance`. Returns False if that is impossible.
+
+        It is impossible if the sequence, the tokens before its base or one of its tokens are unknown to this worker, or
+        if the sequence is too long to be drafted for again.
+        """
         entry = self._entries.get((link, advance.wire_id))
         if entry is None:
             return False
@@ -393,7 +402,7 @@ class DraftWorker:
         return True
 
     def _outcome(self, entry: Entry, advance: Advance) -> str | None:
-        """Returns the outcome of the last proposal, before `advance` is applied; None if it does not show one."""
+        """Returns the outcome of the last proposal, before `advance` is applied; None if the outcome is not visible."""
         sequence = entry.sequence
         news = advance.token_ids[sequence.num_committed - advance.base :]
         if not news or not runs_ahead(sequence):
@@ -401,7 +410,7 @@ class DraftWorker:
         return self.run_ahead.observe(sequence, news)
 
     def _want(self, entry: Entry, wanted: Open | Advance) -> None:
-        """Makes further proposals of the sequence as `wanted` asks."""
+        """Applies the size and shape that `wanted` requests for further proposals."""
         sequence = entry.sequence
         sequence.window = window_of(wanted.num_speculative_tokens, entry.granted_window)
         sequence.num_speculative_tokens = wanted.num_speculative_tokens
@@ -409,7 +418,7 @@ class DraftWorker:
         sequence.width = self.run_ahead.width(sequence, may_branch=self._may_branch)
 
     def _knows(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether the draft has all these tokens: a target may have more, with the same tokenizer."""
+        """Returns True if the draft has all these tokens; a target with the same tokenizer may have more."""
         return max(token_ids, default=0) < self._drafter.vocab_size
 
     def _release(self, entry: Entry) -> None:
@@ -418,7 +427,7 @@ class DraftWorker:
         self._drafter.release(entry.sequence)
 
     def release_all(self) -> None:
-        """Frees its sequences' memory after its loop has ended. Raises the drafter's exceptions."""
+        """Frees the sequences' memory after the loop has ended. Raises the drafter's exceptions."""
         for entry in tuple(self._entries.values()):
             self._release(entry)
 
