@@ -1,6 +1,6 @@
 """Findings: problems of a cluster's speculation, their cost, and their remedies.
 
-Each rule is one of the published failure modes. The speed of the mended cluster is predicted with one number
+Each rule is one of the published failure modes. The speed of the repaired cluster is predicted with one number
 corrected: the acceptance or the time of the best draft of the same publication, a network within one host, or a cache
 that holds all sequences. The cost of oversubscribed threads is not predicted: no measured number shows it.
 """
@@ -34,19 +34,20 @@ Rate = Callable[[SpeedModel], float]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong."""
+    """A problem of the cluster."""
 
     name: str
-    what: str  # whether the problem was observed
+    what: str  # what was observed
     remedy: str
     tokens_per_second: float | None  # predicted for the repaired cluster; None: cannot be predicted
     loss: float | None = None  # 1 - rate now / rate mended
 
 
 def findings(found: Examination, earlier_survival: Sequence[float] = ()) -> list[Finding]:
-    """Returns what costs at least 5 % of the predicted rate: first what has no prediction, then by falling loss.
+    """Returns the problems that cost at least 5 % of the predicted rate, those without a prediction first.
 
-    `earlier_survival`: of the draft when it was new, where that is known; a mended one is taken to be no worse.
+    The others follow by falling loss. `earlier_survival`: survival of the draft when it was new, if known; a repaired
+    draft is assumed to be no worse.
     """
     threads = list(_threads(found.threads))
     if not found.has_drafts:
@@ -88,7 +89,7 @@ def _suspected(found: Examination, earlier_survival: tuple[float, ...]) -> Itera
 
 
 def _threads(workers: Sequence[WorkerThreads]) -> Iterator[Finding]:
-    """One finding for all workers that compute with more threads than cores."""
+    """Yields one finding for all workers that compute with more threads than cores."""
     oversubscribed = [worker for worker in workers if worker.are_oversubscribed]
     if oversubscribed:
         seen = (f"{one.worker}: {one.num_threads} threads compute on {one.num_cores} cores" for one in oversubscribed)
@@ -103,7 +104,10 @@ def _threads(workers: Sequence[WorkerThreads]) -> Iterator[Finding]:
 
 
 def _cache(found: Examination, now: SpeedModel, rate: Rate) -> Iterator[Finding]:
-    """KV exhausted: of the target, where sequences wait or are preempted, or of a draft worker, which refuses them."""
+    """Yields findings of exhausted KV caches.
+
+    The target's is exhausted if sequences wait or are preempted, a draft worker's if it refuses sequences.
+    """
     num_streams = found.auto.workload.num_streams
     auto = found.auto.counts
     if auto.mean_batch < _FULL_SHARE * num_streams and found.is_cache_full:

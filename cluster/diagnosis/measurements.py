@@ -13,7 +13,7 @@ _REACHED_SHARE = 0.8  # least share of the requested drafts that were drafted: a
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Steps of one kind."""
+    """Number and total seconds of steps of one kind."""
 
     count: float = 0.0
     seconds: float = 0.0  # total time of the steps
@@ -23,7 +23,7 @@ class StepTotals:
         return self.seconds / self.count if self.count else 0.0
 
     def times(self, factor: float) -> StepTotals:
-        """Returns as many steps, each `factor` times as long."""
+        """Returns the same number of steps, each `factor` times as long."""
         return StepTotals(self.count, factor * self.seconds)
 
     def __add__(self, other: StepTotals) -> StepTotals:
@@ -32,7 +32,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Growth of the counters in `seconds` of a load; times of steps are sums over all targets."""
+    """Increase of the counters during `seconds` of a load; times of steps are sums over all targets."""
 
     seconds: float = 0.0
     num_tokens: float = 0.0  # committed tokens
@@ -56,12 +56,12 @@ class Counts:
 
     @property
     def tokens_per_busy_second(self) -> float:
-        """Were requests never waited for."""
+        """Tokens per second of busy time, which excludes waits for requests."""
         return self.num_tokens / max(self.busy_seconds, 1e-9)
 
     @property
     def bookkeeping_a_step(self) -> float:
-        """Busy time for each step that is neither the step nor a wait for proposals."""
+        """Busy seconds per step that are neither the step itself nor a wait for proposals."""
         steps = (self.verify + self.decode + self.prefill).seconds
         return max(0.0, self.busy_seconds - steps - self.wait_seconds) / max(self.num_steps, 1.0)
 
@@ -81,42 +81,45 @@ class Counts:
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """How often a draft at depth 1, 2, ... was committed."""
+        """Share of drafts at depth 1, 2, ... that were committed."""
         if not self.num_rounds:
             return ()
         return tuple(min(1.0, accepted / self.num_rounds) for accepted in self.accepted_by_position)
 
     @property
     def tokens_per_round(self) -> float:
-        """The acceptance length."""
+        """Committed tokens per round (the acceptance length)."""
         return 1.0 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
 
     def prompt_seconds(self, step_seconds: float) -> float:
-        """That prompts add to steps, for each token that is committed; a step without any takes `step_seconds`."""
+        """Returns the seconds that prompts add to steps, per committed token.
+
+        A step without prompts takes `step_seconds`.
+        """
         added = max(0.0, self.prefill.seconds - self.prefill.count * step_seconds)
         return added / self.num_tokens if self.num_tokens else 0.0
 
     @property
     def rows(self) -> float:
-        """Rows of a step: its sequences and their drafts."""
+        """Rows per step: its sequences and their drafts."""
         return self.mean_batch * (1.0 + self.mean_depth)
 
     @property
     def mean_waiting(self) -> float:
-        """Sequences that waited for blocks."""
+        """Mean number of sequences that waited for blocks."""
         return self.waiting_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def wait_a_step(self) -> float:
-        """Mean wait of a step with drafts, whether it has prompts or not."""
+        """Mean wait of a step with drafts, in seconds, with or without prompts."""
         return self.wait_seconds * self.mean_batch / self.num_rounds if self.num_rounds else 0.0
 
 
 class TimeCurve:
-    """Seconds over a number, such as a step's rows: linear between measurements, extrapolated from the last two."""
+    """Seconds by a number such as a step's rows: linear between measurements, extrapolated from the last two."""
 
     def __init__(self, steps: Iterable[tuple[float, StepTotals]]) -> None:
-        """`steps`: with their mean rows; at least some. Those of about as many rows are taken together."""
+        """`steps`: at least one step, each with its mean rows. Steps with about the same rows are combined."""
         together: list[tuple[float, StepTotals]] = []  # rows, summed over the steps
         for rows, some in sorted((one for one in steps if one[1].count), key=lambda one: one[0]):
             if together and rows < _ALIKE * together[-1][0] / together[-1][1].count:
@@ -140,7 +143,7 @@ class TimeCurve:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One load that the cluster was put under."""
+    """Load on the cluster."""
 
     num_streams: int  # streams on each target
     temperature: float
@@ -161,7 +164,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class WorkerThreads:
-    """The compute threads of a worker, and the cores that it may use."""
+    """Compute threads of a worker, and the cores that it may use."""
 
     pool: str  # target or draft
     worker: str  # pool and address of the worker
@@ -175,7 +178,7 @@ class WorkerThreads:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All that was measured of a cluster."""
+    """All measurements of a cluster."""
 
     plain: Measured  # k = 0
     fixed: Sequence[Measured]  # loads of one depth each, at the same temperature
@@ -197,32 +200,36 @@ class Examination:
 
     @property
     def num_running(self) -> float:
-        """Streams that hold blocks, or could have them."""
+        """Number of streams that hold blocks, or could hold them."""
         waiting = self.auto.counts.mean_waiting if self.is_cache_full else 0.0
         return self.auto.workload.num_streams - waiting
 
     @property
     def reached(self) -> Sequence[Measured]:
-        """The fixed depths that were reached; with late drafts rounds have fewer. All of them if none was reached."""
+        """Measurements at the fixed depths that were reached; all fixed depths if none was reached.
+
+        If drafts are late, rounds have fewer drafts than requested.
+        """
         return [one for one in self.fixed if one.has_reached_its_depth] or self.fixed
 
     @property
     def told(self) -> Measured:
-        """The fastest of these."""
+        """The fastest of the `reached` measurements."""
         return max(self.reached, key=lambda one: one.counts.tokens_per_second)
 
     @property
     def network_seconds(self) -> float:
-        """Time between a request for drafts and their arrival without the drafting, with one stream.
+        """Seconds between a request for drafts and their arrival, excluding the drafting, with one stream.
 
-        Not the links' own round trip: what was drafted ahead is answered at once, and the shortest says nothing.
+        Not the links' own round trip: requests for drafts made ahead are answered at once, and the shortest round trip
+        is not typical.
         """
         alone = self.alone.counts
         return max(0.0, alone.wait_a_step - alone.mean_depth * alone.draft.mean_seconds)
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """How often a draft at depth 1, 2, ... is committed: each from the shallowest rounds that were so deep."""
+        """Share of drafts at depth 1, 2, ... that are committed, each from the shallowest rounds with that depth."""
         found: list[float] = []
         for one in sorted(self.fixed, key=lambda one: one.workload.num_speculative_tokens or 0):
             if one.has_reached_its_depth or not found:

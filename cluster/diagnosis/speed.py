@@ -1,12 +1,12 @@
-"""Tokens a second of a cluster from what its rounds take, and so what another draft, network or cache would give.
+"""Predicts a cluster's tokens per second from the parts of its rounds, also for another draft, network or cache.
 
     1 / rate = (r(k) + m) / streams (step(n (1 + k)) + wait(k) + rest) + prompts
     r(k) = (1 - p) / E(k) + p      E(k) = 1 + s_1 + ... + s_k      n = streams r(k) / (r(k) + m)
 
-For each token of an answer its sequence is part of r steps: of rounds, where s_j is how often a draft at depth j is
-committed, but for a share p of the tokens that are decoded without drafts, as an answer's first are. It is no part of m
-more, while its prompt is computed, so that n sequences are in a step; and `prompts` is what a prompt adds to steps. It
-is the formula of `cluster.speculation.speed` with measured parts.
+For each token of an answer its sequence is part of r steps. These are rounds, where s_j is the share of drafts at depth
+j that are committed, except for a share p of the tokens that are decoded without drafts, such as an answer's first.
+During m further steps the sequence's prompt is computed, so that n sequences are in a step. `prompts` are the seconds
+that a prompt adds to steps. This is the formula of `cluster.speculation.speed` with measured parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOTHING = (0.0, StepTotals(1.0, 0.0))  # time and totals at depth 0
 
 @dataclass(frozen=True, slots=True)
 class SpeedModel:
-    """Times in seconds."""
+    """Prediction of a cluster's speed from measured parts. Times are in seconds."""
 
     num_streams: float  # streams that do not wait for blocks
     survival: tuple[float, ...]  # by depth from 1; beyond the last, it falls at the rate of the last position
@@ -41,7 +41,10 @@ class SpeedModel:
 
     @classmethod
     def of(cls, found: Examination) -> SpeedModel:
-        """Steps, drafting and acceptance over all depths; the rest of a round as at the fastest depth."""
+        """Returns the model of the cluster that was measured in `found`.
+
+        Steps, drafting and acceptance are over all depths; the rest of a round is that at the fastest depth.
+        """
         plain, told = found.plain.counts, found.told.counts
         drafted = [one.counts for one in (*found.fixed, found.auto)]
         steps = TimeCurve([(plain.rows, plain.decode), *((counts.rows, counts.verify) for counts in drafted)])
@@ -93,7 +96,7 @@ class SpeedModel:
         return self.steps.at(num_sequences * (1 + depth))
 
     def _steps_a_token(self, depth: int) -> float:
-        """Which its sequence is part of."""
+        """Returns the number of steps per token that a sequence is part of."""
         return (1.0 - self.plain_share) / self.tokens_per_round(depth) + self.plain_share
 
     def rate(self, depth: int) -> float:
@@ -112,7 +115,7 @@ class SpeedModel:
         return self.rate(self.best_depth())
 
     def break_even_acceptance(self) -> float | None:
-        """Lowest acceptance rate at which some k pays; None: no draft pays."""
+        """Returns the lowest acceptance rate at which some k pays; None if no draft pays."""
         plain = self.rate(0)
         low, high = 0.0, 1.0
         if self.accepting(high).best_rate() <= plain:
@@ -128,8 +131,8 @@ class SpeedModel:
     def with_draft(self, seconds: float) -> SpeedModel:
         """Returns the model with another draft whose steps take `seconds`.
 
-        What the draft adds to the target's prompts changes with it: on shared cores a prompt takes the target longer
-        while the draft reads it, too.
+        This also changes the time that the draft adds to the target's prompts: on shared cores a prompt takes the
+        target longer while the draft computes it, too.
         """
         beside = max(0.0, self.prompt_seconds - self.plain_prompt_seconds)
         less = min(1.0, seconds / self.draft_seconds) if self.draft_seconds else 1.0
@@ -141,5 +144,5 @@ class SpeedModel:
         )
 
     def accepting(self, rate: float) -> SpeedModel:
-        """With each draft token accepted so often when those before it are."""
+        """Returns the model in which each draft is accepted with probability `rate` if those before it are."""
         return replace(self, survival=tuple(rate**depth for depth in range(1, MAX_DEPTH + 1)))

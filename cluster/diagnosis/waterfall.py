@@ -1,10 +1,9 @@
 """Explains the difference between the formula's speedup and the measured one, cause by cause.
 
-The formula, E(a, k) t / (k t_draft + t + t_net), takes four numbers as they are thought to be: one acceptance a for
-every position, the draft's time when it has nothing else to do, a verify step that takes no longer than a decode step,
-and a round that is nothing but these. In each stage one of them gives way to what was measured, and what the speedup
-loses with it is the share of that cause. What then still lies between the last stage and the measured speedup is not
-explained.
+The formula, E(a, k) t / (k t_draft + t + t_net), takes four idealised numbers: one acceptance a for every position, the
+draft's time when it is otherwise idle, a verify step that takes no longer than a decode step, and a round without any
+other parts. Each stage replaces one of them with its measurement, and the loss of speedup is the share of that cause.
+The difference between the last stage and the measured speedup is not explained.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cluster.speculation.speed import RoundCosts, speedup, tokens_per_round
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`speedup`: that is left when `cause` and those before it are counted."""
+    """`speedup`: the predicted speedup after `cause` and all previous causes."""
 
     cause: str
     speedup: float
@@ -32,22 +31,25 @@ class Waterfall:
 
     @property
     def unexplained(self) -> float:
-        """The share of the measured speedup that no cause accounts for; negative if they account for too much."""
+        """Share of the measured speedup that no cause explains; negative if the causes explain too much."""
         return self.stages[-1].speedup / max(self.measured, 1e-9) - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """The expectations of the draft, before it served."""
+    """Expectations of the draft before it served."""
 
     acceptance: float  # acceptance rate of a draft token
     draft_seconds: float
     earlier_acceptance: float  # rate of the same draft when it was new; the current rate if unknown
-    equal_acceptance: float  # whether drafts were sampled at the target's temperature
+    equal_acceptance: float  # rate if drafts are sampled at the target's temperature
 
 
 def waterfall(plain: Measured, drafted: Measured, thought: Thought, network_seconds: float) -> Waterfall:
-    """`drafted`: with one k for all, at the load and temperature of `plain`."""
+    """Returns the stages between the expected and the measured speedup.
+
+    `drafted`: measured with one k for all, at the load and temperature of `plain`.
+    """
     without, with_drafts = plain.counts, drafted.counts
     k = max(1, round(with_drafts.mean_depth))
     decode, verify = without.decode.mean_seconds, with_drafts.verify.mean_seconds
@@ -97,8 +99,11 @@ def _bookkeeping(counts: Counts, asked_seconds: float) -> float:
 
 
 def thought_of(alone: Measured, drafted: Measured, *, equal: float | None, earlier: float | None) -> Thought:
-    """`alone`: one stream with drafts, when the draft had nothing else to do. `equal`: acceptance where drafts are
-    sampled as the target's tokens are; `earlier`: of the same draft when it was new. None: as it is now."""
+    """Returns the expectations of a draft from measurements.
+
+    `alone`: one stream with drafts, while the draft was otherwise idle. `equal`: acceptance if drafts are sampled as
+    the target's tokens are. `earlier`: acceptance of the same draft when it was new. None: the current acceptance.
+    """
     survival = drafted.counts.survival
     now = survival[0] if survival else 0.0
     return Thought(
