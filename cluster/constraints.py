@@ -12,7 +12,7 @@ GrammarForm = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The grammar of an answer's text: the sequence ends where the grammar does."""
+    """The grammar of an answer's text; the sequence ends where the grammar ends."""
 
     form: GrammarForm
     text: str  # the schema as JSON, the expression, the rules as GBNF writes them, or the tags as JSON
@@ -20,7 +20,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Only the target knows them: a draft that they forbid is cut before it is verified."""
+    """Constraints that only the target applies: a draft that they forbid is removed before it is verified."""
 
     allowed_token_ids: tuple[int, ...] = ()  # (): any character
     bad_words: tuple[tuple[int, ...], ...] = ()  # token IDs; none of them may be completed

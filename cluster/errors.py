@@ -1,8 +1,8 @@
-"""The exceptions of Outrider and their faces on gRPC and HTTP.
+"""The exceptions of Outrider and their gRPC and HTTP statuses.
 
 OutriderError
 ├── ConfigurationError      a setting, flag, model folder or port is unusable
-│   └── AddressInUseError   somebody else listens there, who may be gone soon
+│   └── AddressInUseError   another program listens there, perhaps not for long
 ├── InvalidRequestError     400  INVALID_ARGUMENT    the caller's request is unusable; `param` names the field
 ├── NotFoundError           404  NOT_FOUND           no such model or route
 ├── OverloadedError         503  RESOURCE_EXHAUSTED  the queue is full; nothing was started
@@ -42,7 +42,7 @@ class ConfigurationError(OutriderError):
 
 
 class AddressInUseError(ConfigurationError):
-    """Another program has the port."""
+    """Another program listens at the address."""
 
 
 def cannot_listen(where: str, error: Exception, remedy: str) -> ConfigurationError:
@@ -93,5 +93,5 @@ _BY_STATUS_CODE: dict[int, type[OutriderError]] = {
 
 
 def from_status(code: int, message: str, param: str | None = None) -> OutriderError:
-    """The exception that a gRPC status stands for; `code` is the status code's number."""
+    """Returns the exception for a gRPC status; `code` is the status code's number."""
     return _BY_STATUS_CODE.get(code, InternalError)(message, param=param)

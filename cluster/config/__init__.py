@@ -1,6 +1,6 @@
-"""The configuration: one YAML tree for every program, read once, unknown keys refused.
+"""The configuration: one YAML tree for every program, read once; unknown keys are refused.
 
-It is read by `cluster.config.file`. What can be derived is a property.
+`cluster.config.file` reads it. Values that can be derived are properties.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cluster.config.workers import DraftConfig, TargetConfig, WorkerConfig, mode
 
 
 class TracingConfig(Section):
-    """Spans of requests, exported by OTLP over HTTP."""
+    """Export of requests' spans by OTLP over HTTP."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+\S*$")] | None = Field(
         None,
@@ -151,7 +151,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _only_vllm(self) -> Config:
-        """Settings that an engine of ours does not have."""
+        """Raises ValueError if a setting of vLLM is used with another engine."""
         if self.target.engine != "vllm":
             _refuse_vllm_settings("target", self.target, f"target.engine {self.target.engine}")
             if self.speculation.acceptance == "engine":
@@ -175,7 +175,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _not_vllm(self) -> Config:
-        """Settings that vLLM does not have, or has its own for."""
+        """Raises ValueError if vLLM is used with a setting that it lacks, or has its own for."""
         if self.target.engine != "vllm":
             return self
         if self.speculation.tree_width > 1:
@@ -217,7 +217,7 @@ class Config(Section):
         return self.has_drafter and self.draft.placement != "in-process"
 
     def with_further_drafts(self, name: str) -> Config:
-        """As the draft workers of `ray.further_drafts` have it that are called `name`. Raises ValueError."""
+        """Returns the configuration of the draft workers that `ray.further_drafts` calls `name`. Raises ValueError."""
         draft = DraftConfig.model_validate(self.draft.model_dump() | self.ray.further_drafts[name].draft)
         return self.model_copy(update={"draft": draft})
 
@@ -233,7 +233,7 @@ class Config(Section):
 
     @property
     def drafts_on_host_cpu(self) -> bool:
-        """Returns True if the sidecars compute on cores of the host that their targets do not use."""
+        """True if the sidecars compute on cores of the host that their targets do not use."""
         return self.has_sidecars and self.draft.placement == "host-cpu"
 
 

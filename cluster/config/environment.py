@@ -1,7 +1,7 @@
 """Settings in the environment: `OUTRIDER_ROUTER__PORT=8001` is `router.port: 8001`.
 
-Two underscores stand between a section and its key; a name without is no setting, such as `OUTRIDER_API_KEY`, or what
-Kubernetes tells containers of a service called `outrider-router`.
+Two underscores separate a section from its key. A name without them is not a setting, such as `OUTRIDER_API_KEY`, or
+the variables that Kubernetes sets in containers for a service called `outrider-router`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SEPARATOR = "__"
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable that is a setting."""
+    """An environment variable that is a setting."""
 
     name: str
     value: str
@@ -31,12 +31,12 @@ class Variable:
 
 
 def variables_in(environment: Mapping[str, str]) -> list[Variable]:
-    """Those that are settings, by name."""
+    """Returns the variables of `environment` that are settings, by name."""
     return [Variable(name, environment[name]) for name in sorted(environment) if is_setting(name)]
 
 
 def variable_of(key: str) -> str:
-    """The name of the variable of the setting `key`."""
+    """Returns the name of the variable for the setting `key`."""
     return PREFIX + _SEPARATOR.join(key.upper().split("."))
 
 
@@ -45,5 +45,8 @@ def is_setting(name: str) -> bool:
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a program whose configuration includes them already: there they would override later decisions."""
+    """Returns `environment` without settings, for a program whose configuration already includes them.
+
+    There they would override later decisions.
+    """
     return {name: value for name, value in environment.items() if not is_setting(name)}

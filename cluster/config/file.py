@@ -1,4 +1,4 @@
-"""Reads the configuration: a YAML file, then the environment, then single settings; the later goes before the earlier.
+"""Reads the configuration: a YAML file, then the environment, then single settings; later ones take precedence.
 
 config = load_config(Path("cluster.yaml"), overrides=["speculation.num_speculative_tokens=6"], environment=os.environ)
 """
@@ -25,17 +25,16 @@ _VALUE_CHARACTERS = 200
 def load_config(
     path: Path | None = None, overrides: Sequence[str] = (), environment: Mapping[str, str] = _NO_ENVIRONMENT
 ) -> Config:
-    """Reads the YAML file at `path` (default: none, all defaults), then applies the settings in `environment`, then
-    `overrides`.
+    """Returns the configuration of the YAML file at `path`, `environment` and `overrides`, applied in this order.
 
-    An override is `section.key=value`, its value read as YAML; so are values in `environment`. Raises
-    ConfigurationError naming the key.
+    Without `path` all defaults hold. An override is `section.key=value`, its value read as YAML; so are values in
+    `environment`. Raises ConfigurationError naming the key.
     """
     return parse_config(read_tree(path), overrides, environment)
 
 
 def read_tree(path: Path | None) -> dict[str, Any]:
-    """The sections in the YAML file at `path`, unchecked. Raises ConfigurationError."""
+    """Returns the sections in the YAML file at `path`, unchecked. Raises ConfigurationError."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -53,8 +52,9 @@ def read_tree(path: Path | None) -> dict[str, Any]:
 def parse_config(
     tree: dict[str, Any], overrides: Sequence[str] = (), environment: Mapping[str, str] = _NO_ENVIRONMENT
 ) -> Config:
-    """The configuration of `tree`, after `environment` and `overrides`, which change it. Raises ConfigurationError
-    naming the key, and the variable if it is one's.
+    """Returns the configuration of `tree`, `environment` and `overrides`. Changes `tree`.
+
+    Raises ConfigurationError naming the key, and the environment variable that set it, if any.
     """
     variables = variables_in(environment)
     for variable in variables:
@@ -73,7 +73,7 @@ def parse_config(
 
 
 def _apply(tree: dict[str, Any], key: str, value: str, source: str) -> None:
-    """`source`: who says it."""
+    """Sets `key` in `tree` to `value`. `source`: origin of the setting, for messages. Raises ConfigurationError."""
     *sections, name = key.strip().split(".")
     if not sections or not name or not all(sections):
         raise ConfigurationError(f"cannot apply {source!r}: write section.key=value")
@@ -91,7 +91,7 @@ def _apply(tree: dict[str, Any], key: str, value: str, source: str) -> None:
 
 
 def _describe(error: ValidationError, variables: Sequence[Variable]) -> str:
-    """The first complaint, with the key it is about and, for an unknown key, the nearest known one."""
+    """Returns the first complaint, with its key and, for an unknown key, the nearest known one."""
     complaint = error.errors()[0]
     key = ".".join(map(str, complaint["loc"])) or "configuration"
     named = next((one for one in variables if f"{key}.".startswith(f"{one.key}.")), None)
@@ -102,7 +102,7 @@ def _describe(error: ValidationError, variables: Sequence[Variable]) -> str:
 
 
 def _reason(complaint: ErrorDetails, key: str, variable: Variable | None) -> str:
-    """`variable`: the one that is to blame, if one is."""
+    """Returns the reason of `complaint`. `variable`: the environment variable that caused it, if any."""
     if complaint["type"] != "extra_forbidden":
         # If settings of a section contradict each other, the message names them.
         given = "" if isinstance(complaint["input"], dict | BaseModel) else f" (got {_excerpt(complaint['input'])})"
@@ -119,7 +119,7 @@ def _reason(complaint: ErrorDetails, key: str, variable: Variable | None) -> str
 
 
 def _keys(location: Sequence[str]) -> list[str]:
-    """Those that the part of the configuration at `location` may have."""
+    """Returns the keys that the part of the configuration at `location` may have."""
     section: type[BaseModel] = Config
     for part in location:
         field = section.model_fields.get(part)

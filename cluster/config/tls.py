@@ -1,4 +1,4 @@
-"""The section `tls`: how the programs of a cluster authenticate each other."""
+"""The section `tls`: authentication between the programs of a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cluster.config.types import FilePath, Section
 
 
 class TlsConfig(Section):
-    """All three files of certificates, or none."""
+    """Paths of three certificate files: all of them, or none."""
 
     ca_file: FilePath | None = Field(
         None,
@@ -44,6 +44,6 @@ class TlsConfig(Section):
         return self.ca_file is not None
 
     def of(self, program: str) -> TlsConfig:
-        """With the paths that they are for `program`."""
+        """Returns these settings with the paths for `program`."""
         paths = {name: None if path is None else path.replace("{program}", program) for name, path in self}
         return self.model_copy(update=paths)

@@ -30,12 +30,12 @@ def is_adapter_name(name: str) -> bool:
 
 
 def is_host_port(address: str) -> bool:
-    """Returns whether `address` is a host and a port."""
+    """Returns True if `address` is a host and a port."""
     return re.fullmatch(HOST_PORT, address) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only programs of this machine reach a listener at `host`."""
+    """Returns True if only programs of this machine reach a listener at `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

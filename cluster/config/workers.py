@@ -120,7 +120,7 @@ class WorkerConfig(Section):
 
     @property
     def listen_address(self) -> str:
-        """Raises ConfigurationError if no setting defines it."""
+        """Address to listen at. Raises ConfigurationError if no setting defines it."""
         if self.listen is not None:
             return self.listen
         if not self.addresses:
@@ -221,7 +221,7 @@ class DraftConfig(WorkerConfig):
     @model_validator(mode="before")
     @classmethod
     def _host_cpu_is_a_device(cls, values: Any) -> Any:
-        """Sets `device` to cpu for placement host-cpu, so that every reader of `device` finds the decision."""
+        """Sets `device` to cpu for placement host-cpu, so that every reader of `device` sees it."""
         if isinstance(values, dict) and values.get("placement") == "host-cpu":
             device = values.get("device", "auto")
             return values | {"device": "cpu" if device == "auto" else device}
